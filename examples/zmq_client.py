@@ -18,6 +18,7 @@ from typing import Any
 import msgpack
 import zmq
 
+VERSION = 2  # of the protocol
 MODEL = "simple"
 COUNT = 16
 
@@ -32,7 +33,7 @@ def main() -> None:
             listener.connect(f"{run_dir}/guests/door")
         except OSError as error:
             sys.exit(f"there is no server at {run_dir}: {error.strerror}")
-        listener.send(packed("Hello", 1))
+        listener.send(packed("Hello", VERSION))
         number, token, endpoint = introduced(listener)
         with zmq.Context() as context, context.socket(zmq.DEALER) as scheduler:
             scheduler.set(zmq.LINGER, 0)
@@ -45,7 +46,7 @@ def main() -> None:
 
 def packed(*message: Any) -> bytes:
     """A message: its name and its fields, behind the version."""
-    frame: bytes = msgpack.packb([1, message])
+    frame: bytes = msgpack.packb([VERSION, message])
     return frame
 
 
@@ -79,10 +80,10 @@ def infer(scheduler: zmq.Socket[bytes], **inputs: list[int]) -> dict[str, list[i
         ]
         for name, values in inputs.items()
     ]
-    work = msgpack.packb(["", tensors, [], {}, 0, 0, 0, 0, 0])
+    work = msgpack.packb([tensors, [], {}])  # all outputs, no parameters
     now_ns = time.monotonic_ns()
-    # id, batch size and shape key (left to the server), arrival, deadline, timeout, priority
-    scheduler.send(packed("Submit", 1, 0, b"", now_ns, 0, 0, 0, work, ""))
+    # number, batch size and shape key (left to the server), arrival, deadline, timeout, priority
+    scheduler.send(packed("Submit", 1, 0, b"", now_ns, 0, 0, 0, work))
     while True:
         _, *messages = msgpack.unpackb(scheduler.recv())
         for name, _, *fields in messages:

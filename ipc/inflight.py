@@ -15,7 +15,6 @@ waits for it and the memory it keeps; the rules of its life are here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
@@ -52,7 +51,7 @@ def make_submit(
     number: int,
     admitted: Admitted,
     arrived_ns: int,
-    work: bytes | Callable[[int], bytes],
+    work: bytes,
     *,
     request_id: str = "",
     priority: int = 0,
@@ -63,8 +62,7 @@ def make_submit(
     flags: int = 0,
     correlation_id: int | str = 0,
 ) -> Submit:
-    """The message that submits a request: `work` is its packed `Inference`, or what packs it with a
-    deadline.
+    """The message that submits a request, whose packed `Inference` is `work`.
 
     The deadline is the shortest of the request's own `timeout_us`, the server's `limit_us` and the
     call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
@@ -88,7 +86,7 @@ def make_submit(
         deadline_ns,
         timeout_us,
         priority,
-        work if isinstance(work, bytes) else work(deadline_ns),
+        work,
         request_id,
         flags,
         *correlation_fields(correlation_id),

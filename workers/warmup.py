@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
@@ -139,9 +140,9 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
     # Controls of sequences, which no client sends, are as the sample has them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.admit("", sent, ())
-    work = pack_inference(Inference("", tuple(sent)))
+    packed = pack_inference(Inference(tuple(sent)))
     for key in range(1, sample.batch_size + 1):
-        request = unpacker.request(key, 0, work)
+        request = unpacker.request(Work(key, 0, packed))
         for tensor in controls:
             assert isinstance(tensor.data, bytes)
             raw = memoryview(bytearray(tensor.data))

@@ -12,6 +12,8 @@
 #include <time.h>
 #include <unistd.h>
 
+enum { VERSION = 2 }; /* of the protocol */
+
 static void fail(const char *what) {
     fprintf(stderr, "infer: %s\n", what);
     exit(1);
@@ -148,8 +150,8 @@ static char identity[128], scheduler[256];
 static int welcome(int listener) {
     static uint8_t data[1 << 20];
     Out out = {.size = 0};
-    put_array(&out, 2), put_uint(&out, 1);
-    put_array(&out, 2), put_text(&out, "Hello"), put_uint(&out, 1);
+    put_array(&out, 2), put_uint(&out, VERSION);
+    put_array(&out, 2), put_text(&out, "Hello"), put_uint(&out, VERSION);
     send_all(listener, out.bytes, out.size);
     for (;;) {
         ssize_t size = recv(listener, data, sizeof data, 0);
@@ -241,18 +243,17 @@ static void submit(int fd, const int32_t a[16], const int32_t b[16]) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     Out work = {.size = 0};
-    put_array(&work, 9), put_text(&work, ""); /* the request's id */
+    put_array(&work, 3);
     put_array(&work, 2), put_tensor(&work, "INPUT0", a), put_tensor(&work, "INPUT1", b);
     put_array(&work, 0), put_byte(&work, 0x80); /* all outputs, no parameters */
-    for (int i = 0; i < 5; i++) put_uint(&work, 0); /* sequence, flags, timeout, priority, deadline */
 
     Out out = {.size = 0};
-    put_array(&out, 2), put_uint(&out, 1);
-    put_array(&out, 10), put_text(&out, "Submit");
+    put_array(&out, 2), put_uint(&out, VERSION);
+    put_array(&out, 9), put_text(&out, "Submit");
     put_uint(&out, 7), put_uint(&out, 1), put_bytes(&out, "", 0); /* number, batch size, shape key */
     put_uint(&out, now.tv_sec * 1000000000ull + now.tv_nsec);
     for (int i = 0; i < 3; i++) put_uint(&out, 0); /* deadline, timeout, priority */
-    put_bytes(&out, work.bytes, work.size), put_text(&out, "");
+    put_bytes(&out, work.bytes, work.size); /* no id, and of no sequence */
     send_frame(fd, 0, out.bytes, out.size);
 }
 

@@ -20,10 +20,10 @@ RESCHEDULED = "RESCHEDULED"
 
 @message
 class Submit:
-    """Run this request. `batch_size` 0: the model does not batch. `deadline_ns` 0: none (monotonic
-    clock).
+    """Run this request; `work` is a packed `Inference`. `batch_size` 0: the model does not batch.
 
-    `request_id` is the client's own, for error texts and logs; it may be empty. The sequence that
+    `request_id` is the client's own; it may be empty. `timeout_us` is the request's own limit,
+    `deadline_ns` (monotonic clock) when nobody waits any more; 0: none. The sequence that
     it belongs to is `correlation_id`, or `correlation_text` where that is a text; 0 and "": none.
     `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END).
     """
@@ -142,11 +142,24 @@ class StatisticsReported:
 
 @record
 class Work:
-    """A request as a worker gets it; `work` is a packed `Inference`."""
+    """A request as a worker gets it; `work` is a packed `Inference`, and what is said beside it is
+    as in `Submit`. What the model asks of other models on its behalf ends at the deadline too."""
 
     key: int
     client_pid: int
     work: bytes
+    request_id: str = ""
+    flags: int = 0
+    correlation_id: int = 0
+    correlation_text: str = ""
+    timeout_us: int = 0
+    priority: int = 0
+    deadline_ns: int = 0
+
+    @property
+    def sequence(self) -> int | str:
+        """The sequence's id, 0 for none."""
+        return self.correlation_text or self.correlation_id
 
 
 @record

@@ -1,4 +1,9 @@
-"""An inference request and its response as they travel between processes, and their templates."""
+"""An inference request and its response as they travel between processes, and their templates.
+
+What differs from one request to the next by its nature, its id, its place in a sequence and its
+limits on time, is not packed with the tensors: `Submit` and `Work` say it beside them. So requests
+that are alike are packed alike, and who has a template of one has it of all.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +42,11 @@ class RequestedOutput:
 
 @record
 class Inference:
-    """One request as the worker sees it. No `outputs` means all of them.
+    """What a request asks of a model. No `outputs` means all of them."""
 
-    `timeout_us` is the request's own limit, `deadline_ns` (monotonic) when nobody waits any more:
-    what the model asks of other models on its behalf ends then too. 0 means none.
-    """
-
-    request_id: str
     inputs: tuple[TensorRef, ...]
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: int = 0
-    timeout_us: int = 0
-    priority: int = 0
-    deadline_ns: int = 0
 
 
 @record
@@ -67,23 +62,16 @@ def pack_inference(request: Inference) -> bytes:
     """An `Inference` as bytes, for `Submit.work`."""
     packed: bytes = msgpack.packb(
         (
-            request.request_id,
             [pack_tensor(tensor) for tensor in request.inputs],
             [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
             request.parameters,
-            request.correlation_id,
-            request.flags,
-            request.timeout_us,
-            request.priority,
-            request.deadline_ns,
         )
     )
     return packed
 
 
 class InferenceTemplate:
-    """A packed `Inference` but for what differs between requests that are described alike: the
-    bytes of the inline tensors, whose sizes stay, and the deadline."""
+    """A packed `Inference` but for the bytes of its inline tensors, whose sizes stay."""
 
     __slots__ = ("_pieces", "_sizes")
 
@@ -91,8 +79,7 @@ class InferenceTemplate:
         self._sizes: list[int] = []
         self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
         packer = msgpack.Packer(autoreset=False)
-        packer.pack_array_header(9)
-        packer.pack(request.request_id)
+        packer.pack_array_header(3)
         packer.pack_array_header(len(request.inputs))
         for tensor in request.inputs:
             packer.pack_array_header(4)
@@ -105,58 +92,35 @@ class InferenceTemplate:
                 self._pieces.append(packer.bytes().removesuffix(data))
                 packer.reset()
         packer.pack([(out.name, out.place and pack_place(out.place)) for out in request.outputs])
-        for value in (
-            request.parameters,
-            request.correlation_id,
-            request.flags,
-            request.timeout_us,
-            request.priority,
-        ):
-            packer.pack(value)
+        packer.pack(request.parameters)
         self._pieces.append(packer.bytes())
 
-    def fill(self, body: bytes, at: int, deadline_ns: int) -> bytes:
+    def fill(self, body: bytes, at: int) -> bytes:
         """What `pack_inference` gives for the tensors whose bytes are in `body`, one after the
         other, from `at`."""
         pieces: list[bytes] = []
         for piece, size in zip(self._pieces, self._sizes, strict=False):
             pieces += (piece, body[at : at + size])
             at += size
-        pieces += (self._pieces[-1], msgpack.packb(deadline_ns))
+        pieces.append(self._pieces[-1])
         return b"".join(pieces)
 
-    def pieces(self, deadline_ns: int = 0) -> list[bytes]:
+    def pieces(self) -> list[bytes]:
         """What is around the inline tensors' bytes, in order."""
-        return [*self._pieces[:-1], self._pieces[-1] + msgpack.packb(deadline_ns)]
+        return list(self._pieces)
 
 
 def unpack_inference(work: bytes) -> Inference:
     """The `Inference` in `work`; raises MalformedMessage."""
     try:
-        (
-            request_id,
-            inputs,
-            outputs,
-            parameters,
-            correlation_id,
-            flags,
-            timeout,
-            priority,
-            deadline,
-        ) = msgpack.unpackb(work)
+        inputs, outputs, parameters = msgpack.unpackb(work)
         return Inference(
-            request_id,
             tuple(map(unpack_tensor, inputs)),
             tuple(
                 RequestedOutput(name, None if place is None else unpack_place(place))
                 for name, place in outputs
             ),
             parameters,
-            correlation_id,
-            flags,
-            timeout,
-            priority,
-            deadline,
         )
     except MalformedMessage:
         raise

@@ -3,8 +3,7 @@ alone are not unpacked again; and the bounded cache under it.
 
 Programs send, and models return, the same template again and again: the same names, types and
 shapes with other numbers, or the very same bytes where the numbers are in shared memory. What
-follows from the template alone is then known without unpacking. What differs each time by its
-nature, a deadline or an id, is not worth knowing.
+follows from the template alone is then known without unpacking.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class TemplateCache(Generic[T]):
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
         """Enter the template of `packed`, which was not known."""
-        if len(packed) > self._longest or _is_unique(unpacked):
+        if len(packed) > self._longest:
             return
         tensors = unpacked.inputs if isinstance(unpacked, Inference) else unpacked.outputs
         datas = [data for ref in tensors if type(data := ref.data) is bytes]
@@ -148,7 +147,3 @@ def _template(unpacked: Inference | Inferred) -> InferenceTemplate | InferredTem
     if isinstance(unpacked, Inference):
         return InferenceTemplate(unpacked)
     return InferredTemplate(unpacked)
-
-
-def _is_unique(unpacked: Inference | Inferred) -> bool:
-    return isinstance(unpacked, Inference) and bool(unpacked.deadline_ns or unpacked.request_id)

@@ -19,7 +19,7 @@ import msgpack
 
 from shmserve.ipc.transport.records import MalformedMessage, record
 
-VERSION = 1
+VERSION = 2
 _LARGE = 64 * 1024
 _PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
 

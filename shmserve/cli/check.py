@@ -107,7 +107,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
     signature = Signature(where["config"], where["version"])
     try:
         inputs = tuple(_zeros(signature, name) for name in signature.inputs)
-        work = pack_inference(Inference("check", inputs))
+        work = pack_inference(Inference(inputs))
     except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
         return "not tried: a batch of zeros is too large to be sent", 0.0
     admission = signature.admit("check", inputs, ())
@@ -125,6 +125,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
                 timeout_us=0,
                 priority=0,
                 work=work,
+                request_id="check",
                 flags=SEQUENCE_START | SEQUENCE_END,
                 correlation_id=0 if text else 1,
                 correlation_text="check" if text else "",

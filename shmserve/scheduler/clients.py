@@ -111,7 +111,7 @@ class Clients:
                 raise Unavailable(self._pool.failure)
             cache, lookup = self._responses.cache, None
             if cache is not None:
-                lookup = cache.look_up(message.work, client.pid)
+                lookup = cache.look_up(message, client.pid)
                 if lookup is not None and lookup.body:
                     self._hit(client, message, lookup, now_ns)
                     return
@@ -196,5 +196,5 @@ class Clients:
                 if request.state is State.FAILED_EARLY:
                     self._responses.close(request, now_ns)
                 else:
-                    text = id_prefix(request.request_id) + _STOPPING
+                    text = id_prefix(request.submit.request_id) + _STOPPING
                     self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)

@@ -189,13 +189,8 @@ def _number(peer: bytes) -> int:
 
 def _check_types(inference: Inference) -> None:
     """What `unpack_inference` leaves to its caller. Raises MalformedMessage."""
-    numbers = (inference.flags, inference.timeout_us, inference.priority, inference.deadline_ns)
-    if (
-        type(inference.request_id) is not str
-        or any(type(number) is not int for number in numbers)
-        or type(inference.correlation_id) not in (int, str)
-        or type(inference.parameters) is not dict
-        or any(type(output.name) is not str for output in inference.outputs)
+    if type(inference.parameters) is not dict or any(
+        type(output.name) is not str for output in inference.outputs
     ):
         raise MalformedMessage("a field of an inference has the wrong type")
     for key, value in inference.parameters.items():

@@ -126,7 +126,7 @@ class EnsembleRig:
         """A request of the gateway's."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
         wanted = tuple(map(RequestedOutput, outputs))
-        work = pack_inference(Inference("", (tensor,), wanted))
+        work = pack_inference(Inference((tensor,), wanted))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
         self.client_says(m.Submit(number, 0, b"", self.now_ns, deadline_ns, 0, 0, work))
 

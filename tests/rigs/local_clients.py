@@ -82,7 +82,7 @@ def memfd(
 def submit(
     inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
 ) -> m.Submit:
-    work = pack_inference(Inference("", inputs, outputs))
+    work = pack_inference(Inference(inputs, outputs))
     return m.Submit(number, 0, b"", 0, 0, 0, 0, work, "")
 
 

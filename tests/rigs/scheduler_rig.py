@@ -201,4 +201,4 @@ def work_in_place() -> bytes:
     """A request whose output goes over its input."""
     place = Place(Memory(1, 4321, 5, 6, 1 << 20, True), 4096, 64)
     tensor = TensorRef("INPUT0", "INT8", (64,), place)
-    return pack_inference(Inference("", (tensor,), (RequestedOutput("OUTPUT0", place),)))
+    return pack_inference(Inference((tensor,), (RequestedOutput("OUTPUT0", place),)))

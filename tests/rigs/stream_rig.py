@@ -40,8 +40,8 @@ class Streams:
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
             given = tensor(self._x, array.reshape(1, -1) if self._rows else array, place)
-            work = pack_inference(Inference(f"id-{key}", (given,), outputs))
-            works.append(m.Work(key, CLIENT_PID, work))
+            work = pack_inference(Inference((given,), outputs))
+            works.append(m.Work(key, CLIENT_PID, work, f"id-{key}"))
         self.rig.execute(works)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:

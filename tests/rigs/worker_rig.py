@@ -177,13 +177,16 @@ class Rig:
         self._dealers.append(self._dealer)
         return self
 
-    def batch(self, *requests: Inference, pid: int = CLIENT_PID) -> list[Reply]:
-        """Run a batch; the replies in the order of the requests."""
-        return self.raw_batch([pack_inference(request) for request in requests], pid)
+    def batch(self, *requests: Inference, pid: int = CLIENT_PID, **said: Any) -> list[Reply]:
+        """Run a batch of requests of which this is `said`; the replies in their order."""
+        return self.raw_batch([pack_inference(request) for request in requests], pid, **said)
 
-    def raw_batch(self, works: Sequence[bytes], pid: int = CLIENT_PID) -> list[Reply]:
+    def raw_batch(
+        self, works: Sequence[bytes], pid: int = CLIENT_PID, request_id: str = "id-1", **said: Any
+    ) -> list[Reply]:
         """Run a batch of packed requests, whose keys are 1, 2, ..."""
-        self.execute([Work(key, pid, work) for key, work in enumerate(works, 1)])
+        keyed = enumerate(works, 1)
+        self.execute([Work(key, pid, work, request_id, **said) for key, work in keyed])
         replies = {each.key: (each.code, each.message, each.body) for each in self.finished.replies}
         assert sorted(replies) == list(range(1, len(works) + 1))
         return [
@@ -263,4 +266,4 @@ class FunctionBackend(Backend):
 
 def inference(*inputs: TensorRef, outputs: Sequence[RequestedOutput] = ()) -> Inference:
     """A request."""
-    return Inference("id-1", tuple(inputs), tuple(outputs))
+    return Inference(tuple(inputs), tuple(outputs))

@@ -114,8 +114,6 @@ class Executor:
         try:
             with self._link.lock:
                 request = self._unpacker.request(
-                    opened.key,
-                    opened.client_pid,
                     opened.work,
                     partial(self._link.is_cancelled, opened),
                 )
@@ -162,7 +160,7 @@ class Executor:
             self._take_times(before_ns)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             return _fail(streams, streams[0].explain(error))
-        again = [stream.request.key for stream in streams if stream.rescheduled]
+        again = [stream.request.work.key for stream in streams if stream.rescheduled]
         return [Reply(key, RESCHEDULED, "", b"") for key in again]
 
     # --- one response for each request
@@ -219,7 +217,7 @@ class Executor:
         return self._backend.read_only_inputs and self._policy.may_cure(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
-        return self._failures.explain(error, request.inference.request_id)
+        return self._failures.explain(error, request.work.request_id)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         padded = None if self._padder is None else self._padder.pad(requests)

@@ -18,7 +18,7 @@ class RehearsedStream(ResponseStream):
     __slots__ = ("_ended", "error")
 
     def __init__(self, writer: ResponseWriter, request: Request) -> None:
-        super().__init__(writer, OpenRequest(request.key, 0, b""), request)
+        super().__init__(writer, OpenRequest(request.work), request)
         self.error: ShmserveError | None = None
         self._ended = threading.Event()
 

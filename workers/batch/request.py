@@ -1,6 +1,6 @@
 """Requests and responses as backends have them: inputs are views, outputs arrays.
 
-Request   key, client_pid, inference, batch_size
+Request   work (as the scheduler sent it), inference, batch_size
   └─ inputs: {name: Input}     name, datatype, shape and bytes; an array when asked for
 Response    outputs: [Output(name, datatype, data)] and parameters, or an error
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import ShmserveError
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
@@ -179,8 +180,7 @@ class Request:
     the outputs that the model keeps for the next request of its sequence.
     """
 
-    key: int
-    client_pid: int
+    work: Work
     inference: Inference
     batch_size: int
     inputs: dict[str, Input]

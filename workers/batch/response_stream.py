@@ -201,7 +201,7 @@ class ResponseStream:
     def explain(self, error: BaseException) -> ShmserveError:
         """What its client is told of what the model, or writing a response, raised."""
         try:
-            return self._writer.failures.explain(error, self.request.inference.request_id)
+            return self._writer.failures.explain(error, self.request.work.request_id)
         except BaseException as lost:
             self._writer.control.inbox.append(lost)  # the loop ends the process
             self._writer.control.wake(always=True)

@@ -80,11 +80,11 @@ class Scatterer:
         taken: list[int] = []
         try:
             data = [
-                self._put(item, requested[item.name].place, inline, request.client_pid, taken)
+                self._put(item, requested[item.name].place, inline, request.work.client_pid, taken)
                 for item in ready
             ]
         except BaseException:
-            self._memory.release(request.client_pid, taken)
+            self._memory.release(request.work.client_pid, taken)
             raise
         return self._packer.pack(ready, data, request, response)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -69,9 +70,7 @@ class Unpacker:
 
     def request(
         self,
-        key: int,
-        client_pid: int,
-        work: bytes,
+        work: Work,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Request:
         """One request of a batch.
@@ -80,7 +79,8 @@ class Unpacker:
         tensor's memory is not there.
         """
         inputs: dict[str, Input] = {}
-        template, inline = self._templates.find(work) or (self._read(work), None)
+        packed = work.work
+        template, inline = self._templates.find(packed) or (self._read(packed), None)
         datas = iter(inline or ())
         for tensor, shape in template.tensors:
             data = tensor.data
@@ -88,10 +88,9 @@ class Unpacker:
                 data = next(datas)
             inputs[tensor.name] = self._input(tensor, shape, data)
         if template.strings:
-            _check_elements(inputs, template.strings, template.inference.request_id)
+            _check_elements(inputs, template.strings, work.request_id)
         return Request(
-            key,
-            client_pid,
+            work,
             template.inference,
             template.batch_size,
             inputs,
@@ -103,8 +102,8 @@ class Unpacker:
             template.placed,
         )
 
-    def _read(self, work: bytes) -> _Template:
-        inference = unpack_inference(work)
+    def _read(self, packed: bytes) -> _Template:
+        inference = unpack_inference(packed)
         tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
         batch_size = byte_size = 0
         for tensor in inference.inputs:
@@ -123,7 +122,7 @@ class Unpacker:
         template = _Template(
             inference, tensors, batch_size, requested, {}, in_place, byte_size, placed, strings
         )
-        self._templates.learn(work, inference, template)
+        self._templates.learn(packed, inference, template)
         return template
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:

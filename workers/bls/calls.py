@@ -191,12 +191,12 @@ class CallRouter:
         request = call.request
         if target.decoupled and not call.takes_many:
             raise _decoupled(request.model)
-        admission, pack = request.admit(target.signature, call.inputs.refs)
+        admission, work = request.admit(target.signature, call.inputs.refs)
         call.submit = make_submit(
             call.number,
             admission,
             call.arrived_ns,
-            pack,
+            work,
             request_id=request.request_id,
             priority=request.priority,
             timeout_us=request.timeout_us,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,33 +50,15 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
 
-    def admit(
-        self, signature: Signature, inputs: tuple[TensorRef, ...]
-    ) -> tuple[Admission, Callable[[int], bytes]]:
+    def admit(self, signature: Signature, inputs: tuple[TensorRef, ...]) -> tuple[Admission, bytes]:
         """What the scheduler of a model with this signature is told of it, with its inputs where
-        they lie now; and what packs it with a deadline.
+        they lie now; and the packed `Inference`.
 
         Raises InvalidArgument when it does not fit the model.
         """
         outputs = tuple(map(RequestedOutput, dict.fromkeys(self.outputs)))
         admission = signature.admit(self.request_id, inputs, outputs)
-
-        def pack(deadline_ns: int) -> bytes:
-            return pack_inference(
-                Inference(
-                    self.request_id,
-                    inputs,
-                    outputs,
-                    self.parameters,
-                    self.correlation_id,
-                    self.flags,
-                    self.timeout_us,
-                    self.priority,
-                    deadline_ns=deadline_ns,
-                )
-            )
-
-        return admission, pack
+        return admission, pack_inference(Inference(inputs, outputs, self.parameters))
 
 
 @dataclass(frozen=True, slots=True)

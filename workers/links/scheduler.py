@@ -26,6 +26,7 @@ from shmserve.ipc.messages import (
     InstanceReady,
     ReleaseOutputs,
     SequenceRow,
+    Work,
 )
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
@@ -42,7 +43,7 @@ _MOST_HELD_NS = 400_000
 
 
 class OpenRequest:
-    """A request that this worker has, and what its scheduler has said of it since.
+    """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
     `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
     the bytes of those that it has not taken yet, oldest first.
@@ -50,7 +51,6 @@ class OpenRequest:
 
     __slots__ = (
         "cancelled",
-        "client_pid",
         "credit",
         "key",
         "on_cancel",
@@ -59,9 +59,8 @@ class OpenRequest:
         "work",
     )
 
-    def __init__(self, key: int, client_pid: int, work: bytes) -> None:
-        self.key = key
-        self.client_pid = client_pid
+    def __init__(self, work: Work) -> None:
+        self.key = work.key
         self.work = work
         self.cancelled = False
         self.on_cancel: Callable[[], object] | None = None
@@ -239,7 +238,7 @@ class SchedulerLink:
 
     def opened(self, message: Execute) -> Batch:
         """The batch of a message, its requests open until `close`."""
-        requests = [OpenRequest(each.key, each.client_pid, each.work) for each in message.requests]
+        requests = list(map(OpenRequest, message.requests))
         with self.lock:
             for request in requests:
                 self._open[request.key] = request

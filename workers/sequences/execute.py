@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow
+from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow, Work
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
 from shmserve.workers.backends import Backend, ModelContext
@@ -23,7 +23,8 @@ from shmserve.workers.links.scheduler import Batch, OpenRequest
 from shmserve.workers.sequences import controls
 from shmserve.workers.sequences.state import States, read
 
-_NOBODY = Inference("", ())
+_NOBODY = Work(0, 0, b"")
+_NOTHING = Inference(())
 _NO_ROW = SequenceRow(0, 0)
 _STRING_HEAD = 4  # the bytes of a text's length
 
@@ -60,7 +61,8 @@ class SequenceExecutor(Executor):
     def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
         """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
         for slot, request in enumerate(requests):
-            row = SequenceRow(slot, request.key, SEQUENCE_START | SEQUENCE_END, request.key)
+            key = request.work.key
+            row = SequenceRow(slot, key, SEQUENCE_START | SEQUENCE_END, key)
             made = controls.inputs(self._controls, row, self._batched)
             request.inputs = made | request.inputs
             self._states.lend(request, row)
@@ -79,7 +81,7 @@ class SequenceExecutor(Executor):
             real = known.get(row.key)
             if real is not None:
                 real.row = row
-                real.request.inference = _identified(real.request.inference, row)
+                real.request.work = _identified(real.request.work, row)
                 real.request.inputs |= controls.inputs(self._controls, row, self._batched)
                 shapes = self._states.lend(real.request, row)
                 by_shape.setdefault(shapes, []).append(real)
@@ -117,7 +119,7 @@ class SequenceExecutor(Executor):
             zeros = memoryview(bytearray(size * element_count(item.shape)))
             inputs[name] = Input(name, item.datatype, item.shape, zeros, None, item.model)
         inputs |= controls.inputs(self._controls, SequenceRow(row.slot, 0), self._batched)
-        null = Request(0, 0, _NOBODY, like.request.batch_size, inputs, {})
+        null = Request(_NOBODY, _NOTHING, like.request.batch_size, inputs, {})
         null.states = like.request.states
         return null
 
@@ -141,10 +143,11 @@ class _Row:
     row: SequenceRow = _NO_ROW
 
 
-def _identified(inference: Inference, row: SequenceRow) -> Inference:
+def _identified(work: Work, row: SequenceRow) -> Work:
     """As the scheduler has it: it gives ids to requests without, and takes flags from those that
     run again."""
-    correlation_id = row.correlation_text or row.correlation_id
-    if (inference.correlation_id, inference.flags) == (correlation_id, row.flags):
-        return inference
-    return replace(inference, correlation_id=correlation_id, flags=row.flags)
+    place = (row.flags, row.correlation_id, row.correlation_text)
+    if (work.flags, work.correlation_id, work.correlation_text) == place:
+        return work
+    flags, number, text = place
+    return replace(work, flags=flags, correlation_id=number, correlation_text=text)

@@ -76,13 +76,13 @@ class RequestChannel:
         if self._closed or not server.alive or another:
             built.end()
             raise Disconnected("this client is closed" if self._closed and not another else ENDED)
-        if len(built.work) > LARGEST_WORK:
+        options = built.options
+        size = len(built.work) + len(options.request_id)
+        if size > LARGEST_WORK:
             built.end()
             raise InvalidArgument(
-                f"a request of {len(built.work)} bytes besides its tensors is larger than "
-                f"{LARGEST_WORK}"
+                f"a request of {size} bytes besides its tensors is larger than {LARGEST_WORK}"
             )
-        options = built.options
         pending.submit = make_submit(
             next(self._numbers),
             built,

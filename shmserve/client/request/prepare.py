@@ -17,7 +17,7 @@ from shmserve.client.memory.region import Region, check_room
 from shmserve.client.memory.segments import AnySegment, Block, Memories, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
-from shmserve.client.request.options import PLAIN, Options
+from shmserve.client.request.options import Options
 from shmserve.client.request.prepared import Form, PreparedRequest, Slot, pack
 from shmserve.client.server.models import Model
 from shmserve.errors import InvalidArgument
@@ -109,18 +109,17 @@ def _filled(
     options: Options,
     as_torch: bool,
 ) -> BuiltRequest:
+    parameters = options.parameters
     if not prepared.slotted:
-        work = (
-            prepared.joined(arrays) if options is PLAIN else prepared.packed(arrays, None, options)
-        )
+        work = prepared.packed(arrays, None, parameters) if parameters else prepared.joined(arrays)
         return BuiltRequest(
             model, work, prepared.batch_size, prepared.shape_key, options, prepared, None, as_torch
         )
     slot = prepared.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
-    plain = options is PLAIN and slot.work
-    work = slot.work if plain else prepared.packed(arrays, slot, options)
+    plain = slot.work and not parameters
+    work = slot.work if plain else prepared.packed(arrays, slot, parameters)
     return BuiltRequest(
         model,
         work,
@@ -137,7 +136,7 @@ def _filled(
 
 def _in_place(model: Model, region: Region, options: Options) -> BuiltRequest:
     known = region.requests.get(model)
-    if known is None or options is not PLAIN:
+    if known is None or options.parameters:
         signature = model.signature
         for name in region:
             if name not in signature.inputs and name not in signature.outputs:
@@ -152,8 +151,8 @@ def _in_place(model: Model, region: Region, options: Options) -> BuiltRequest:
             if name not in signature.inputs
         ]
         admission = signature.admit(options.request_id, refs, asked)
-        known = pack(refs, asked, options), admission.batch_size, admission.shape_key
-        if options is PLAIN:
+        known = pack(refs, asked, options.parameters), admission.batch_size, admission.shape_key
+        if not options.parameters:
             region.remember(model, known)
     lease, segment = region.lease, region.segment
     return BuiltRequest(model, *known, options, segments=(segment,), holders=(lease,))
@@ -265,7 +264,7 @@ class _Loose:
         except InvalidArgument:
             end()
             raise
-        work = pack(refs, asked, self._options)
+        work = pack(refs, asked, self._options.parameters)
         return BuiltRequest(
             self._model,
             work,

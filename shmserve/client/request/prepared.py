@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmserve.client.memory.segments import Block, Memories, aligned
 from shmserve.client.request.arrays import Array, dtype_of
-from shmserve.client.request.options import PLAIN, Options
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -49,26 +48,12 @@ class Form(NamedTuple):
 
 
 def pack(
-    inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
+    inputs: Sequence[TensorRef],
+    outputs: Sequence[RequestedOutput],
+    parameters: Mapping[str, Any] | None,
 ) -> bytes:
     """A request as it travels."""
-    return pack_inference(_inference(inputs, outputs, options))
-
-
-def _inference(
-    inputs: Sequence[TensorRef], outputs: Sequence[RequestedOutput], options: Options
-) -> Inference:
-    return Inference(
-        options.request_id,
-        tuple(inputs),
-        tuple(outputs),
-        dict(options.parameters or {}),
-        options.sequence,
-        options.flags,
-        timeout_us=options.timeout_us,
-        priority=options.priority,
-        deadline_ns=options.deadline_ns,
-    )
+    return pack_inference(Inference(tuple(inputs), tuple(outputs), dict(parameters or {})))
 
 
 class Slot:
@@ -132,7 +117,7 @@ class PreparedRequest:
     # --- small
 
     def joined(self, arrays: Sequence[Array]) -> bytes:
-        """The request with these small inputs and no options."""
+        """The request with these small inputs and no parameters."""
         pieces = self._pieces
         parts: list[bytes] = []
         for index, array in enumerate(arrays):
@@ -143,7 +128,7 @@ class PreparedRequest:
 
     def _cut(self) -> list[bytes]:
         refs = [form.ref(bytes(form.byte_size)) for form in self._forms]
-        return InferenceTemplate(_inference(refs, self._asked, PLAIN)).pieces(PLAIN.deadline_ns)
+        return InferenceTemplate(Inference(tuple(refs), self._asked)).pieces()
 
     # --- large
 
@@ -173,7 +158,7 @@ class PreparedRequest:
             at += aligned(size or 0)
         slot = Slot(self, block, arrays, places, tuple(outputs) or self._asked)
         if inside:
-            slot.work = self.packed((), slot, PLAIN)
+            slot.work = self.packed((), slot, None)
         return slot
 
     def take_back(self, slot: Slot) -> None:
@@ -182,12 +167,14 @@ class PreparedRequest:
         if self._closed:
             self.close()
 
-    def packed(self, arrays: Sequence[Array], slot: Slot | None, options: Options) -> bytes:
+    def packed(
+        self, arrays: Sequence[Array], slot: Slot | None, parameters: Mapping[str, Any] | None
+    ) -> bytes:
         """The request, packed from its parts; inputs with a place in the slot are there."""
         places = slot.places if slot is not None else []
         datas: Sequence[bytes | Place] = places or [array.tobytes() for array in arrays]
         refs = [form.ref(data) for form, data in zip(self._forms, datas, strict=True)]
-        return pack(refs, self._asked if slot is None else slot.outputs, options)
+        return pack(refs, self._asked if slot is None else slot.outputs, parameters)
 
     def close(self) -> None:
         """Give the slots back; those in use follow when they end."""

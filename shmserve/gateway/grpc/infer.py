@@ -101,7 +101,7 @@ class Submitted:
         templates = self._built.templates
         if templates is not None and (known := templates.find(body)) is not None:
             template, contents = known
-            filled: bytes = template.fill(contents)
+            filled: bytes = template.fill(self.request_id, contents)
             return filled
         inferred = unpack(body)
         try:
@@ -112,7 +112,7 @@ class Submitted:
         if templates is not None and _is_plain(self._built.wire, inferred):
             sizes = [len(tensor.data) for tensor in inferred.outputs if type(tensor.data) is bytes]
             encoder = self._inferences.encoder
-            template = encoder.template(self._model, self.request_id, inferred, sizes)
+            template = encoder.template(self._model, inferred, sizes)
             templates.learn(body, inferred, template)
         return message
 
@@ -271,7 +271,7 @@ class Inferences:
         parts = None if headers else split(raw)
         if parts is not None:
             try:
-                found = self._prepared.repeat(*parts)
+                found = self._prepared.repeat(parts)
             except ShmserveError as error:
                 raise Refused(error, _id_of(raw)) from None
             if found is not None:
@@ -292,16 +292,15 @@ class Inferences:
             wire.parameters |= headers
             if parts is None:
                 return model, build(self.gateway, model, wire, b"", 0)[0]
-            key, contents = parts
-            if contents:
+            if parts.contents:
                 _concatenate(wire)
             prepare = all(tensor.data is None for tensor in wire.inputs)
-            body = b"".join(contents)
+            body = b"".join(parts.contents)
             built, prepared = build(self.gateway, model, wire, body, 0, prepare=prepare)
         except ShmserveError as error:
             raise Refused(error, request_id) from None
         if prepared is not None:
-            self._prepared.remember(key, version, model, prepared)
+            self._prepared.remember(parts, wire, model, prepared)
         return model, built
 
 

@@ -74,14 +74,14 @@ async def _run(
     body = message.body
     templates = built.templates if ACCEPT_ENCODING not in request.headers else None
     if templates is not None and (known := templates.find(body)) is not None:
-        return _from_template(*known)
+        return _from_template(built.wire.id, *known)
     inferred = unpack(body)
     if _needs_no_release(built.wire, inferred):
         shown = classified_as_requested(gateway, model, built.wire, inferred)
         template = ResponseTemplate(built.wire, model.name, model.version, shown)
         if templates is not None and template.whole and shown is inferred:
             templates.learn(body, inferred, template)
-        return await _encode(gateway, request, template, template.datas(shown))
+        return await _encode(gateway, request, built.wire.id, template, template.datas(shown))
     scheduler = pending.scheduler
     scheduler.use()
 
@@ -92,7 +92,7 @@ async def _run(
     try:
         shown = classified_as_requested(gateway, model, built.wire, inferred)
         template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        response = await _encode(gateway, request, template, template.datas(shown))
+        response = await _encode(gateway, request, built.wire.id, template, template.datas(shown))
     except BaseException:
         sent()
         raise
@@ -106,15 +106,20 @@ def _needs_no_release(wire: WireRequest, inferred: Inferred) -> bool:
     return all(type(tensor.data) is bytes or tensor.name in placed for tensor in inferred.outputs)
 
 
-def _from_template(template: ResponseTemplate, datas: Sequence[bytes]) -> Response:
+def _from_template(request_id: str, template: ResponseTemplate, datas: Sequence[bytes]) -> Response:
     """The response of a template with these tensors, those that are sent."""
     pairs = list(zip(template.outputs, datas, strict=True))
     arrays = [tensors.encode(d, o.datatype, o.shape, o.name) for o, d in pairs if not o.binary]
-    return _assemble(template, arrays, [data for output, data in pairs if output.binary])
+    binary = [data for output, data in pairs if output.binary]
+    return _assemble(template.json(request_id, arrays), binary)
 
 
 async def _encode(
-    gateway: Gateway, request: Request, template: ResponseTemplate, datas: Sequence[bytes | Place]
+    gateway: Gateway,
+    request: Request,
+    request_id: str,
+    template: ResponseTemplate,
+    datas: Sequence[bytes | Place],
 ) -> Response:
     """The same for tensors of any size, zero-copy where they are binary, compressed if the client
     takes it."""
@@ -122,7 +127,8 @@ async def _encode(
     pairs = list(zip(template.outputs, views, strict=True))
     trim = gateway.malloc_trim
     arrays = [await output_text(output, data, trim) for output, data in pairs if not output.binary]
-    response = _assemble(template, arrays, [data for output, data in pairs if output.binary])
+    binary = [data for output, data in pairs if output.binary]
+    response = _assemble(template.json(request_id, arrays), binary)
     if ACCEPT_ENCODING in request.headers:
         encoding = accepted_encoding(request.headers[ACCEPT_ENCODING])
         if encoding != "identity":
@@ -131,8 +137,5 @@ async def _encode(
     return response
 
 
-def _assemble(
-    template: ResponseTemplate, arrays: Sequence[bytes], binary: Sequence[bytes | memoryview]
-) -> Response:
-    json = template.json(arrays)
+def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> Response:
     return Response(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)

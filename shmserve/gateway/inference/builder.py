@@ -8,8 +8,6 @@ in a region                        where they are: a place is passed on, nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.context import Gateway
@@ -17,7 +15,6 @@ from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest, n
 from shmserve.gateway.inference.request import WireInput, WireRequest
 from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.model_table import Model
-from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -68,12 +65,12 @@ def build(
             tensor_ref(resources, tensor, data)
             for tensor, data in zip(wire.inputs, stored, strict=True)
         ]
-        built, work = admit(model, wire, tensors, resources)
+        built, inference = admit(model, wire, tensors, resources)
     except BaseException:
         resources.release()
         raise
     if prepare and resources.repeatable:
-        return built, PreparedRequest(built, work, resources.uses if resources else None)
+        return built, PreparedRequest(built, inference, resources.uses if resources else None)
     return built, None
 
 
@@ -98,8 +95,6 @@ def admit(
 ) -> tuple[BuiltRequest, Inference]:
     """Check a request against its model and the regions that its outputs go to.
 
-    The work is without its deadline, which `BuiltRequest.pack` adds.
-
     Raises InvalidArgument, NotFound or Internal.
     """
     signature = model.signature
@@ -114,24 +109,10 @@ def admit(
     for wanted in outputs:
         if wanted.place is not None:
             check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
-    work = Inference(
-        wire.id,
-        tuple(tensors),
-        tuple(outputs),
-        wire.parameters,
-        # A scheduler tells its workers of sequences itself: what is packed is the same for all.
-        0 if model.stateful else wire.correlation_id,
-        0 if model.stateful else wire.flags,
-        min(wire.timeout_us, LONGEST_TIMEOUT_US),
-        wire.priority,
-    )
+    inference = Inference(tuple(tensors), tuple(outputs), wire.parameters)
     release = resources.release if resources else nothing
-    pack = partial(_packed, work)
-    return BuiltRequest(wire, admission, pack, release, resources.regions), work
-
-
-def _packed(work: Inference, deadline_ns: int) -> bytes:
-    return pack_inference(replace(work, deadline_ns=deadline_ns) if deadline_ns else work)
+    work = pack_inference(inference)
+    return BuiltRequest(wire, admission, work, release, resources.regions), inference
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:

@@ -49,7 +49,7 @@ def submission(
         number,
         built.admission,
         arrived_ns,
-        built.pack,
+        built.work,
         request_id=wire.id,
         priority=wire.priority,
         timeout_us=wire.timeout_us,

@@ -7,10 +7,9 @@ before needs no parsing, checking and placing: only the tensors' bytes are new.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import Identity, WireRequest
 from shmserve.gateway.region_table import Region, Uses
 from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
 from shmserve.ipc.tensors.signature import Admission
@@ -26,17 +25,17 @@ def nothing() -> None:
 class BuiltRequest:
     """A request with its tensors in place, admitted to its model.
 
-    `pack(deadline_ns)` gives its work for a worker; `release` frees its resources, which may be
+    `work` is its packed `Inference`; `release` frees its resources, which may be
     references to `regions`. `templates` are of responses, shared by all requests with its header.
     """
 
-    __slots__ = ("admission", "pack", "regions", "release", "templates", "wire")
+    __slots__ = ("admission", "regions", "release", "templates", "wire", "work")
 
     def __init__(
         self,
         wire: WireRequest,
         admission: Admission,
-        pack: Callable[[int], bytes],
+        work: bytes,
         release: Callable[[], None],
         regions: Sequence[Region] = (),
         templates: TemplateCache[Any] | None = None,
@@ -45,8 +44,13 @@ class BuiltRequest:
         self.templates = templates
         self.wire = wire
         self.admission = admission
-        self.pack = pack
+        self.work = work
         self.release = release
+
+    def identify(self, identity: Identity) -> None:
+        """Make it, which repeats another one, the request that says this."""
+        if not identity.is_of(self.wire):
+            self.wire = self.wire.identified(identity)
 
 
 class PreparedRequest:
@@ -54,10 +58,10 @@ class PreparedRequest:
 
     __slots__ = ("_admission", "_template", "_templates", "_uses", "_wire")
 
-    def __init__(self, built: BuiltRequest, work: Inference, uses: Uses | None) -> None:
+    def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
         self._wire = built.wire
         self._admission = built.admission
-        self._template = InferenceTemplate(work)
+        self._template = InferenceTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
         self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
 
@@ -67,12 +71,12 @@ class PreparedRequest:
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        pack = partial(self._template.fill, body, at)
+        work = self._template.fill(body, at)
         if self._uses is None:
-            return BuiltRequest(self._wire, self._admission, pack, nothing, (), self._templates)
+            return BuiltRequest(self._wire, self._admission, work, nothing, (), self._templates)
         uses = self._uses.again()
         if uses is None:
             return None
         return BuiltRequest(
-            self._wire, self._admission, pack, uses.release, uses.regions, self._templates
+            self._wire, self._admission, work, uses.release, uses.regions, self._templates
         )

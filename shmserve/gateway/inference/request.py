@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID
@@ -72,10 +72,42 @@ class WireRequest:
     version: str = ""
     empty_final: bool = False
 
+    def identified(self, identity: Identity) -> WireRequest:
+        """The same as another request."""
+        return WireRequest(
+            identity.request_id,
+            self.inputs,
+            self.outputs,
+            self.binary,
+            self.parameters,
+            identity.correlation_id,
+            identity.flags,
+            self.timeout_us,
+            self.priority,
+            self.version,
+            self.empty_final,
+        )
+
     @property
     def classes(self) -> dict[str, int]:
         """How many values of an output are asked for, of those that are to be classified."""
         return {output.name: output.classes for output in self.outputs if output.classes}
+
+
+class Identity(NamedTuple):
+    """What a request alone says, whatever it has in common with others: its id, and its place in a
+    sequence."""
+
+    request_id: str
+    correlation_id: int | str
+    flags: int
+
+    def is_of(self, wire: WireRequest) -> bool:
+        """Whether the request says this."""
+        return (wire.id, wire.correlation_id, wire.flags) == self
+
+
+ANONYMOUS = Identity("", 0, 0)
 
 
 def check_number(members: Sized, noun: str) -> None:

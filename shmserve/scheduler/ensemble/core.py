@@ -155,7 +155,7 @@ class Ensemble:
                 raise Unavailable(EXPIRED)
             lookup = None
             if self._cache is not None:
-                lookup = self._cache.look_up(message.work, client.pid)
+                lookup = self._cache.look_up(message, client.pid)
                 if lookup is not None and lookup.body:
                     self._responses.hit(client, message, lookup, self._live.now_ns)
                     return

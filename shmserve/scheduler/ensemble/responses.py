@@ -153,7 +153,7 @@ class Responses:
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
                 self._lent.lend(request.client.pid, tensor.data, value)
-        correlation_id, flags = sequence_of(request.inference, response.values())
+        correlation_id, flags = sequence_of(request.submit, response.values())
         parameters = {
             "sequence_id": correlation_id,
             "sequence_start": bool(flags & SEQUENCE_START),

@@ -84,7 +84,7 @@ class Executions:
             self._statistics.executions.padded(padded.elements())
         execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
-        work = [Work(request.key, request.client.pid, request.work) for request in requests]
+        work = list(map(_work, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
     def cancel(self, request: Request) -> None:
@@ -246,6 +246,22 @@ class Executions:
             if last.body:
                 self._responses.drop_outputs(request, last.body)
             self._responses.close(request, now_ns)
+
+
+def _work(request: Request) -> Work:
+    submit = request.submit
+    return Work(
+        request.key,
+        request.client.pid,
+        submit.work,
+        submit.request_id,
+        submit.flags,
+        submit.correlation_id,
+        submit.correlation_text,
+        submit.timeout_us,
+        submit.priority,
+        request.deadline_ns,
+    )
 
 
 def matched(requests: list[Request], replies: list[Reply]) -> list[Reply] | None:

@@ -88,7 +88,7 @@ class Losses:
             self._lost(request, state_lost(request.sequence.id) + why, now_ns)
             return
         request.deaths += 1
-        once = runs_once(request.work)
+        once = runs_once(request.submit.work)
         if request.deaths == 1 and not once:
             self._statistics.retried += 1
             self._queue.retry(request)

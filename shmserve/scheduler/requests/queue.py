@@ -95,8 +95,7 @@ class RequestQueue:
             now_ns + timeout if timeout else 0,
             # Where the queue policy takes a request's timeout, it rejects; else the batch hurries.
             deadline if deadline and not own else NEVER,
-            message.work,
-            message.request_id,
+            message,
             level,
         )
         if deadline:

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
+from shmserve.ipc.messages import Submit
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
+OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing is kept
 
 
 class State(StrEnum):
@@ -122,7 +124,8 @@ class Client:
 
 
 class Request:
-    """One inference, which counts for `units` in a batch. Times are monotonic ns, 0: none.
+    """One inference, which counts for `units` in a batch, and the message that submitted it, as
+    long as it lives. Times are monotonic ns, 0: none.
 
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
@@ -149,16 +152,15 @@ class Request:
         "lookup",
         "outcome",
         "queue_limit_ns",
-        "request_id",
         "responded_ns",
         "responses",
         "sequence",
         "shape_key",
         "state",
+        "submit",
         "timing",
         "units",
         "untimed",
-        "work",
         "worker",
     )
 
@@ -174,8 +176,7 @@ class Request:
         deadline_ns: int,
         queue_limit_ns: int,
         hurry_ns: int,
-        work: bytes,
-        request_id: str,
+        submit: Submit,
         level: int = 0,
     ) -> None:
         self.key = key
@@ -188,8 +189,7 @@ class Request:
         self.deadline_ns = deadline_ns
         self.queue_limit_ns = queue_limit_ns
         self.hurry_ns = hurry_ns
-        self.work = work
-        self.request_id = request_id
+        self.submit = submit
         self.level = level
         self.delayed = False
         self.state = State.QUEUED

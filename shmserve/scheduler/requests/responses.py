@@ -30,6 +30,7 @@ from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.requests.request import (
     AT_WORK,
+    OVER,
     Client,
     Event,
     Outcome,
@@ -229,5 +230,5 @@ class Responses:
 
     def _forget(self, request: Request) -> None:
         self.live -= 1
-        request.work = b""
+        request.submit = OVER
         request.client.requests.pop(request.id, None)

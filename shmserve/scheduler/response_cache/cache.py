@@ -19,6 +19,7 @@ from typing import NamedTuple
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import Submit
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -70,15 +71,16 @@ class ResponseCache:
         self._lent: dict[int, set[int]] = {}  # the offsets in our arena that each reader has
         self._too_large = 0
 
-    def look_up(self, work: bytes, reader: int) -> Lookup | None:
-        """The cached response to a packed request, for the process `reader`; None: the request
+    def look_up(self, submit: Submit, reader: int) -> Lookup | None:
+        """The cached response to a request, for the process `reader`; None: the request
         passes the cache by."""
         began_ns = self._clock()
         try:
-            inference = unpack_inference(work)
+            inference = unpack_inference(submit.work)
             if any(output.place is not None for output in inference.outputs):
                 return None
-            key = cache_key(self._model, self._version, inference, self._read)
+            sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
+            key = cache_key(self._model, self._version, inference, sequence, self._read)
             entry = self._entries.find(key)
             body = b"" if entry is None else entry.body or self._copied(entry.response, reader)
         except (MalformedMessage, ShmserveError):

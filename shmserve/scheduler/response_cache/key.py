@@ -24,9 +24,14 @@ _DIGEST_SIZE = 32
 
 
 def cache_key(
-    model: str, version: str, inference: Inference, read: Callable[[Place], Any]
+    model: str,
+    version: str,
+    inference: Inference,
+    sequence: tuple[int, str, int],
+    read: Callable[[Place], Any],
 ) -> bytes:
-    """The digest of a request; `read` gives the bytes at a place, or raises what it likes."""
+    """The digest of a request. `sequence` is its correlation id, as a number and as a text, and its
+    flags; `read` gives the bytes at a place, or raises what it likes."""
     inputs = sorted(inference.inputs, key=lambda tensor: tensor.name)
     datas = [
         read(tensor.data) if isinstance(tensor.data, Place) else tensor.data for tensor in inputs
@@ -37,8 +42,7 @@ def cache_key(
         # With the sizes the bytes that follow can be cut in one way only.
         [(t.name, t.datatype, t.shape, len(d)) for t, d in zip(inputs, datas, strict=True)],
         sorted(inference.parameters.items()),
-        inference.correlation_id,
-        inference.flags,
+        sequence,
         [output.name for output in inference.outputs],
     )
     digest = hashlib.blake2b(msgpack.packb(head), digest_size=_DIGEST_SIZE)

@@ -344,10 +344,10 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     bad += [["INPUT0", "FP32", [4], data] for data in contents]
     bad += [["INPUT0", "FP32", [4], [0] * count] for count in range(1, 12)]
     bad.append(["INPUT0", "FP32", [4.0], bytes(16)])  # as a number it is the right one
-    request = msgpack.unpackb(pack_inference(Inference("", (small(),), ())))
-    works = [[request[0], [tensor], *request[2:]] for tensor in bad]
+    request = msgpack.unpackb(pack_inference(Inference((small(),), ())))
+    works = [[[tensor], *request[1:]] for tensor in bad]
     for field in range(len(request)):
-        if field != 1:
+        if field:
             odd: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
             works += [[*request[:field], value, *request[field + 1 :]] for value in odd]
     link.send(submit((small(),)))
@@ -367,7 +367,7 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     link = local_client.link("identity")
     link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, deep, ""))
     assert isinstance(answer(link), m.Failed)
-    send_raw(link, b"", zmtp.frame(b"\x92\x01" + deep))
+    send_raw(link, b"", zmtp.frame(bytes((0x92, frames.VERSION)) + deep))
     link.send(submit((small(),), 2))
     assert answer(link).id == 2
 

@@ -211,10 +211,10 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
         link = local_client.link("simple")
         for number, request in enumerate(
             (
-                Inference(word, (TensorRef(word, "INT32", (1, 16), ONES.tobytes()),), ()),
-                Inference(word, (TensorRef("INPUT0", word, (1, 16), b""),), ()),
-                Inference(word, ones, (RequestedOutput(word),)),
-                Inference(word, ones, (), {word: word}),
+                Inference((TensorRef(word, "INT32", (1, 16), ONES.tobytes()),), ()),
+                Inference((TensorRef("INPUT0", word, (1, 16), b""),), ()),
+                Inference(ones, (RequestedOutput(word),)),
+                Inference(ones, (), {word: word}),
             )
         ):
             work = pack_inference(request)
@@ -223,7 +223,7 @@ def test_over_the_native_listener(server: Server, word: str) -> None:
         shouter = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
         said = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
         for number, name in enumerate(("error", word)):
-            work = pack_inference(Inference(name, (said,), ()))
+            work = pack_inference(Inference((said,), ()))
             shouter.send(m.Submit(number, 0, b"", 0, 0, 0, 0, work, name))
             assert isinstance(answer(shouter), m.Failed)
 

@@ -539,7 +539,7 @@ def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, siz
     prepared = PreparedRequest(Signature(config, "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.slotted
-    assert prepared.joined([array]) == prepared.packed([array], None, PLAIN)
+    assert prepared.joined([array]) == prepared.packed([array], None, None)
 
 
 def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:

@@ -28,7 +28,7 @@ from tests.unit.client.test_inflight import connection as _connection
 
 connection = _connection
 TOGETHER = FIRST_CREDIT // 2
-WORK = pack_inference(Inference("", ()))
+WORK = pack_inference(Inference(()))
 
 
 @pytest.fixture

@@ -263,12 +263,7 @@ def check(table: InflightTable[Request], request: Request) -> None:
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, int], deadline_us: int) -> None:
     arrived_ns = 1_000_000
-    made = make_submit(7, Fits(), arrived_ns, b"%d".__mod__, request_id="me", priority=3, **limits)
+    made = make_submit(7, Fits(), arrived_ns, b"packed", request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = min(limits.get("timeout_us", 0), LONGEST_TIMEOUT_US)
-    work = b"%d" % deadline_ns
-    assert made == m.Submit(7, 1, b"key", arrived_ns, deadline_ns, timeout_us, 3, work, "me")
-
-
-def test_work_that_is_packed_already_stays() -> None:
-    assert make_submit(1, Fits(), 0, b"packed").work == b"packed"
+    assert made == m.Submit(7, 1, b"key", arrived_ns, deadline_ns, timeout_us, 3, b"packed", "me")

@@ -108,7 +108,7 @@ def test_frames_that_were_changed_on_the_way() -> None:
         (frames.unpack, frames.pack([example(cls)])) for cls in ALL
     ]
     kinds += [
-        (unpack_inference, pack_inference(Inference("id", tensors, (RequestedOutput("c"),)))),
+        (unpack_inference, pack_inference(Inference(tensors, (RequestedOutput("c"),)))),
         (unpack_inferred, pack_inferred(Inferred(tensors, {"x": "y"}))),
     ] * 20
     malformed = 0
@@ -147,9 +147,7 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
 def test_a_request_and_its_answer_survive_the_wire() -> None:
     place = Place(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
-    request = Inference(
-        "id", tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1}
-    )
+    request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
     assert unpack_inference(pack_inference(request)) == request
     answer = Inferred(tensors, {"x": "y"})
     assert unpack_inferred(pack_inferred(answer)) == answer
@@ -158,7 +156,7 @@ def test_a_request_and_its_answer_survive_the_wire() -> None:
 def test_a_place_outside_its_memory_is_malformed() -> None:
     bad = Place(Memory(1, 2, 3, 4, 100, sealed=True), 90, 20)
     with pytest.raises(MalformedMessage):
-        unpack_inference(pack_inference(Inference("", (TensorRef("a", "FP32", (5,), bad),))))
+        unpack_inference(pack_inference(Inference((TensorRef("a", "FP32", (5,), bad),))))
 
 
 @pytest.mark.parametrize(

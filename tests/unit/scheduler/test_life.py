@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shmserve.ipc import messages as m
-from shmserve.scheduler.requests.request import LIFE, Client, Event, IllegalEvent, Request, State
+from shmserve.scheduler.requests.request import (
+    LIFE,
+    OVER,
+    Client,
+    Event,
+    IllegalEvent,
+    Request,
+    State,
+)
 from tests.rigs.scheduler_rig import MS, Rig, ok
 
 MOST = 4
@@ -21,7 +29,7 @@ POLICY = {"max_queue_size": 12, "default_timeout_microseconds": 4000}
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
-    request = Request(1, Client(b"1.a"), 1, 1, b"", 0, 0, 0, 0, 0, b"", "")
+    request = Request(1, Client(b"1.a"), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
     request.state = state
     if event in LIFE[state]:
         request.meet(event)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Request
+from shmserve.scheduler.requests.request import NEVER, OVER, Client, Request
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client(b"1.a")
@@ -17,7 +17,7 @@ CLIENT = Client(b"1.a")
 
 def request(key: int, level: int) -> Request:
     """A queued request of this level."""
-    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, b"", "", level)
+    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, OVER, level)
 
 
 class AgainstAList(RuleBasedStateMachine):

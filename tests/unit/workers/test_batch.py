@@ -19,6 +19,7 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -92,7 +93,7 @@ def gatherer(
 
 
 def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
-    return [unpacker.request(key, 1, pack_inference(r)) for key, r in enumerate(requests)]
+    return [unpacker.request(Work(key, 1, pack_inference(r))) for key, r in enumerate(requests)]
 
 
 def address(raw: memoryview) -> int:
@@ -126,7 +127,7 @@ def test_rows_next_to_each_other_are_one_view_and_others_are_copied(region: Regi
     for shuffled in (requests[::-1], [requests[0], requests[2]]):
         raw, shape, view = gather.gather("X", shuffled)
         assert not view
-        want = np.concatenate([rows[request.key] for request in shuffled])
+        want = np.concatenate([rows[request.work.key] for request in shuffled])
         assert np.array_equal(np.frombuffer(raw, F32).reshape(shape), want)
     assert len(buffers) == 1, "one buffer, kept"
 
@@ -529,7 +530,7 @@ def test_a_batch_of_many_bytes_runs_in_parts(worker: Rig, monkeypatch: pytest.Mo
     seen: list[list[int]] = []
 
     def execute(requests: list[Request]) -> list[Response]:
-        seen.append([request.key for request in requests])
+        seen.append([request.work.key for request in requests])
         if 5 in seen[-1]:
             worker.cancel(7)
         return echo(requests)

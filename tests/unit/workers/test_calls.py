@@ -95,7 +95,7 @@ def test_a_call_and_its_answer(calls: BlsClient, others: Others) -> None:
     assert submit.deadline_ns == submit.arrived_ns + 10_000
     inference = work(submit)
     assert [output.name for output in inference.outputs] == ["Y"]
-    assert (inference.parameters, inference.correlation_id, inference.flags) == ({"a": 1}, 7, 1)
+    assert (inference.parameters, submit.correlation_id, submit.flags) == ({"a": 1}, 7, 1)
     scheduler.say(doubled(submit))
     reply = running.result(10)
     assert values(reply) == [2.0, 4.0]
@@ -125,7 +125,7 @@ def test_a_call_ends_when_its_caller_does(calls: BlsClient, others: Others, own_
     running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
     others.found("s1")
     submit = scheduler.next(m.Submit)
-    assert submit.deadline_ns == deadline_ns == work(submit).deadline_ns
+    assert submit.deadline_ns == deadline_ns
     scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     with pytest.raises(Unavailable, match="Request timeout expired"):
         running.result(10)

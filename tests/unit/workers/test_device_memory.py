@@ -282,7 +282,6 @@ def test_a_device_without_room_for_the_process_is_not_the_handles_fault(cuda: Fa
 def test_places_on_devices_travel() -> None:
     memory = Memory.on_device(2**61, 4096, CudaHandle(secrets.token_bytes(64), 3, bytes(16)))
     sent = Inference(
-        "",
         (TensorRef("x", "FP32", (4,), Place(memory, 16, 16)),),
         (RequestedOutput("y", Place(memory, 32, 16)),),
     )
@@ -301,7 +300,7 @@ def test_places_on_devices_travel() -> None:
 )
 def test_malformed_places(place: Place) -> None:
     with pytest.raises(MalformedMessage):
-        unpack_inference(pack_inference(Inference("", (TensorRef("x", "FP32", (1,), place),))))
+        unpack_inference(pack_inference(Inference((TensorRef("x", "FP32", (1,), place),))))
 
 
 # --- a request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.workers.batch.input_policy import InputPolicy
 from shmserve.workers.batch.request import Input, Request
@@ -10,7 +11,7 @@ from shmserve.workers.batch.request import Input, Request
 def request(shared: bool) -> Request:
     item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
     item.shared = shared
-    return Request(1, 1, Inference("", ()), 0, {"X": item}, {})
+    return Request(Work(1, 1, b""), Inference(()), 0, {"X": item}, {})
 
 
 def test_only_views_can_be_at_fault() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.dlpack import from_dlpack
 
 from shmserve.errors import NotFound
+from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 from shmserve.workers import triton_python_backend_utils as pb_utils
@@ -29,9 +30,11 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 
 def received(*inputs: Input, **more: Any) -> ReceivedRequest:
-    inference = Inference("id-1", (), **more)
+    inference = Inference((), (), more.pop("parameters", {}))
     wanted = {"OUT": RequestedOutput("OUT")}
-    origin = Request(1, 42, inference, 0, {item.name: item for item in inputs}, wanted)
+    origin = Request(
+        Work(1, 42, b"", "id-1", **more), inference, 0, {item.name: item for item in inputs}, wanted
+    )
     return ReceivedRequest(origin, Lender("m"))
 
 
@@ -241,7 +244,7 @@ def test_a_received_request() -> None:
         given_input([1.0, 2.0], "FP64"),
         given_input([b"a", b"b"], "BYTES", "S"),
         parameters={"x": 1, "y": "z"},
-        correlation_id="s",
+        correlation_text="s",
         flags=1,
         timeout_us=5,
     )

@@ -74,8 +74,9 @@ class Model:
         return self.run(*(x(value) for value in values), **more)
 
     def run(self, *inputs: TensorRef, **more: Any) -> list[str | list[float]]:
-        requests = [Inference("id-1", (item,), **more) for item in inputs]
-        replies = self.rig.batch(*requests)
+        parameters = more.pop("parameters", {})
+        requests = [Inference((item,), (), parameters) for item in inputs]
+        replies = self.rig.batch(*requests, **more)
         return [
             reply.message if reply.code else reply.array("Y", self.rig).tolist()
             for reply in replies

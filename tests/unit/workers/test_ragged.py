@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal
+from shmserve.ipc.messages import Work
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Ragged
@@ -46,7 +47,13 @@ def config(*kinds: str, most: int = 8, dims: tuple[int, ...] = (-1,)) -> dict[st
 
 def requests(*shapes: tuple[int, ...]) -> list[Request]:
     return [
-        Request(at, 0, NOBODY, shape[0], {"X": Input("X", "FP32", shape, memoryview(b""))}, {})
+        Request(
+            Work(at, 0, b""),
+            NOBODY,
+            shape[0],
+            {"X": Input("X", "FP32", shape, memoryview(b""))},
+            {},
+        )
         for at, shape in enumerate(shapes)
     ]
 

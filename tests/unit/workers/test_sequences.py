@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages import SequenceRow, Work
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.workers.batch.request import Output, Request, Response
 from shmserve.workers.sequences import controls, state
@@ -128,7 +128,7 @@ class Model:
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:
         """A request with the states of its slot."""
-        request = Request(1, 1, Inference("", ()), 1, {}, {})
+        request = Request(Work(1, 1, b""), Inference(()), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
         self.states.lend(request, self.row)
         return request

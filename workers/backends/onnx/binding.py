@@ -95,7 +95,7 @@ class HostBinding:
 
     def _reserved(self, request: Request, size: int) -> memoryview | None:
         try:
-            return self._context.output_memory.reserve(request.client_pid, size)
+            return self._context.output_memory.reserve(request.work.client_pid, size)
         except Unavailable:
             return None  # if it stays full, the request fails when the output is written
 

@@ -282,14 +282,14 @@ class ReceivedRequest(InferenceRequest):
     __slots__ = ("_origin", "_sender", "outbox", "tensors")
 
     def __init__(self, origin: Request, lender: Lender | None) -> None:
-        inference = origin.inference
+        work = origin.work
         self._origin = origin
-        self._request_id = inference.request_id
-        self._correlation_id = inference.correlation_id
-        self._flags = inference.flags
-        self._timeout = inference.timeout_us
-        self._priority = inference.priority
-        self._parameters = inference.parameters
+        self._request_id = work.request_id
+        self._correlation_id = work.sequence
+        self._flags = work.flags
+        self._timeout = work.timeout_us
+        self._priority = work.priority
+        self._parameters = origin.inference.parameters
         self._outputs = dict.fromkeys(origin.requested)
         self._model_name = ""
         self._model_version = -1

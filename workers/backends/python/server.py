@@ -37,7 +37,7 @@ class Server:
 
     def deadline_ns(self) -> int:
         """When the last of the requests being executed is no longer waited for; 0: never."""
-        deadlines = [request.inference.deadline_ns for request in self.executing]
+        deadlines = [request.work.deadline_ns for request in self.executing]
         return max(deadlines, default=0) if all(deadlines) else 0
 
     def call(self, request: CallRequest) -> CallResponse:

@@ -33,8 +33,8 @@ _Form = tuple[str, str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 
 
 class ResponseTemplate:
-    """A serialized response but for its tensors' bytes, whose sizes are known; there is at least
-    one."""
+    """A serialized response but for its request's id and its tensors' bytes, whose sizes are known;
+    there is at least one."""
 
     __slots__ = ("_pieces",)
 
@@ -42,9 +42,10 @@ class ResponseTemplate:
         self._pieces = [_RAW_OUTPUT + varint(size) for size in sizes]
         self._pieces[0] = b"".join((*before, self._pieces[0]))
 
-    def fill(self, contents: Sequence[bytes]) -> bytes:
-        """The response with these tensors."""
-        return b"".join(chain.from_iterable(zip(self._pieces, contents, strict=True)))
+    def fill(self, request_id: str, contents: Sequence[bytes]) -> bytes:
+        """The response with these tensors to the request with this id."""
+        pieces = chain.from_iterable(zip(self._pieces, contents, strict=True))
+        return b"".join((*_id(request_id), *pieces))
 
 
 class ResponseEncoder:
@@ -78,11 +79,9 @@ class ResponseEncoder:
             )
         return b"".join(pieces)
 
-    def template(
-        self, model: Model, request_id: str, inferred: Inferred, sizes: list[int]
-    ) -> ResponseTemplate:
+    def template(self, model: Model, inferred: Inferred, sizes: list[int]) -> ResponseTemplate:
         """The template of a response whose outputs have these sizes, in bytes."""
-        return ResponseTemplate(self._before(model, request_id, inferred), sizes)
+        return ResponseTemplate(self._before(model, "", inferred), sizes)
 
     def streamed_template(
         self, model: Model, request_id: str, inferred: Inferred
@@ -97,9 +96,7 @@ class ResponseEncoder:
         pieces: list[bytes | memoryview] = [self._head(model, inferred.outputs)]
         if inferred.parameters:
             pieces.append(_parameters(inferred.parameters))
-        if request_id:
-            raw = request_id.encode()
-            pieces += (_ID, varint(len(raw)), raw)
+        pieces += _id(request_id)
         return pieces
 
     def _head(self, model: Model, outputs: Sequence[TensorRef]) -> bytes:
@@ -112,6 +109,14 @@ class ResponseEncoder:
             head = response.SerializeToString()
             self._heads.remember(key, head)
         return head
+
+
+def _id(request_id: str) -> tuple[bytes, ...]:
+    """The field with the id of a request, if that has one."""
+    if not request_id:
+        return ()
+    raw = request_id.encode()
+    return (_ID, varint(len(raw)), raw)
 
 
 def _parameters(values: dict[str, Any]) -> bytes:

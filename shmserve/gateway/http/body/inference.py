@@ -18,10 +18,10 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
+from shmserve.gateway.http.json.identity import identity
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.json.sequence_place import sequence_place
 from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
 from shmserve.gateway.inference.builder import (
     admit,
@@ -123,20 +123,22 @@ async def _whole(
         return build(gateway, model, wire, body, 0)[0]
     tail_size = len(body) - size
     header = body[:size] if tail_size else body
-    place = sequence_place(header) if model.stateful else None
-    key, arrays = split(header if place is None else place.header, tail_size)
-    if place is not None:
+    kept, itself = identity(header)
+    key, arrays = split(kept, tail_size)
+    if itself is not None:
         key = key[0], ~key[1]  # that of no header as it came
     if len(header) <= limit and not extra:
         known = repeat(model.prepared, key, body, size, arrays)
         if known is not None:
-            return known if place is None else place.take(known)
+            if itself is not None:
+                known.identify(itself)
+            return known
     wire = await _parse(header, tail_size, model, limit)
     wire.parameters |= extra
     # What comes with parameters of its own is not like others with its body.
     prepare = not extra and worth_preparing(model.prepared, key)
     built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
-    if prepared is not None and (place is None or place.is_of(wire)):
+    if prepared is not None and (itself is None or itself.is_of(wire)):
         remember(model.prepared, key, wire, prepared, len(arrays))
     return built
 

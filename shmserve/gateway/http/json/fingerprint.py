@@ -25,7 +25,7 @@ from shmserve.gateway.inference.request import WireInput, WireRequest
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
 _NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
-_LONGEST_TEXT = 64 * 1024
+LONGEST_TEXT = 64 * 1024
 _LONGEST_KEY = 2048
 
 Key = tuple[bytes, int]
@@ -33,7 +33,7 @@ Key = tuple[bytes, int]
 
 def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
     """The fingerprint of a request, and the texts of its arrays of numbers, if it is all JSON."""
-    if tail_size or b'"data":' not in header or len(header) > _LONGEST_TEXT:
+    if tail_size or b'"data":' not in header or len(header) > LONGEST_TEXT:
         return (header, tail_size), ()
     parts = _NUMBERS.split(header)
     return (b"\0".join(parts[::2]), 0), parts[1::2]

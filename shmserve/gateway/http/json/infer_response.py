@@ -25,7 +25,7 @@ class Output(NamedTuple):
 
 
 class ResponseTemplate:
-    """A response but for its tensors' values.
+    """A response but for its request's id and its tensors' values.
 
     `whole`: what is sent is all that the worker's response has inline, so that it follows from any
     one of its form.
@@ -57,30 +57,27 @@ class ResponseTemplate:
             self._places.append(place)
         inline = sum(type(tensor.data) is bytes for tensor in response.outputs)
         self.whole = inline == len(self.outputs)
-        self._texts = _response_json(wire.id, name, version, response, entries).split(_CUT)
+        self._texts = _response_json(name, version, response, entries).split(_CUT)
 
     def datas(self, response: Inferred) -> list[bytes | Place]:
         """What a response of this form has for `outputs`."""
         return [response.outputs[place].data for place in self._places]
 
-    def json(self, arrays: Sequence[bytes]) -> bytes:
+    def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:
         """The JSON, with the arrays of the outputs that are not binary."""
-        if not arrays:
-            return self._texts[0]
-        parts = [self._texts[0]]
+        begin = b'{"id":%b,' % orjson.dumps(request_id) if request_id else b"{"
+        parts = [begin, self._texts[0]]
         for array, text in zip(arrays, self._texts[1:], strict=True):
             parts += (array, text)
         return b"".join(parts)
 
 
 def _response_json(
-    request_id: str, name: str, version: str, response: Inferred, entries: list[dict[str, Any]]
+    name: str, version: str, response: Inferred, entries: list[dict[str, Any]]
 ) -> bytes:
-    """The response's JSON, keys in Triton's order."""
-    body: dict[str, Any] = {"id": request_id} if request_id else {}
-    body["model_name"] = name
-    body["model_version"] = version
+    """The response's JSON behind its id, keys in Triton's order."""
+    body: dict[str, Any] = {"model_name": name, "model_version": version}
     if response.parameters:
         body["parameters"] = response.parameters
     body["outputs"] = entries
-    return orjson.dumps(body)
+    return orjson.dumps(body)[1:]

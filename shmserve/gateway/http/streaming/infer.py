@@ -93,7 +93,8 @@ class _Events:
             return None
         template, datas = found
         pairs = zip(template.outputs, datas, strict=True)
-        return template.json([encode(data, o.datatype, o.shape, o.name) for o, data in pairs])
+        arrays = [encode(data, o.datatype, o.shape, o.name) for o, data in pairs]
+        return template.json(self._wire.id, arrays)
 
     async def _json(self, inferred: Inferred) -> bytes:
         model, message = self._model, self._responses.first
@@ -105,7 +106,7 @@ class _Events:
         for output, raw in zip(template.outputs, template.datas(shown), strict=True):
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             arrays.append(await output_text(output, data, self._gateway.malloc_trim))
-        return template.json(arrays)
+        return template.json(self._wire.id, arrays)
 
 
 def _without_binary(wire: WireRequest) -> WireRequest:

@@ -74,37 +74,21 @@ def _submit(
     now_ns: int,
 ) -> Submit:
     """The message, whose outputs go to where they are `placed`."""
-    inference, outputs = request.inference, form.wanted
+    origin, outputs = request.submit, form.wanted
     if placed:
         outputs = tuple(
             RequestedOutput(output.name, placed.get(output.name, output.place))
             for output in outputs
         )
-    correlation_id, flags = sequence_of(inference, firing.inputs.values())
-
-    def pack(deadline_ns: int) -> bytes:
-        return pack_inference(
-            Inference(
-                inference.request_id,
-                inputs,
-                outputs,
-                inference.parameters,
-                correlation_id,
-                flags,
-                inference.timeout_us,
-                inference.priority,
-                deadline_ns,
-            )
-        )
-
+    correlation_id, flags = sequence_of(origin, firing.inputs.values())
     return make_submit(
         number,
         form.admission,
         now_ns,
-        pack,
-        request_id=request.submit.request_id,
-        priority=request.submit.priority,
-        timeout_us=request.submit.timeout_us,
+        pack_inference(Inference(inputs, outputs, request.inference.parameters)),
+        request_id=origin.request_id,
+        priority=origin.priority,
+        timeout_us=origin.timeout_us,
         ends_ns=request.deadline_ns,
         flags=flags,
         correlation_id=correlation_id,
@@ -139,7 +123,7 @@ def _form(
     form = forms.get(key) if lasts else None
     if form is None:
         wanted = _wanted(request, firing)
-        admission = target.signature.admit(request.inference.request_id, inputs, wanted)
+        admission = target.signature.admit(request.submit.request_id, inputs, wanted)
         sizes = placed_sizes(firing.step, target, graph, admission.batch_size, wanted)
         given = frozenset(output.name for output in wanted if output.place is not None)
         form = _Form(admission, wanted, sizes, given)
@@ -220,10 +204,11 @@ def placed_sizes(
     return known if sum(known.values()) > INLINE_LIMIT else {}
 
 
-def sequence_of(inference: Inference, values: Iterable[Value]) -> tuple[int | str, int]:
+def sequence_of(submit: Submit, values: Iterable[Value]) -> tuple[int | str, int]:
     """The correlation id and the flags that go with these tensors: the request's own, unless a
     response that one of them came with has others."""
-    correlation_id, flags = inference.correlation_id, inference.flags
+    correlation_id: int | str = submit.correlation_text or submit.correlation_id
+    flags = submit.flags
     for value in values:
         override = value.override
         correlation_id = override.get("sequence_id", correlation_id)

@@ -18,6 +18,7 @@ from shmserve.gateway.grpc.wire.response import (
     streamed_error,
     varint,
 )
+from shmserve.gateway.inference.request import ANONYMOUS
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto import grpc_service_pb2 as ours
@@ -128,24 +129,64 @@ def test_what_a_plan_goes_by() -> None:
     made.inputs.add(name="x", datatype="INT8", shape=[200])
     made.raw_input_contents.append(bytes(200))
     made.raw_input_contents.append(b"")
-    key, contents = split(made.SerializeToString()) or pytest.fail("no plan")
+    key, contents, _ = split(made.SerializeToString()) or pytest.fail("no plan")
     assert contents == [bytes(200), b""] and key[1] == (200, 0)
     del made.raw_input_contents[:]
     assert key[0] == made.SerializeToString()
-    assert split(key[0]) == ((key[0], ()), [])
+    assert split(key[0]) == ((key[0], ()), [], ANONYMOUS)
     late = made.SerializeToString() + b":\x01a" + b"\x0a\x01n"
     assert ours.ModelInferRequest.FromString(late).model_name == "n"
     assert split(late) is None  # a field behind the contents
+
+
+PLACES = st.fixed_dictionaries(
+    {},
+    optional={
+        "sequence_id": st.integers(-(2**63), 2**63 - 1).map("int64:{}".format)
+        | st.text(max_size=130).map("string:{}".format),
+        "sequence_start": st.booleans().map("bool:{}".format),
+        "sequence_end": st.booleans().map("bool:{}".format),
+    },
+)
+
+
+@given(st.text(max_size=200), PLACES)
+def test_what_a_request_alone_says_is_no_part_of_its_plan(
+    request_id: str, places: dict[str, str]
+) -> None:
+    """Whatever its id and its place in a sequence: they are what the whole message says."""
+    plain = request(own="int64:1")
+    plain.inputs.add(name="x", datatype="INT8", shape=[1])
+    plain.raw_input_contents.append(b"1")
+    made = request(own="int64:1", **places)
+    made.id = request_id
+    made.inputs.extend(plain.inputs)
+    made.raw_input_contents.append(b"1")
+    parts, expected = split(made.SerializeToString()), split(plain.SerializeToString())
+    if len(places.get("sequence_id", "")) > len("string:") + 127:
+        assert parts is None  # the long way: it may be too long
+        return
+    assert parts is not None and expected is not None
+    assert parts.identity.is_of(wire_request(made))
+    assert parts.key == expected.key and parts.contents == expected.contents
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"sequence_start": "int64:1"}, {"sequence_id": "bool:True"}, {"sequence_else": "int64:1"}],
+)
+def test_other_words_for_a_place_take_the_long_way(parameters: dict[str, str]) -> None:
+    assert split(request(**parameters).SerializeToString()) is None
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_no_plan_or_one(raw: bytes) -> None:
     parts = split(raw)
     if parts is not None:
-        (head, sizes), contents = parts
+        (head, sizes), contents, _ = parts
         assert tuple(map(len, contents)) == sizes
         again = head + b"".join(b":" + varint(len(c)) + c for c in contents)
-        assert split(again) == parts
+        assert split(again) == (*parts[:2], ANONYMOUS)
 
 
 @given(st.integers(0, 2**62))
@@ -183,7 +224,12 @@ def test_a_template_gives_what_is_encoded(
     ]
     response = Inferred(tuple(outputs), parameters)
     encoder = ResponseEncoder()
-    template = encoder.template(model, request_id, response, [len(data) for data in contents])
+    template = encoder.template(model, response, [len(data) for data in contents])
     others = [bytes(byte ^ 255 for byte in data) for data in contents]
     for these in (contents, others):
-        assert template.fill(these) == encoder.encode(model, request_id, response, these)
+        filled = template.fill(request_id, these)
+        encoded = encoder.encode(model, request_id, response, these)
+        assert len(filled) == len(encoded)  # the fields' order may be another
+        assert theirs.ModelInferResponse.FromString(filled) == (
+            theirs.ModelInferResponse.FromString(encoded)
+        )

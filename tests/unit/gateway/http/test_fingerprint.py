@@ -17,10 +17,10 @@ from shmserve.gateway.http.json.fingerprint import (
     split,
     worth_preparing,
 )
+from shmserve.gateway.http.json.identity import identity
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.json.sequence_place import sequence_place
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import Identity, WireRequest
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
 LIMIT = 1 << 20
@@ -41,12 +41,45 @@ def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> 
         for end in (False, True):
             given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
-            place = sequence_place(text)
-            assert place is not None and place.is_of(parse_request(loads(text), 1, "m", LIMIT))
-            assert place.flags == start | end * 2 and place.correlation_id == sequence
-            keys.add(place.header)
+            key, found = identity(text)
+            assert found is not None and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert found == Identity("", sequence, start | end * 2)
+            keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
+
+
+@given(st.text(max_size=8))
+@example("")
+@example('a"b')
+@example("a\\b")
+@example("ü")
+def test_the_id_is_cut_out(request_id: str) -> None:
+    """Where it is first, and of characters that stand for themselves."""
+    rest = header('"other":2')[1:]
+    for space in ("", " "):
+        first = f'{{"id":{space}{json.dumps(request_id)},{space}'.encode() + rest
+        key, found = identity(first)
+        if found is None:
+            assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
+        else:
+            assert found == Identity(request_id, 0, 0) and json.loads(key)["id"] == 0
+            assert found.is_of(parse_request(loads(first), 1, "m", LIMIT))
+    last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
+    assert identity(last) == (last, None)
+
+
+def test_an_id_and_a_place_are_cut_out_together() -> None:
+    place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
+    text = b'{"id":"7",' + header(place)[1:]
+    key, found = identity(text)
+    assert found == Identity("7", 5, 1) and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+    assert key == text.replace(b'"7"', b"0").replace(place.encode(), b'"sequence_id":0')
+
+
+def test_what_is_long_is_not_searched() -> None:
+    text = b'{"id":"7",' + b" " * 70_000 + header('"other":2')[1:]
+    assert identity(text) == (text, None)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +95,14 @@ def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> 
     ],
 )
 def test_other_words_for_it_take_the_long_way(place: str) -> None:
-    assert sequence_place(header(place)) is None
+    assert identity(header(place)) == (header(place), None)
 
 
 def test_a_place_elsewhere_is_not_the_requests() -> None:
     place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     elsewhere = b'"binary_data_size":1,' + place.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', elsewhere)
-    found = sequence_place(text)
+    _, found = identity(text)
     assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
 
 

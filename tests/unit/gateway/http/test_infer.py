@@ -226,10 +226,9 @@ def test_the_deadline_is_the_tighter_one(
     assert submit.deadline_ns == (submit.arrived_ns + limit_us * 1000 if limit_us else 0)
     assert (submit.batch_size, submit.request_id) == (1, "7")
     inference = unpack_inference(submit.work)
-    assert inference.deadline_ns == submit.deadline_ns
     if own_us:
         assert inference.parameters == {"other": "x"}
-        assert (submit.priority, inference.priority) == (3, 3)
+        assert submit.priority == 3
 
 
 def test_a_connection_answers_in_order(gateway: Rig, simple: Scheduler) -> None:

@@ -657,9 +657,10 @@ def test_a_raw_request_takes_its_shape_from_its_size() -> None:
 
 
 def test_the_response_has_its_keys_in_order() -> None:
-    text = ResponseTemplate(WireRequest("7", [], []), "m", "1", Inferred((), {"p": 1})).json(())
+    wire = WireRequest("", [], [])
+    text = ResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).json("7", ())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    bare = ResponseTemplate(WireRequest("", [], []), "m", "1", Inferred(())).json(())
+    bare = ResponseTemplate(wire, "m", "1", Inferred(())).json("", ())
     assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
 
 
@@ -673,7 +674,7 @@ def test_a_response_is_made_for_what_was_asked() -> None:
     assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
     assert form.datas(answer) == [b"\1\2", b"\3\4"]
     assert not form.whole  # C's bytes are in the answer, and are not sent
-    entries = json.loads(form.json((b"[1,2]",)))["outputs"]
+    entries = json.loads(form.json("", (b"[1,2]",)))["outputs"]
     assert [list(entry)[3:] for entry in entries] == [["parameters"], ["data"], []]
     assert entries[0]["parameters"] == {"binary_data_size": 2} and entries[1]["data"] == [1, 2]
 

@@ -53,7 +53,7 @@ def cached(
 def work(data: bytes | Place = b"x", output: Place | None = None, **fields: Any) -> bytes:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     outputs = () if output is None else (RequestedOutput("O", output),)
-    return pack_inference(Inference("", (TensorRef("I", "INT8", shape, data),), outputs, **fields))
+    return pack_inference(Inference((TensorRef("I", "INT8", shape, data),), outputs, **fields))
 
 
 def body(data: bytes | Place) -> bytes:
@@ -284,8 +284,8 @@ def test_arrays_of_any_shape_are_told_apart() -> None:
     rig = cached()
     peer = rig.start()
     data = np.arange(4, dtype=np.int8).tobytes()
-    flat = pack_inference(Inference("", (TensorRef("I", "INT8", (4,), data),)))
-    row = pack_inference(Inference("", (TensorRef("I", "INT8", (1, 4), data),)))
+    flat = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
+    row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
     run(rig, peer, flat, body(b"flat"))
     run(rig, peer, row, body(b"row"))
     assert hit(rig, flat).body == body(b"flat")

@@ -13,11 +13,19 @@ from shmserve.scheduler.response_cache.key import cache_key
 
 A = TensorRef("A", "INT32", (1, 2), b"12345678")
 B = TensorRef("B", "INT8", (3,), b"abc")
-REQUEST = Inference("id", (A, B), (RequestedOutput("Y"),), {"p": 1})
+REQUEST = Inference((A, B), (RequestedOutput("Y"),), {"p": 1})
 
 
-def key(request: Inference, model: str = "m", version: str = "1") -> bytes:
-    return cache_key(model, version, request, lambda place: b"12345678")
+NO_SEQUENCE = (0, "", 0)
+
+
+def key(
+    request: Inference,
+    model: str = "m",
+    version: str = "1",
+    sequence: tuple[int, str, int] = NO_SEQUENCE,
+) -> bytes:
+    return cache_key(model, version, request, sequence, lambda place: b"12345678")
 
 
 @pytest.mark.parametrize(
@@ -36,14 +44,17 @@ def key(request: Inference, model: str = "m", version: str = "1") -> bytes:
         replace(REQUEST, parameters={"p": 1.0}),
         replace(REQUEST, parameters={"p": True}),
         replace(REQUEST, parameters={"p": "1"}),
-        replace(REQUEST, correlation_id=1),
-        replace(REQUEST, correlation_id="1"),
-        replace(REQUEST, flags=1),
     ],
 )
 def test_requests_that_differ_have_different_keys(other: Inference) -> None:
     """Rule 3.8.2."""
     assert key(other) != key(REQUEST)
+
+
+def test_another_sequence_or_place_in_it_has_another_key() -> None:
+    """Rule 3.8.2."""
+    places = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({key(REQUEST, sequence=place) for place in places}) == len(places)
 
 
 def test_another_model_or_version_has_another_key() -> None:

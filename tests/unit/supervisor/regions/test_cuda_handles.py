@@ -509,7 +509,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
         reply = http.get(path)
         assert (reply.status, reply.error) == (404, error)
     # A request names places in it; the gateway looks at none of its bytes.
-    scheduler.compute = lambda request: echo(Inference("", (json_tensor(),)))
+    scheduler.compute = lambda request: echo(Inference((json_tensor(),)))
     request = {
         "inputs": [shm_input("IN", "FP32", [4], "device", 16, 984)],
         "outputs": [{"name": "OUT", "parameters": in_region("device", 16)}],
