@@ -101,7 +101,7 @@ class Router:
             if decoder.broken and connection.identity is None:
                 break
             try:
-                received += [(peer, message) for message in unpack(frame, self.most)]
+                received += zip(itertools.repeat(peer), unpack(frame, self.most), strict=False)
             except MalformedMessage as error:
                 connection.malformed += 1
                 self._complain("dropped a malformed frame: %s", error)

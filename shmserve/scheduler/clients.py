@@ -115,7 +115,7 @@ class Clients:
                 if lookup is not None and lookup.body:
                     self._hit(client, message, lookup, now_ns)
                     return
-            if self._pool.free and self._queue.full(message.priority):
+            if self._pool.free and len(self._queue) and self._queue.full(message.priority):
                 self._dispatch.run(now_ns)
             identity = self._dispatch.identify(client, message)
             request = self._queue.admit(client, message, now_ns)

@@ -12,6 +12,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
+from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (
@@ -72,10 +73,6 @@ class LocalClientListener:
             if _number(peer) == number:
                 self.link.dismiss(peer)
         self._rules.forget(number)
-
-    def knows(self, peer: bytes) -> bool:
-        """Whether this address is a local client's."""
-        return self.link.connected(peer)
 
 
 class LocalClientRules:
@@ -143,7 +140,8 @@ class LocalClientRules:
         both forms, and the server's, as over the other listeners."""
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
-        ends = [arrived_ns + us * 1000 for us in (submit.timeout_us, self._limit_us) if us > 0]
+        timeout_us = min(submit.timeout_us, LONGEST_TIMEOUT_US)  # its end is a number that travels
+        ends = [arrived_ns + us * 1000 for us in (timeout_us, self._limit_us) if us > 0]
         if submit.deadline_ns > 0:
             ends.append(submit.deadline_ns)
         return min(ends, default=0)
@@ -203,14 +201,14 @@ class ClientRouters:
 
     def __init__(self, clients: Router, listener: LocalClientListener) -> None:
         self._clients = clients
-        self._listener = listener
+        self._local_clients = listener.link
 
     @property
     def malformed(self) -> int:
         """Frames that could not be read."""
-        return self._clients.malformed + self._listener.link.malformed
+        return self._clients.malformed + self._local_clients.malformed
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for whoever has this address."""
-        link = self._listener.link if self._listener.knows(peer) else self._clients
+        link = self._local_clients if self._local_clients.connected(peer) else self._clients
         link.post(peer, message)

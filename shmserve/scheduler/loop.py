@@ -91,10 +91,12 @@ class Loop:
     def run(self) -> None:
         """Return after `Stop`."""
         core, waiter = self._core, self._waiter
-        ready = list(self._inboxes)
+        ready = [(fd, 0) for fd in self._inboxes]
         while not core.stopped:
-            for fd in ready:
-                waiter.take(fd)
+            for fd, _ in ready:
+                take = waiter.takers.get(fd)
+                if take is not None:
+                    take()
             wake_ns = core.plan(time.monotonic_ns())
             for outbox in self._outboxes:
                 outbox.flush()

@@ -36,10 +36,10 @@ class Batching:
     target_ns: int = 0
     padding: Padding | None = None
 
-    @property
-    def largest_preferred(self) -> int:
-        """The size at which a batch stops waiting."""
-        return max(self.preferred)
+    largest_preferred: int = field(init=False)  # the size at which a batch stops waiting
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest_preferred", max(self.preferred))
 
 
 @dataclass(frozen=True, slots=True)

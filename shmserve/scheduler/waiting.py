@@ -22,38 +22,33 @@ _NS_PER_MS = 1_000_000
 _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
+Ready = list[tuple[int, int]]
 
 
 class Waiter:
-    """Waits for what has something to read, each a descriptor with what takes from it."""
+    """Waits for what has something to read; `takers` has what takes from each descriptor."""
 
     def __init__(self) -> None:
-        self._takers: dict[int, Take] = {}
+        self.takers: dict[int, Take] = {}
         self._poll = select.poll()  # says what is ready in the order of registration
         self._late_ns = 0
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, take: Take) -> None:
         """Wait for this descriptor, too, in turn after those that are watched already."""
-        self._takers[fd] = take
+        self.takers[fd] = take
         self._poll.register(fd, select.POLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Wait for this descriptor no longer."""
-        del self._takers[fd]
+        del self.takers[fd]
         self._poll.unregister(fd)
 
-    def take(self, fd: int) -> None:
-        """Take what a descriptor has, if it is still watched."""
-        take = self._takers.get(fd)
-        if take is not None:
-            take()
-
-    def wait(self, wake_ns: int, requests: int) -> list[int]:
-        """The descriptors with something to read, in order; at about `wake_ns` none. `requests` are
-        under way."""
+    def wait(self, wake_ns: int, requests: int) -> Ready:
+        """The descriptors with something to read, in order, with poll(2)'s events; at about
+        `wake_ns` none. `requests` are under way."""
         began_ns = time.monotonic_ns()
-        ready: list[int] = []
+        ready: Ready = []
         if self._busy_poll.worth(requests):
             ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
         if not ready:
@@ -61,29 +56,29 @@ class Waiter:
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         return ready
 
-    def _stay_awake(self, until_ns: int) -> list[int]:
+    def _stay_awake(self, until_ns: int) -> Ready:
         while time.monotonic_ns() < until_ns:
             ready = self._poll.poll(0)
             if ready:
-                return [fd for fd, _ in ready]
+                return ready
             os.sched_yield()
         return []
 
-    def _sleep(self, wake_ns: int) -> list[int]:
+    def _sleep(self, wake_ns: int) -> Ready:
         if wake_ns == NEVER:
-            return [fd for fd, _ in self._poll.poll()]
+            return self._poll.poll()
         left_ns = wake_ns - time.monotonic_ns()
         if left_ns < _NEAR_NS:
             return self._wait_until(wake_ns)
         # Rather early than late: then the caller comes again, and waits for what is left.
         timeout_ms = min(left_ns, _LONGEST_WAIT_NS) // _NS_PER_MS - 1
-        return [fd for fd, _ in self._poll.poll(timeout_ms)]
+        return self._poll.poll(timeout_ms)
 
-    def _wait_until(self, wake_ns: int) -> list[int]:
+    def _wait_until(self, wake_ns: int) -> Ready:
         aim_ns = wake_ns - self._late_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
-        readable, _, _ = select.select(self._takers, (), (), timeout_ns / 1e9)
+        readable, _, _ = select.select(self.takers, (), (), timeout_ns / 1e9)
         if timeout_ns and not readable:
             late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
             self._late_ns += (late_ns - self._late_ns) // 8
-        return readable
+        return [(fd, select.POLLIN) for fd in readable]

@@ -24,13 +24,11 @@ from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
+from tests.rigs.forker import ROOT, Forked, forker
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
-_BOOT = (
-    "import sys; from shmserve.gateway.{}.main import run; "
-    "run(sys.stdin.buffer.read(), *map(int, sys.argv[1:]))"
-)
+_GRPC = "import sys; from shmserve.gateway.grpc.main import run; run(sys.stdin.buffer.read())"
 Compute = Callable[[Inference], Inferred]
 
 
@@ -143,6 +141,16 @@ class Scheduler:
         self.puppet.close()
 
 
+def _grpc_gateway(start: GatewayStart, stderr: int) -> subprocess.Popen[bytes]:
+    """A gateway that is not forked: gRPC is loaded once its process is there, as in the server."""
+    command = [sys.executable, "-W", "error", "-c", _GRPC]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, cwd=ROOT)
+    assert process.stdin is not None
+    process.stdin.write(encode(start))
+    process.stdin.close()
+    return process
+
+
 class Rig:
     """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
 
@@ -181,25 +189,19 @@ class Rig:
             http_sockets=0 if grpc else 1,
             grpc=ours,
         )
-        boot = _BOOT.format("grpc" if grpc else "http")
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", boot, *map(str, fds)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=fds,
-            cwd=Path(__file__).parents[2],
+        said, stderr = os.pipe()
+        self.process: subprocess.Popen[bytes] | Forked = (
+            _grpc_gateway(start, stderr) if grpc else forker().fork(encode(start), stderr, fds)
         )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(start))
-        self.process.stdin.close()
+        os.close(stderr)
+        self._said = open(said, "rb")  # noqa: SIM115 - the reader closes it
         self._log = b""
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         until("the gateway says that it is there", lambda: self._peer, 20)
 
     def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
+        with self._said as lines:
             for line in lines:
                 self._log += line
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.support import servers
+from tests.support.process_table import Entry, descendants, table
 from tests.support.waiting import until
 
 _SHM = Path("/dev/shm")
@@ -32,15 +33,23 @@ class Snapshot:
     """
 
     shm: frozenset[str]
-    children: frozenset[tuple[int, float]]
+    children: frozenset[Entry]
     titles: dict[int, Counter[str]]
     descriptors: Counter[str]
 
     @staticmethod
     def take() -> Snapshot:
         """Look around."""
+        processes = table()
+        trees = {
+            server.pid: [server.pid, *(each.pid for each in descendants(server.pid, processes))]
+            for server in servers.RUNNING
+        }
         return Snapshot(
-            frozenset(os.listdir(_SHM)), _children(), _titles(), descriptors(os.getpid())
+            frozenset(os.listdir(_SHM)),
+            _children(processes, {pid for tree in trees.values() for pid in tree}),
+            {pid: Counter(map(servers.title_of, tree)) for pid, tree in trees.items()},
+            descriptors(os.getpid()),
         )
 
     def assert_restored(self) -> None:
@@ -58,7 +67,8 @@ class Snapshot:
 
     def _leaks(self, now: Snapshot) -> list[str]:
         found = [f"/dev/shm/{name}" for name in now.shm - self.shm if not _in_foreign_use(name)]
-        found += [f"process {pid} ({_describe(pid)})" for pid, _ in now.children - self.children]
+        new = now.children - self.children
+        found += [f"process {each.pid} ({servers.title_of(each.pid)})" for each in new]
         for pid, titles in now.titles.items():
             before = self.titles.get(pid)
             if before is not None and servers.lasting(before) != titles:
@@ -69,26 +79,14 @@ class Snapshot:
         return found
 
 
-def _children() -> frozenset[tuple[int, float]]:
-    inside = {process.pid for server in servers.RUNNING for process in server.tree()}
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # The standard library's own, started at the first use of a shared memory object and
-            # kept for good.
-            if process.pid not in inside and "resource_tracker" not in " ".join(process.cmdline()):
-                found.add((process.pid, process.create_time()))
-    return frozenset(found)
-
-
-def _titles() -> dict[int, Counter[str]]:
-    return {server.pid: server.titles() for server in servers.RUNNING}
-
-
-def _describe(pid: int) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return servers.title(psutil.Process(pid))
-    return "gone"
+def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[Entry]:
+    return frozenset(
+        entry
+        for entry in descendants(os.getpid(), processes)
+        # The standard library's own, started at the first use of a shared memory object and kept
+        # for good.
+        if entry.pid not in servers_own and "resource_tracker" not in servers.title_of(entry.pid)
+    )
 
 
 def descriptors(pid: int) -> Counter[str]:
@@ -113,7 +111,7 @@ def _in_foreign_use(name: str) -> bool:
     if (other := _TEST_OBJECT.match(name)) and int(other[1]) != os.getpid():
         return True
     path = f"{_SHM / name}\n"
-    ours = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    ours = {os.getpid(), *(each.pid for each in descendants(os.getpid(), table()))}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in ours:
             with contextlib.suppress(OSError), open(f"/proc/{entry}/maps") as maps:

@@ -23,6 +23,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.gates import Gate
+from tests.support.process_table import descendants, table
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -282,17 +283,30 @@ def lasting(titles: Counter[str]) -> Counter[str]:
 
 def tree(pid: int) -> list[psutil.Process]:
     """A process and all its descendants; empty when there is none."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    return []
+    found = []
+    for each in (pid, *(entry.pid for entry in descendants(pid, table()))):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(each))
+    return found
 
 
 def title(process: psutil.Process) -> str:
     """What `ps` shows of a process, without the prefix that all of a server's have."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return " ".join(process.cmdline()).removeprefix(_TITLE).strip()
+        return _short(" ".join(process.cmdline()))
     return _GONE
+
+
+def title_of(pid: int) -> str:
+    """As `title`, by pid."""
+    with contextlib.suppress(OSError):
+        # Of a zombie it is empty.
+        return _short(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")) or _GONE
+    return _GONE
+
+
+def _short(line: str) -> str:
+    return line.removeprefix(_TITLE).strip()
 
 
 def hold_ports(count: int) -> list[socket.socket]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.default import DefaultBatcher
@@ -57,42 +55,32 @@ class Dispatch(Dispatcher):
         """As `Dispatcher` says."""
         queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
-        grants, slot = self._grants, None
+        grants = self._grants
         while len(queue):
-            ahead = not pool.free
-            if ahead and not (self._sends_ahead and pool.room(executions.service_time.credit)):
-                break
-            if grants is not None:
-                slot = grants.find(pool.free_slots())
-                if slot is None and self._would_run(now_ns):
-                    grants.ask(pool.free_slots(), len(queue))
+            slot, ahead = None, not pool.free
+            if ahead:
+                slot = pool.room(executions.service_time.credit) if self._sends_ahead else None
+                if slot is None:
                     break
-            retry = None if ahead else queue.take_retry()
-            if retry is not None:
-                executions.start([retry], Closed.RETRY, now_ns, slot)
-            elif not queue.queued:
+            elif grants is not None:
+                slot = grants.find(pool.free)
+                if slot is None and self._would_run(now_ns):
+                    grants.ask(pool.free, len(queue))
+                    break
+            if queue.retries and not ahead:
+                executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
+                continue
+            reserve_ns = executions.service_time.reserve_ns
+            decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
+            if isinstance(decision, WaitUntil):
+                if grants is not None:
+                    grants.give_back()
+                return NEVER if ahead else decision.ns
+            if decision is None:
                 break  # what must run alone waits for an instance that has nothing else
-            elif queue.holding():
+            if ahead and batcher.grows and decision.reason not in _CANNOT_GROW:
                 break
-            else:
-                reserve_ns = executions.service_time.reserve_ns
-                decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
-                match decision:
-                    case Batch(reason=reason) if (
-                        ahead and batcher.grows and reason not in _CANNOT_GROW
-                    ):
-                        break
-                    case Batch():
-                        taken = queue.take(decision.count)
-                        executions.start(taken, decision.reason, now_ns, slot)
-                    case WaitUntil():
-                        if grants is not None:
-                            grants.give_back()
-                        return NEVER if ahead else decision.ns
-                    case None:
-                        break
-                    case _:
-                        assert_never(decision)
+            executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
         if grants is not None:
             grants.give_back()
         return NEVER
@@ -100,10 +88,8 @@ class Dispatch(Dispatcher):
     def _would_run(self, now_ns: int) -> bool:
         """Whether a batch is there for an instance that is free."""
         queue = self._queue
-        if queue.queued < len(queue):
-            return True  # a retry
-        if queue.holding():
-            return False
+        if queue.retries:
+            return True
         reserve_ns = self._executions.service_time.reserve_ns
         return isinstance(self._batcher.decide(now_ns, queue.waiting(), reserve_ns), Batch)
 

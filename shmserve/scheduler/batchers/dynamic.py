@@ -92,8 +92,10 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
                 padded.admits(shape_key, request.units)
         total = grown
         requests.append(request)
-        oldest = min(oldest, request.enqueued_ns)
-        hurry = min(hurry, request.hurry_ns)
+        if request.enqueued_ns < oldest:
+            oldest = request.enqueued_ns
+        if request.hurry_ns < hurry:
+            hurry = request.hurry_ns
         if total in preferred:
             best = len(requests)
         if total >= most:

@@ -74,8 +74,7 @@ class Executions:
         wanted: Slot | None = None,
         rows: Sequence[SequenceRow] = (),
     ) -> None:
-        """Send a batch to a free instance, or ahead to one that has room; one with `rows` to the
-        instance that is `wanted`."""
+        """Send a batch to a free instance, or to the one that is `wanted`, ahead if it is busy."""
         gaps = len(rows) - len(requests) if rows else 0
         if self._padding is not None:
             padded = self._padding.batch()
@@ -118,6 +117,16 @@ class Executions:
     def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
         """Handle a worker's message; what no worker of ours can have sent is dropped."""
         match message:
+            case BatchFinished():
+                slot = self._pool.by_peer(peer)
+                execution = None if slot is None else slot.execution
+                if slot is None or execution is None:
+                    self.misplaced += 1
+                elif execution.id != message.batch:
+                    self.misplaced += 1
+                    self._losses.distrusted(slot, now_ns)
+                else:
+                    self._returned(slot, execution, message, now_ns)
             case InstanceReady():
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self._pool.offer(message.index, peer, message.pid)
@@ -126,15 +135,6 @@ class Executions:
                             self._workers.post(peer, ReleaseOutputs(client_pid, [offset]))
                 else:
                     self.misplaced += 1
-            case BatchFinished():
-                slot = self._pool.by_peer(peer)
-                if slot is None or slot.execution is None:
-                    self.misplaced += 1
-                elif slot.execution.id != message.batch:
-                    self.misplaced += 1
-                    self._losses.distrusted(slot, now_ns)
-                else:
-                    self._returned(slot, slot.execution, message, now_ns)
             case _:
                 assert_never(message)
 
@@ -172,8 +172,9 @@ class Executions:
         requests = execution.requests
         units = sum([request.units for request in requests]) + execution.gaps
         self._statistics.executions.executed(execution.reason, units, timing, now_ns)
-        took_ns = max(now_ns - execution.started_ns, timing.total_ns)
-        self.service_time.observe(took_ns, timing.total_ns, len(requests))
+        busy_ns = timing.total_ns
+        took_ns = max(now_ns - execution.started_ns, busy_ns)
+        self.service_time.observe(took_ns, busy_ns, len(requests))
         if self.on_executed is not None:
             left = self._responses.live - len(requests)
             latencies = [now_ns - request.arrived_ns for request in requests]
@@ -268,13 +269,12 @@ def matched(requests: list[Request], replies: list[Reply]) -> list[Reply] | None
     """The replies in the order of `requests`, or None: not one each."""
     if len(replies) != len(requests):
         return None
-    if all(map(_is_for, requests, replies)):
+    for request, reply in zip(requests, replies, strict=True):
+        if request.key != reply.key:
+            break
+    else:
         return replies
     by_key = {reply.key: reply for reply in replies}
     if any(request.key not in by_key for request in requests):
         return None
     return [by_key[request.key] for request in requests]
-
-
-def _is_for(request: Request, reply: Reply) -> bool:
-    return request.key == reply.key

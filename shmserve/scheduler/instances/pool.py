@@ -66,7 +66,6 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class Execution:
     """A batch on its way through a worker.
 
@@ -75,15 +74,16 @@ class Execution:
     `gaps`: rows of the batch that are nobody's.
     """
 
-    id: int
-    requests: list[Request]
-    reason: Closed
-    sent_ns: int
-    gaps: int = 0
-    started_ns: int = field(init=False)
+    __slots__ = ("gaps", "id", "reason", "requests", "sent_ns", "started_ns")
 
-    def __post_init__(self) -> None:
-        self.started_ns = self.sent_ns
+    def __init__(
+        self, number: int, requests: list[Request], reason: Closed, sent_ns: int, gaps: int = 0
+    ) -> None:
+        self.id = number
+        self.requests = requests
+        self.reason = reason
+        self.sent_ns = self.started_ns = sent_ns
+        self.gaps = gaps
 
 
 @dataclass(slots=True, eq=False)
@@ -141,14 +141,20 @@ class Grants(Protocol):
 
 
 class Pool:
-    """All slots of a model version. With `grants` each execution needs one."""
+    """All slots of a model version. With `grants` each execution needs one.
+
+    `free` are the instances that can take a batch, the one that has been free for longest first.
+    `failure` says why nothing can run and nothing is worth waiting for; it is empty while something
+    may.
+    """
 
     def __init__(self, execution_limit_ns: int) -> None:
         self._limit_ns = execution_limit_ns
         self._slots: dict[int, Slot] = {}
         self._by_peer: dict[bytes, Slot] = {}
-        self._free: deque[Slot] = deque()
-        self._failure = ""
+        self.free: deque[Slot] = deque()
+        self.failure = ""
+        self._failed = ""  # why no instance will come back, if none is here
         self.retiring: list[Slot] = []
         self.members = 0  # counts who came, who went, and who is to
         self.grants: Grants | None = None
@@ -191,8 +197,8 @@ class Pool:
             slot.retiring = True
             self.retiring.append(slot)
             self.members += 1
-            if slot in self._free:
-                self._free.remove(slot)
+            if slot in self.free:
+                self.free.remove(slot)
 
     def take_retired(self, needed: Callable[[Slot], bool]) -> list[tuple[int, int]]:
         """Take out who was to leave and has nothing to do, unless it is `needed`: the index and the
@@ -207,12 +213,13 @@ class Pool:
 
     def fail(self, reason: str) -> None:
         """No instance will come back, until one does."""
-        self._failure = reason
+        self._failed = reason
+        self._count()
 
-    @property
-    def failure(self) -> str:
-        """Why nothing can run and nothing is worth waiting for; empty while something may."""
-        return "" if self._by_peer else self._failure
+    def _count(self) -> None:
+        """Somebody came, went, or will not come."""
+        self.members += 1
+        self.failure = "" if self._by_peer else self._failed
 
     def _slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
@@ -229,13 +236,12 @@ class Pool:
         slot.offer = None
         self._by_peer[slot.peer] = slot
         if not slot.retiring:
-            self._free.append(slot)
-        self._failure = ""
-        self.members += 1
+            self.free.append(slot)
+        self._failed = ""
+        self._count()
 
     def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
-        self.members += 1
         if self.grants is not None:
             self.grants.gone(slot.index)
         executions = list(slot.executions)
@@ -244,8 +250,9 @@ class Pool:
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
-        if slot in self._free:
-            self._free.remove(slot)
+        self._count()
+        if slot in self.free:
+            self.free.remove(slot)
         if slot.awaited == slot.pid:
             slot.awaited = 0
         slot.peer, slot.pid = b"", 0
@@ -256,39 +263,31 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    @property
-    def free(self) -> bool:
-        """Whether an instance can take a batch."""
-        return bool(self._free)
-
-    def free_slots(self) -> list[Slot]:
-        """The instances that can take a batch, the one that has been free for longest first."""
-        return list(self._free)
-
-    def room(self, credit: int) -> bool:
-        """Whether a busy instance has less than `credit` batches."""
+    def room(self, credit: int) -> Slot | None:
+        """The least busy of the busy instances that have less than `credit` batches."""
+        found: Slot | None = None
         if credit > 1:
             for slot in self._by_peer.values():
-                if _grows(slot) and len(slot.executions) < credit:
-                    return True
-        return False
+                batches = len(slot.executions)
+                if batches < credit and slot.state is SlotState.BUSY and not slot.retiring:
+                    found, credit = slot, batches
+        return found
 
     def assign(self, execution: Execution, wanted: Slot | None = None) -> Slot:
-        """Give a batch to the instance that is `wanted`, which is idle, or else to the one that has
-        been free for longest, or is the least busy."""
-        if wanted is not None:
-            if not wanted.retiring:
-                self._free.remove(wanted)
+        """Give a batch to the instance that is `wanted`, which is idle or has room, or else to the
+        one that has been free for longest."""
+        if wanted is None:
+            slot = self.free.popleft()
+            slot.meet("assign")
+        elif wanted.state is SlotState.BUSY:
             slot = wanted
+        else:
+            slot = wanted
+            if not slot.retiring:
+                self.free.remove(slot)
             if self.grants is not None:
                 self.grants.use(slot)
             slot.meet("assign")
-        elif self._free:
-            slot = self._free.popleft()
-            slot.meet("assign")
-        else:
-            busy = filter(_grows, self._by_peer.values())
-            slot = min(busy, key=lambda slot: len(slot.executions))
         slot.executions.append(execution)
         worker = Worker(slot.peer, slot.pid)
         for request in execution.requests:
@@ -308,7 +307,7 @@ class Pool:
             return
         slot.meet("finish")
         if slot.state is SlotState.IDLE and not slot.retiring:
-            self._free.append(slot)
+            self.free.append(slot)
 
     def doom(self, slot: Slot) -> None:
         """The instance's end was asked for: it keeps its batch and gets no other."""
@@ -370,8 +369,3 @@ class Pool:
         for slot in self._slots.values():
             counted[slot.state] += 1
         return counted
-
-
-def _grows(slot: Slot) -> bool:
-    """Whether a busy instance may get more ahead."""
-    return slot.state is SlotState.BUSY and not slot.retiring

@@ -7,7 +7,7 @@ All of a level come before all of the next one, and its delayed requests, whose 
 behind those that are in time. There is no ageing: a low level may starve.
 
 Any request is found by its key, so that it can leave from the middle; no operation but a walk looks
-at more requests than it moves. Levels without requests take no memory.
+at more requests than it moves. Levels without requests take no memory, but for the last one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ class _Level:
 
 
 class PriorityQueue:
-    """Requests in the order in which they are to run, by their `level`."""
+    """Requests in the order in which they are to run, by their `level`; `count` of them."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []  # the levels that have requests, the highest first
-        self._count = 0
+        # The levels that have requests, the highest first; one that is left alone may be empty.
+        self._order: list[int] = []
+        self.count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Request]:
         if len(self._order) == 1:
@@ -66,14 +67,14 @@ class PriorityQueue:
     def append(self, request: Request) -> None:
         """Enqueue a request behind those of its level that are in time."""
         self._level(request.level).in_time[request.key] = request
-        self._count += 1
+        self.count += 1
 
     def prepend(self, request: Request) -> None:
         """Put a request before all others of its level, or of its delayed ones if it is one."""
         part = self._level(request.level).part(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
-        self._count += 1
+        self.count += 1
 
     def delay(self, request: Request) -> None:
         """Move a request that is in time behind all others of its level."""
@@ -86,7 +87,7 @@ class PriorityQueue:
         level = self._levels.get(request.level)
         if level is None or level.part(request).pop(request.key, None) is None:
             return False
-        self._count -= 1
+        self.count -= 1
         if not level:
             self._forget(request.level)
         return True
@@ -94,15 +95,15 @@ class PriorityQueue:
     def take(self, count: int) -> list[Request]:
         """Take the first `count` requests out."""
         taken: list[Request] = []
+        self.count -= count
         while len(taken) < count:
             number = self._order[0]
             level = self._levels[number]
-            for part in (level.in_time, level.delayed):
-                left = min(count - len(taken), len(part))
-                taken += [part.popitem(last=False)[1] for _ in range(left)]
-            if not level:
+            part = level.in_time or level.delayed
+            while part and len(taken) < count:
+                taken.append(part.popitem(last=False)[1])
+            if not (level.in_time or level.delayed):
                 self._forget(number)
-        self._count -= count
         return taken
 
     def _level(self, number: int) -> _Level:
@@ -113,5 +114,7 @@ class PriorityQueue:
         return level
 
     def _forget(self, number: int) -> None:
-        del self._levels[number]
-        del self._order[bisect_left(self._order, number)]
+        """A level is empty; the only one is kept, since it is mostly the next one's, too."""
+        if len(self._order) > 1:
+            del self._levels[number]
+            del self._order[bisect_left(self._order, number)]

@@ -30,23 +30,19 @@ _STALE_TIMERS = 1024
 
 
 class RequestQueue:
-    """Requests that wait for an instance, and the timers of those that do not any more."""
+    """Requests that wait for an instance, and the timers of those that do not any more. `retries`
+    are those that must run alone, by key."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._queue = PriorityQueue()
-        self._retries: OrderedDict[int, Request] = OrderedDict()
+        self.retries: OrderedDict[int, Request] = OrderedDict()
         self._timers: list[tuple[int, int, Request]] = []
         self._keys = itertools.count(1)
         self._hold_until = settings.hold_until
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._retries)
-
-    @property
-    def queued(self) -> int:
-        """How many wait that need not run alone."""
-        return len(self._queue)
+        return self._queue.count + len(self.retries)
 
     # --- admission --------------------------------------------------------------------------------
 
@@ -73,7 +69,7 @@ class RequestQueue:
         policy = settings.policies.of(level)
         arrived = believable(message.arrived_ns, now_ns)
         deadline = max(message.deadline_ns, 0)
-        own = policy.own_timeout_ns(message.timeout_us)
+        own = policy.own_timeout_ns(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
             # Its time over, it is to wait on: what is left is the limit of the server.
             limit = settings.request_limit_ns
@@ -110,29 +106,25 @@ class RequestQueue:
 
     # --- order ------------------------------------------------------------------------------------
 
-    def holding(self) -> bool:
-        """Whether batching still waits for the queue to fill once (a hook for tests)."""
-        if self._hold_until and len(self._queue) >= self._hold_until:
-            self._hold_until = 0
-        return self._hold_until > 0
-
     def release_hold(self) -> None:
         """Let batches form from now on, however few requests wait."""
         self._hold_until = 0
 
     def waiting(self) -> Iterator[Request]:
-        """The queue in order, without retries."""
+        """The queue in order, without retries; nothing until it has filled once where that is
+        waited for (a hook for tests)."""
+        if self._queue.count < self._hold_until:
+            return iter(())
+        self._hold_until = 0
         return iter(self._queue)
 
     def all(self) -> list[Request]:
         """Everything that waits, retries first."""
-        return [*self._retries.values(), *self._queue]
+        return [*self.retries.values(), *self._queue]
 
-    def take_retry(self) -> Request | None:
+    def take_retry(self) -> Request:
         """Dispatch the first request that must run alone."""
-        if not self._retries:
-            return None
-        request = self._retries.popitem(last=False)[1]
+        request = self.retries.popitem(last=False)[1]
         request.meet(Event.DISPATCH)
         return request
 
@@ -147,7 +139,7 @@ class RequestQueue:
         """Take back a request whose worker is gone, to run alone and before all others."""
         request.meet(Event.RETURN)
         request.queue_limit_ns = 0  # it has had its wait
-        self._retries[request.key] = request
+        self.retries[request.key] = request
 
     def put_back(self, request: Request) -> None:
         """Take back a request that was dispatched and not begun: it comes before all others."""
@@ -157,7 +149,7 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Take a queued request out; its state is the caller's to change."""
         if not self._queue.remove(request):
-            self._retries.pop(request.key, None)
+            self.retries.pop(request.key, None)
 
     # --- time -------------------------------------------------------------------------------------
 

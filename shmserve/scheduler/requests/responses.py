@@ -106,7 +106,8 @@ class Responses:
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
-            self._tell_time(request, request.timing)
+            if request.client.timed and request.timing is not None:
+                self._tell_time(request, request.timing)
         request.meet(Event.FINISH)
         self._clients.post(
             request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
@@ -153,17 +154,15 @@ class Responses:
             self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
             self._statistics.succeeded(request, timing, now_ns)
-        self._tell_time(request, timing)
+        if request.client.timed:
+            self._tell_time(request, timing)
         request.meet(Event.FINISH)
         self._clients.post(request.client.peer, Finished(request.id, body))
         self._forget(request)
 
-    def _tell_time(self, request: Request, timing: Timing | None) -> None:
-        if request.client.timed and timing is not None:
-            _, input_ns, infer_ns, output_ns = timing
-            self._clients.post(
-                request.client.peer, Timed(request.id, input_ns, infer_ns, output_ns)
-            )
+    def _tell_time(self, request: Request, timing: Timing) -> None:
+        _, input_ns, infer_ns, output_ns = timing
+        self._clients.post(request.client.peer, Timed(request.id, input_ns, infer_ns, output_ns))
 
     def fail(
         self,

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
         os.pwrite(fd, b"\2\0\0\0" * 4, 64)
         inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
         outputs = [["OUTPUT0", [*memory, 128, 16]]]
-        work = msgpack.packb(["", inputs, outputs, {}, 0, 0, 0, 0, 0])
+        work = msgpack.packb([inputs, outputs, {}])
         link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
         finished = answer(link)
         assert isinstance(finished, m.Finished)
@@ -144,7 +145,7 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [b"", b"\x90", b"\xc1", b"\x99" + b"\xc0" * 9, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
+    "work", [b"", b"\x90", b"\xc1", b"\x93" + b"\xc0" * 3, b"\x99\x01\x90\x90\x80" + b"\0" * 5]
 )
 def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
     link = local_client.link("simple")
@@ -169,12 +170,13 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         b"garbage",
         b"",
         frames.pack([m.Hello(99)]),
+        msgpack.packb([1, ["Hello", 1]]),  # version 1 of the protocol
         frames.pack([m.Stop()]),
         frames.pack([m.UnloadModel(1, "simple", False)]),
         frames.pack([m.UnregisterRegion(1, "", 0, [])]),
         frames.pack([m.ShareMemory(1, 1, False)]),
         frames.pack([m.Hello(frames.VERSION), m.Hello(frames.VERSION)]),
-        b"\x92\x01" + b"x" * 100_000,
+        bytes((0x92, frames.VERSION)) + b"x" * 100_000,
     ],
 )
 def test_what_a_local_client_may_not_say_ends_its_connection(server: Server, data: bytes) -> None:
@@ -258,6 +260,26 @@ def client_in_c(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("c") / "infer"
     subprocess.run([compiler, "-Wall", "-Wextra", "-Werror", "-o", program, CLIENT], check=True)
     return program
+
+
+def test_a_client_is_told_that_a_server_has_let_it_go() -> None:
+    """As one of another version does."""
+    with contextlib.ExitStack() as stack:
+        run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="st-")))
+        (run_dir / "guests").mkdir()
+        entrance = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        entrance.bind(str(run_dir / "guests" / "door"))
+        entrance.listen()
+
+        def let_go() -> None:
+            with entrance.accept()[0] as inside:
+                inside.recv(4096)
+
+        server = threading.Thread(target=let_go)
+        server.start()
+        stack.callback(server.join)
+        with pytest.raises(shmserve.client.Disconnected, match="perhaps of another version"):
+            shmserve.client.connect(run_dir)
 
 
 def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:

@@ -261,8 +261,8 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         frames.pack([m.HealthChanged(True, True, True)]),
         *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
-        b"\x92\x02\x91\xa5Drain",
-        b"\x92\x01\x91\xa5Nope.",
+        b"\x92\x01\x91\xa5Drain",
+        b"\x92\x02\x91\xa5Nope.",
         b"\xdd\xff\xff\xff\xff",
     ]
     for frame in garbage:

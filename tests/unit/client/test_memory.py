@@ -10,6 +10,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -302,6 +303,24 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     assert not ended and plain.tolist() == [3, 4, 5]
     del plain
     assert ended
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -> None:
+    """Its id, its sequence and its timeout go beside it: by the same way as without them."""
+    size = 8192 if large else 1
+    config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
+    model = Model(replace(published(), config=config))
+    x = np.zeros((1, 16), np.float32)
+    works = set()
+    for number in range(3):
+        options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
+        for each in (PLAIN, options):
+            built = prepare(memories, model, {"x": x}, None, each)
+            assert built.options is each
+            works.add(built.work)
+            built.end()
+    assert len(works) == 1 and len(model.prepared) == 1
 
 
 def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:

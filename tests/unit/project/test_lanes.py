@@ -73,6 +73,8 @@ if not file.exists():
 def test_passes():
     pass
 """
+# These need no plugin, and each takes its time to load.
+BARE = ("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
 NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
 DIES = "import os\ndef test_dies(): os._exit(0)"
 
@@ -83,7 +85,7 @@ def ran(folder: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[
     (folder / "some").mkdir()
     for name, text in files.items():
         (folder / "some" / f"test_{name}.py").write_text(text)
-    status = Suite(folder, [{"some": 1}, {"none": 1}]).run()
+    status = Suite(folder, [{"some": 1}, {"none": 1}], BARE).run()
     *said, last = capfd.readouterr().out.splitlines()
     return status, last.rpartition(" in ")[0], "\n".join(said)
 

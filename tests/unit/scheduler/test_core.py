@@ -675,3 +675,15 @@ def test_metrics_that_no_instance_of_ours_reports_are_dropped() -> None:
 def families(rig: Rig) -> Any:
     """What is reported, as it arrives."""
     return rig.report()["shmserve"]["families"]
+
+
+def test_what_is_said_beside_a_request_goes_beside_its_work() -> None:
+    rig = Rig({})
+    rig.start()
+    said: dict[str, Any] = {"request_id": "me", "flags": 3, "timeout_us": 9, "priority": 1}
+    said |= {"correlation_id": 4, "correlation_text": "text"}
+    rig.submit(work=b"packed", timeout_ns=MS, **said)
+    _, batch = rig.execute()
+    (work,) = batch.requests
+    pid = int(GATEWAY.split(b".")[0])
+    assert work == m.Work(work.key, pid, b"packed", **said, deadline_ns=rig.now + MS)

@@ -195,7 +195,7 @@ def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
     first, second = execution(1), execution(2, NOW)
     slot = pool.assign(first)
     assert not pool.room(1) and pool.room(2)
-    assert pool.assign(second) is slot and not pool.room(2)
+    assert pool.assign(second, pool.room(2)) is slot and not pool.room(2)
     assert slot.execution is first and pool.executing == 2 and not pool.free
     pool.finish(slot, NOW + 70)
     assert slot.execution is second and slot.state is SlotState.BUSY and not pool.free
@@ -207,7 +207,10 @@ def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
 def test_what_is_sent_ahead_goes_to_the_least_busy() -> None:
     pool = Pool(0)
     ready(pool, 0, 100), ready(pool, 1, 101)
-    slots = [pool.assign(execution(number)).index for number in range(6)]
+    slots = []
+    for number in range(6):
+        ahead = None if pool.free else pool.room(4)
+        slots.append(pool.assign(execution(number), ahead).index)
     assert slots == [0, 1, 0, 1, 0, 1]
 
 
@@ -216,7 +219,7 @@ def test_an_exit_returns_everything_the_running_one_first() -> None:
     ready(pool)
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
-        pool.assign(batch)
+        pool.assign(batch, pool.room(4))
     assert pool.exit(0) == Lost(batches, [])
 
 

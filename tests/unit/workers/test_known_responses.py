@@ -12,9 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.messages import Work
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inference,
+)
 from shmserve.workers.backends import Output, Request, Response
+from shmserve.workers.batch import unpack
 from tests.rigs.worker_rig import (
+    CLIENT_PID,
     FunctionBackend,
     Rig,
     inference,
@@ -99,3 +107,41 @@ def test_rows_of_another_number_are_checked(worker: Rig) -> None:
     for rows, code in [(2, "")] * 4 + [(3, "INTERNAL"), (2, "")]:
         (reply,) = worker.batch(inference(tensor("X", np.ones((rows, 1), np.float32))))
         assert reply.code == code
+
+
+def test_requests_that_only_say_other_things_are_read_once(
+    worker: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ids, sequences and limits are beside what is packed, and each has its own."""
+    seen: list[Any] = []
+    read: list[bytes] = []
+
+    def execute(requests: list[Request]) -> list[Response]:
+        seen.extend(request.work for request in requests)
+        return [Response([Output("A", "FP32", np.zeros(1, "f4"))]) for _ in requests]
+
+    def counted(packed: bytes) -> Inference:
+        read.append(packed)
+        return unpack_inference(packed)
+
+    monkeypatch.setattr(unpack, "unpack_inference", counted)
+    worker.serve(FunctionBackend(worker.context, execute), CONFIG)
+    sent = [
+        Work(
+            1,
+            CLIENT_PID,
+            pack_inference(inference(tensor("X", np.full(2, number, np.float32)))),
+            request_id=f"id-{number}",
+            flags=number % 4,
+            correlation_id=number,
+            correlation_text="x" * (number % 3),
+            timeout_us=number,
+            priority=number,
+            deadline_ns=number,
+        )
+        for number in range(8)
+    ]
+    for work in sent:
+        worker.execute([work])
+    assert seen == sent
+    assert len(read) == 2  # the first, and the second, which it is learnt from

@@ -14,7 +14,7 @@ from shmserve.gateway.grpc.client_identity import Users
 from shmserve.gateway.grpc.core.sockets import address_of
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
 from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.inference.request import ANONYMOUS
+from shmserve.gateway.inference.request import ANONYMOUS, Identity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
 
@@ -96,14 +96,17 @@ def test_a_request_is_known_by_all_but_its_tensors() -> None:
     assert found[1] == [b"a" * 64, b"b" * 200]
     longer = request()
     longer.raw_input_contents.extend([b"a" * 65, b"b" * 199])
-    for changed in (longer, request("two")):
+    else_said = request()
+    else_said.parameters["key"].string_param = "other"
+    for changed in (longer, else_said):
         found = split(changed.SerializeToString())
         assert found is not None and found[0] != same[0]
 
 
 def test_one_without_raw_contents_is_known_as_a_whole() -> None:
-    raw = request().SerializeToString()
+    raw = request("").SerializeToString()
     assert split(raw) == ((raw, ()), [], ANONYMOUS)
+    assert split(request("one").SerializeToString()) == ((raw, ()), [], Identity("one", 0, 0))
 
 
 @pytest.mark.parametrize(

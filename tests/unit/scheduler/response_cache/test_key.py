@@ -64,8 +64,6 @@ def test_another_model_or_version_has_another_key() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"request_id": "other"},
-        {"timeout_us": 5, "deadline_ns": 6, "priority": 7},
         {"inputs": (B, A)},
         {"inputs": (replace(A, data=Place(Memory(1, 2, 3, 4, 8, True), 0, 8)), B)},
     ],

@@ -1,0 +1,55 @@
+"""Clients of ensembles, as users write them."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton
+
+from tests.support.servers import Server
+
+
+def floats(*values: float) -> np.ndarray:
+    """An FP32 array."""
+    return np.array(values, np.float32)
+
+
+def inputs(kind: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
+    """Inputs for this kind of tritonclient."""
+    made = []
+    for name, array in arrays.items():
+        given = kind.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+        given.set_data_from_numpy(array)
+        made.append(given)
+    return made
+
+
+def infer(server: Server, model: str, /, **arrays: np.ndarray) -> triton.InferResult:
+    """What tritonclient gets."""
+    client = triton.InferenceServerClient(server.url)
+    try:
+        return client.infer(model, inputs(triton, arrays), request_id="rid")
+    finally:
+        client.close()
+
+
+def stream(server: Server, model: str, /, **arrays: np.ndarray) -> list[list[float]]:
+    """The first elements of OUT of each response over a gRPC stream."""
+    responses: queue.Queue[Any] = queue.Queue()
+    client = triton_grpc.InferenceServerClient(server.grpc_url)
+    client.start_stream(lambda result, error: responses.put(error or result))
+    client.async_stream_infer(model, inputs(triton_grpc, arrays), enable_empty_final_response=True)
+    got = []
+    while True:
+        result = responses.get(timeout=20)
+        assert not isinstance(result, Exception), result
+        response = result.get_response()
+        if response.outputs:
+            got.append(result.as_numpy("OUT")[:2].tolist())
+        if response.parameters["triton_final_response"].bool_param:
+            client.stop_stream()
+            client.close()
+            return got

@@ -1,0 +1,230 @@
+"""What holds for a request of an ensemble as a whole, over all the processes that work on it: its
+time, its cancellation, its limits, and what its steps say of a sequence (section 3.7).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.ensembles.clients import floats, stream
+from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.support import repositories
+from tests.support.crowd import crowd, values
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input, raw_connection
+
+SAYS = {
+    "id": {"sequence_id": 99},
+    "text": {"sequence_id": "abc"},
+    "end": {"sequence_end": True},
+    "no_start": {"sequence_start": False},
+    "all": {"sequence_id": 99, "sequence_start": False, "sequence_end": True},
+    "other": {"colour": "blue"},
+}
+INTEGERS = [tensor("INPUT0", "INT32")], [tensor("OUTPUT0", "INT32")]
+WATCH = """
+    x = self.input(request, "X")
+    if x[0]:
+        pb_utils.Logger.log_warn("it runs")
+        while not request.is_cancelled():
+            time.sleep(0.002)
+        pb_utils.Logger.log_warn("it sees that nobody waits")
+    return self.response(Y=x)
+"""
+COUNT = """
+    sender = request.get_response_sender()
+    for i in range(int(self.input(request, "X")[0])):
+        sender.send(self.response(Y=np.array([i], np.int32)))
+    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("ensembles") / "models"
+    add_model(repository, "same", 'return self.response(Y=self.input(request, "X"))')
+    _sequences(repository)
+    _gated(repository)
+    add_model(repository, "watches", WATCH)
+    add_model(repository, "behind", 'return self.response(Y=self.input(request, "X"))')
+    steps = [xy("same", "IN", "a"), xy("watches", "a", "b"), xy("behind", "b", "OUT")]
+    add_ensemble(repository, "watched", steps)
+    with running(repository, grpc=True) as started:
+        yield started
+
+
+def xy(model: str, given: str, made: str) -> str:
+    return step(model, {"X": given}, {"Y": made})
+
+
+def _sequences(repository: Path) -> None:
+    said = "[request.correlation_id(), request.flags()]"
+    tell = f"return self.response(Y=np.array([repr({said})], object))"
+    texts = [tensor("OUT", "BYTES")]
+    add_model(repository, "tell", tell, outputs=[tensor("Y", "BYTES")])
+    for name, parameters in SAYS.items():
+        one = f"""
+            x = pb_utils.Tensor("Y", self.input(request, "X"))
+            return pb_utils.InferenceResponse([x], parameters={parameters!r})
+        """
+        add_model(repository, f"says_{name}", one)
+        steps = [xy(f"says_{name}", "IN", "a"), xy("same", "a", "b"), xy("tell", "b", "OUT")]
+        add_ensemble(repository, f"then_{name}", steps, outputs=texts)
+    beside = [xy("says_all", "IN", "SAID"), xy("tell", "IN", "OUT")]
+    add_ensemble(repository, "beside", beside, outputs=[*texts, tensor("SAID")])
+
+
+def _gated(repository: Path) -> None:
+    repositories.add(repository, "gated")
+    one = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
+    add_model(repository, "first", one, *INTEGERS, max_batch_size=8)
+    gated = {"INPUT0": "a"}, {"OUTPUT0": "OUTPUT0"}
+    steps = [step("first", {"INPUT0": "INPUT0"}, {"OUTPUT0": "a"}), step("gated", *gated)]
+    add_ensemble(repository, "waits", steps, *INTEGERS, max_batch_size=8)
+
+    wide = repositories.add_as(repository, "wide", "gated") / "config.pbtxt"
+    wide.write_text(wide.read_text().replace("count: 1", "count: 3"))
+    add_model(
+        repository,
+        "count",
+        COUNT,
+        outputs=[tensor("Y", "INT32")],
+        more="model_transaction_policy { decoupled: true }",
+    )
+    code = repository / "count" / "1" / "model.py"
+    code.write_text(code.read_text().replace("return [self.one(request)", "[self.one(request)"))
+    steps = [xy("count", "IN", "a"), step("wide", {"INPUT0": "a"}, {"OUTPUT0": "OUT"})]
+    for name, scheduling in (("limited", "max_inflight_requests: 2"), ("unlimited", "")):
+        outputs = [tensor("OUT", "INT32")]
+        add_ensemble(repository, name, steps, outputs=outputs, scheduling=scheduling)
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("then_id", [99, 1]),
+        ("then_text", ["abc", 1]),
+        ("then_end", [7, 3]),
+        ("then_no_start", [7, 0]),
+        ("then_all", [99, 2]),
+        ("then_other", [7, 1]),
+    ],
+)
+def test_what_a_step_says_of_its_sequence_holds_behind_it(
+    server: Server, model: str, told: list[Any]
+) -> None:
+    """Section 3.7: its `sequence_*` parameters go over the request's flags for every step behind
+    it, and are in the response."""
+    said, parameters = ask_sequence(server, model)
+    assert said == told
+    assert parameters == {
+        "sequence_id": told[0],
+        "sequence_start": bool(told[1] & 1),
+        "sequence_end": bool(told[1] & 2),
+    }
+
+
+def test_what_a_step_says_of_its_sequence_is_nothing_to_those_beside_it(server: Server) -> None:
+    said, parameters = ask_sequence(server, "beside")
+    assert said == [7, 1]
+    assert parameters["sequence_id"] == 99
+
+
+def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
+    """What the last step is told of a request that begins sequence 7; the response's parameters."""
+    request = {
+        "parameters": {"sequence_id": 7, "sequence_start": True},
+        "inputs": [json_input("IN", floats(1))],
+    }
+    with server.http() as http:
+        reply = http.infer(model, request).ok()
+    return ast.literal_eval(reply.tensors()["OUT"][0].decode()), reply.json()["parameters"]
+
+
+# --- time and cancellation ------------------------------------------------------------------------
+
+
+def test_a_timeout_expires_in_the_queue_of_a_step(server: Server) -> None:
+    """The client is told at once, and the step's model never sees the request."""
+    with crowd(server) as people:
+        first = people.number("waits", 1)
+        visit = server.gate.next()
+        late = people.number("waits", 2, timeout=300_000).result()
+        assert (late.status, late.error) == (503, "in ensemble 'waits', Request timeout expired")
+        visit.release()
+        assert values(first.result()) == [1]
+        assert server.gate.is_idle()
+
+
+def test_a_timeout_expires_while_a_step_runs(server: Server) -> None:
+    """Its client is told at once; what the step returns then is nobody's."""
+    with crowd(server) as people:
+        late = people.number("waits", 1, timeout=1_000_000)
+        visit = server.gate.next()
+        told = late.result()
+        assert (told.status, told.error) == (503, "in ensemble 'waits', Request timeout expired")
+        visit.release()
+        after = people.number("waits", 2)
+        server.gate.next().release()
+        assert values(after.result()) == [2]
+
+
+def test_a_client_that_leaves_cancels_the_step_under_way(server: Server) -> None:
+    """The step's model sees it, and no step runs after it."""
+    with hanging_up(server, "watched", floats(1)) as leave:
+        server.wait_log("it runs")
+        leave()
+        server.wait_log("it sees that nobody waits")
+    until("the cancellation is counted", lambda: cancelled(server, "watched") == 1)
+    assert server.metric("nv_inference_exec_count", model="behind") == 0
+    with server.http() as http:
+        http.infer("watched", {"inputs": [json_input("IN", floats(0))]}).ok()
+    assert server.metric("nv_inference_exec_count", model="behind") == 1
+
+
+def cancelled(server: Server, model: str) -> float:
+    return server.metric("nv_inference_request_failure", model=model, reason="CANCELED")
+
+
+@contextlib.contextmanager
+def hanging_up(server: Server, model: str, given: np.ndarray) -> Iterator[Any]:
+    """A request whose client hangs up when the yielded function is called."""
+    body = json.dumps({"inputs": [json_input("IN", given)]}).encode()
+    with raw_connection(server.http_port) as connection:
+        head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        yield connection.close
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "most"), [("limited", 2), ("unlimited", 3)])
+def test_only_so_many_requests_of_a_step_at_a_time(server: Server, model: str, most: int) -> None:
+    """Section 3.7, max_inflight_requests: a step has only so many, of all requests of the
+    ensemble together, behind a step that gives any number of responses, too."""
+    with ThreadPoolExecutor() as pool:
+        got = [pool.submit(stream, server, model, IN=floats(4)) for _ in range(2)]
+        visits = [server.gate.next() for _ in range(most)]
+        assert server.gate.is_idle()
+        for _ in range(8 - most):
+            visits.pop(0).release()
+            visits.append(server.gate.next())
+            assert server.gate.is_idle(0.01)
+        for visit in visits:
+            visit.release()
+        assert [sorted(each.result()) for each in got] == [[[0], [1], [2], [3]]] * 2

@@ -1,0 +1,132 @@
+"""A process with a gateway's imports done, from which the gateways of tests are forked.
+
+The imports take a new interpreter most of a second, and a gateway that is forked milliseconds: in
+the server itself zygotes do the same. One runs beside each pytest process that asks for one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+
+ROOT = Path(__file__).resolve().parents[2]
+_LARGEST = 1 << 16
+_MOST_FDS = 16
+
+
+class Forked:
+    """A process that was forked: as much of `subprocess.Popen` as tests use."""
+
+    def __init__(self, forker: Forker, pid: int) -> None:
+        self.pid = pid
+        self._forker = forker
+        self._pidfd = os.pidfd_open(pid)
+        self._status: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has been waited for."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit status, once it has ended; raises TimeoutError when it has not in time."""
+        if self._status is None:
+            if not select.select([self._pidfd], [], [], timeout_s)[0]:
+                raise TimeoutError(f"process {self.pid} has not ended in {timeout_s} s")
+            self._status = self._forker.ask(["reap", self.pid])
+            os.close(self._pidfd)
+        return self._status
+
+
+class Forker:
+    """Asks the process, which ends when its socket does."""
+
+    def __init__(self) -> None:
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-W", "error", "-m", "tests.rigs.forker", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def close(self) -> None:
+        """End the process, and all that it has forked."""
+        self._link.close()
+        self._process.wait()
+
+    def fork(self, start: bytes, stderr: int, fds: Sequence[int]) -> Forked:
+        """An HTTP gateway for an encoded `GatewayStart`, with listening sockets."""
+        return Forked(self, self.ask(["fork", start], [stderr, *fds]))
+
+    def ask(self, request: list[object], fds: Sequence[int] = ()) -> int:
+        """The response to a request."""
+        socket.send_fds(self._link, [msgpack.packb(request)], fds)
+        response = self._link.recv(_LARGEST)
+        assert response, "the process that forks gateways has ended"
+        return int(msgpack.unpackb(response))
+
+
+@functools.cache
+def forker() -> Forker:
+    """This process's forker, started when it is first needed."""
+    made = Forker()
+    atexit.register(made.close)
+    return made
+
+
+def main(link_fd: int) -> None:
+    """Import, then do what is asked until the socket ends; what was forked ends then, too."""
+    from shmserve.gateway.http.main import run
+
+    link = socket.socket(fileno=link_fd)
+    running: set[int] = set()
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, _LARGEST, _MOST_FDS)
+        if not data:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            return
+        match msgpack.unpackb(data):
+            case ["fork", bytes(start)]:
+                pid = os.fork()
+                if not pid:
+                    link.close()
+                    os.dup2(fds[0], sys.stderr.fileno())
+                    _run(functools.partial(run, start, *fds[1:]))
+                running.add(pid)
+                response = pid
+            case ["reap", int(pid)]:
+                response = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                running.remove(pid)
+        for fd in fds:
+            os.close(fd)
+        link.send(msgpack.packb(response))
+
+
+def _run(run: functools.partial[None]) -> None:
+    status = 1
+    try:
+        run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

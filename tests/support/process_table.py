@@ -1,0 +1,44 @@
+"""The processes of this host and who started whom, in one look: psutil takes a look at all of them
+for each question, which a test asks many times."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A process: `started` (clock ticks since the boot) tells it from another one of its pid."""
+
+    pid: int
+    parent: int
+    started: int
+
+
+def table() -> dict[int, Entry]:
+    """Every process, by pid; zombies too."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                with open(f"/proc/{name}/stat", "rb") as stat:
+                    # The second field, the name of the program, may hold anything.
+                    fields = stat.read().rpartition(b")")[2].split()
+                found[int(name)] = Entry(int(name), int(fields[1]), int(fields[19]))
+    return found
+
+
+def descendants(pid: int, processes: dict[int, Entry]) -> list[Entry]:
+    """Those that a process started, and what these did, of a table."""
+    children = defaultdict(list)
+    for entry in processes.values():
+        children[entry.parent].append(entry)
+    found: list[Entry] = []
+    generation = children[pid]
+    while generation:
+        found += generation
+        generation = [child for entry in generation for child in children[entry.pid]]
+    return found

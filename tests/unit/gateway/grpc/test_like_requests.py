@@ -1,0 +1,145 @@
+"""Requests that differ in their id, their place in a sequence and their limits on time alone are
+parsed once and packed alike, over HTTP and over gRPC, and each gets its own response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.gateway.http.body import inference as http
+from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.model_table import Model
+from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
+
+pytest.importorskip("grpc")
+
+from shmserve.gateway.grpc import infer as grpc
+from shmserve.proto import grpc_service_pb2 as pb
+
+grpc_client = pytest.importorskip("tritonclient.grpc")
+
+# id, sequence, whether it begins and ends it
+SAID: list[tuple[str, int | str, bool, bool]] = [
+    ("one", 7, True, False),
+    ("two", 7, False, False),
+    ("", 7, False, True),
+    ("three", 2**63 - 1, True, True),
+    ("four", "a text", True, False),
+    ("", 0, False, False),
+    ("five", 0, False, False),
+]
+
+
+class Read:
+    """Counts how often requests are read the long way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+        self.count = 0
+        self._read = getattr(module, name)
+        monkeypatch.setattr(module, name, self._counted)
+
+    def _counted(self, *given: Any) -> Any:
+        self.count += 1
+        return self._read(*given)
+
+
+@pytest.fixture
+def model() -> Model:
+    nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
+    return Model(publication(identity_config("m", "INT8", [1]), nobody), nobody)
+
+
+@pytest.fixture
+def gateway(model: Model) -> Any:
+    models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model)
+    settings = SimpleNamespace(max_input_size=1 << 20)
+    nothing = {"arena": None, "body_budget": None, "regions": None}
+    return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
+
+
+def check(asked: Callable[[Any], BuiltRequest]) -> None:
+    works = set()
+    for turn in range(5):
+        for said in SAID[turn % 2 :]:
+            request_id, sequence, start, end = said
+            built = asked(said)
+            wire = built.wire
+            assert (wire.id, wire.flags) == (request_id, start | end * 2)
+            assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
+            works.add(built.work)
+            built.release()
+    assert len(works) == 1
+
+
+def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Model) -> None:
+    read = Read(monkeypatch, http, "parse_request")
+
+    def asked(said: Any) -> BuiltRequest:
+        request_id, sequence, start, end = said
+        place = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+        header: dict[str, Any] = {"id": request_id} if request_id else {}
+        header["parameters"] = {**(place if sequence else {}), "timeout": 5}
+        given = {"name": "IN", "datatype": "INT8", "shape": [1]}
+        header["inputs"] = [{**given, "parameters": {"binary_data_size": 1}}]
+        text = json.dumps(header).encode()
+        return asyncio.run(http._whole(gateway, model, text + b"x", str(len(text)), {}))
+
+    check(asked)
+    # With and without an id, and in a sequence and not: each form twice.
+    assert read.count == 4 * 2
+
+
+def test_over_grpc(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
+    read = Read(monkeypatch, grpc, "wire_request")
+    inferences = grpc.Inferences(gateway)
+
+    def asked(said: Any) -> BuiltRequest:
+        request_id, sequence, start, end = said
+        request = pb.ModelInferRequest(model_name="m", id=request_id)
+        request.parameters["timeout"].int64_param = 5
+        if isinstance(sequence, str):
+            request.parameters["sequence_id"].string_param = sequence
+        elif sequence:
+            request.parameters["sequence_id"].int64_param = sequence
+        if sequence:
+            request.parameters["sequence_start"].bool_param = start
+            request.parameters["sequence_end"].bool_param = end
+        request.inputs.add(name="IN", datatype="INT8", shape=[1])
+        request.raw_input_contents.append(b"x")
+        return inferences._read(request.SerializeToString(), {}, False)[1]
+
+    check(asked)
+    assert read.count == 1
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Rig]:
+    with rig(tmp_path, grpc=True) as made:
+        made.open()
+        yield made
+
+
+def test_each_grpc_response_has_its_own_id(served: Rig) -> None:
+    scheduler = served.scheduler(add_sub)
+    served.publish(SIMPLE, scheduler)
+    inputs = []
+    for name in ("INPUT0", "INPUT1"):
+        inputs.append(grpc_client.InferInput(name, [1, 16], "INT32"))
+        inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
+    with grpc_client.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+        for request_id, sequence, start, end in SAID * 3:
+            told = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+            result = client.infer("simple", inputs, request_id=request_id, **told)
+            assert result.get_response().id == request_id
+            assert result.as_numpy("OUTPUT0").tolist() == [[2] * 16]
+            submit = scheduler.submits[-1]
+            assert (submit.request_id, submit.flags) == (request_id, start | end * 2)
+            assert (submit.correlation_text or submit.correlation_id) == sequence
+    assert len({submit.work for submit in scheduler.submits}) == 1
