@@ -101,18 +101,20 @@ class Instance:
             self.link.loop_reads = True
             if self._wait(timeout_s):
                 self.link.receive()
-            self.link.loop_reads = False
+            self.link.loop_stops_reading()
             while control.inbox:
                 message = control.inbox.popleft()
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
-            self._writer.end_abandoned()
+            if self._writer.abandoned:
+                self._writer.end_abandoned()
+            if not self.link.batches:
+                timeout_s = self._metrics.between_batches(self.link)
             while self.link.batches:
                 batch = self.link.batches.popleft()
                 self._live = batch.live
                 self.hand_over(self._executor.finish(batch))
-            timeout_s = self._metrics.between_batches(self.link)
 
     def _handle(self, message: Any) -> None:
         """A message of the supervisor."""

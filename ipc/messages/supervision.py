@@ -14,7 +14,10 @@ class Stop:
 
 @message
 class Drain:
-    """Take nothing new, finish what is in flight, then say `Drained`."""
+    """Take nothing new, finish what is in flight, then say `Drained`. With `sequences`, those that
+    are open are in flight, too: until they end, or have been idle for too long."""
+
+    sequences: bool = False
 
 
 @message

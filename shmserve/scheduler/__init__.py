@@ -6,6 +6,7 @@ core.py                 what each message changes, and what runs next (no clock,
 clients.py              who submits, and what becomes of their requests when they leave
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
+                        client.py       who submits
                         queue.py        admission, order, timers
                         priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering

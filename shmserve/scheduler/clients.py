@@ -19,14 +19,13 @@ from shmserve.ipc.messages import (
     ReportTimes,
     Submit,
 )
-from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.reports import Reports
+from shmserve.scheduler.requests.client import Client, ClientTable, stopping
 from shmserve.scheduler.requests.queue import RequestQueue, believable
 from shmserve.scheduler.requests.request import (
-    Client,
     Event,
     Lookup,
     Outcome,
@@ -37,8 +36,6 @@ from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-_MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
 _DEAD_REMEMBERED = 64
 
 
@@ -62,17 +59,17 @@ class Clients:
         self._responses = responses
         self._statistics = statistics
         self._reports = reports
-        self._clients: dict[bytes, Client] = {}
+        self._clients: ClientTable[Request] = ClientTable()
         self._dead: deque[int] = deque(maxlen=_DEAD_REMEMBERED)
         self.draining = False
 
-    def values(self) -> list[Client]:
+    def values(self) -> list[Client[Request]]:
         """Those that are known."""
         return list(self._clients.values())
 
     def handle(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message."""
-        client = self._clients.get(peer) or self._new_client(peer)
+        client = self._clients[peer]
         match message:
             case Submit():
                 self._submit(client, message, now_ns)
@@ -93,20 +90,14 @@ class Clients:
             case _:
                 assert_never(message)
 
-    def _new_client(self, peer: bytes) -> Client:
-        if len(self._clients) >= _MOST_CLIENTS:
-            self._clients = {p: c for p, c in self._clients.items() if c.requests or c.timed}
-        client = self._clients[peer] = Client(peer)
-        return client
-
-    def _submit(self, client: Client, message: Submit, now_ns: int) -> None:
+    def _submit(self, client: Client[Request], message: Submit, now_ns: int) -> None:
         if message.id in client.requests or (client.pid and client.pid in self._dead):
             # Nothing is owed: a response would be taken for the other request's, or by nobody.
             self._reports.misplaced += 1
             return
         try:
             if self.draining and not self._dispatch.goes_on(message):
-                raise Unavailable(id_prefix(message.request_id) + _STOPPING)
+                raise Unavailable(stopping(message.request_id))
             if self._pool.failure:
                 raise Unavailable(self._pool.failure)
             cache, lookup = self._responses.cache, None
@@ -132,7 +123,7 @@ class Clients:
             self._statistics.failed(believable(message.arrived_ns, now_ns), Reason.REJECTED, now_ns)
             self._responses.refuse(client, message, error, wait_s)
 
-    def _hit(self, client: Client, message: Submit, lookup: Lookup, now_ns: int) -> None:
+    def _hit(self, client: Client[Request], message: Submit, lookup: Lookup, now_ns: int) -> None:
         """The response to a request is known; only its turn may still have to come."""
         request = self._queue.admit(client, message, now_ns, cached=True)
         request.lookup = lookup
@@ -140,7 +131,7 @@ class Clients:
         timing = Timing(now_ns, 0, 0, 0)
         self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
 
-    def _release(self, client: Client, message: Release) -> None:
+    def _release(self, client: Client[Request], message: Release) -> None:
         read = (client.pid, message.pid, message.offsets)
         cache = self._responses.cache
         if cache is None or not cache.release(*read):
@@ -165,7 +156,7 @@ class Clients:
             self._queue.remove(request)
             self._dispatch.removed(request, now_ns)
 
-    def _gone(self, client: Client, now_ns: int) -> None:
+    def _gone(self, client: Client[Request], now_ns: int) -> None:
         self._clients.pop(client.peer, None)
         for request in list(client.requests.values()):
             match request.state:
@@ -182,7 +173,7 @@ class Clients:
     def exited(self, pid: int, now_ns: int) -> None:
         """A process is gone: frames that it sent may still be on their way."""
         self._dead.append(pid)
-        for client in [c for c in self._clients.values() if c.pid == pid]:
+        for client in self._clients.of_process(pid):
             self._gone(client, now_ns)
 
     def is_dead(self, pid: int) -> bool:
@@ -196,5 +187,5 @@ class Clients:
                 if request.state is State.FAILED_EARLY:
                     self._responses.close(request, now_ns)
                 else:
-                    text = id_prefix(request.submit.request_id) + _STOPPING
+                    text = stopping(request.submit.request_id)
                     self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)

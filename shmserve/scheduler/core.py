@@ -69,6 +69,7 @@ class Scheduler:
         self._to_clients = clients
         self._to_workers = workers
         self._to_control = control
+        self._name = settings.name
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
         self._responses = Responses(clients, workers, self._statistics, self._ordered)
@@ -95,6 +96,7 @@ class Scheduler:
             self._reports,
         )
         self._drained = False
+        self._awaits_sequences = False
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
         self.stopped = False
 
@@ -155,7 +157,7 @@ class Scheduler:
             case SetLogging():
                 logs.apply(logs.LogSettings(**message.settings))
             case Drain():
-                self._drain(now_ns)
+                self._drain(message.sequences, now_ns)
             case Stop():
                 self._stop(now_ns)
             case _:
@@ -169,15 +171,27 @@ class Scheduler:
         self._reports.exited(pid)
         self.clients.exited(pid, now_ns)
 
-    def _drain(self, now_ns: int) -> None:
+    def _drain(self, sequences: bool, now_ns: int) -> None:
         self._reports.keep(now_ns)
         self.clients.draining = True
         self._drained = False
+        self._awaits_sequences = sequences
+        if sequences and self._dispatch.open_sequences:
+            logger.info(
+                "waiting for the %d open sequences of model '%s' to end",
+                self._dispatch.open_sequences,
+                self._name,
+            )
         self._dispatch.hurry()
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
         self.clients.stop(now_ns)
+
+    @property
+    def _unfinished(self) -> int:
+        """How much a drain waits for."""
+        return self._responses.live or (self._awaits_sequences and self._dispatch.open_sequences)
 
     @property
     def live(self) -> int:
@@ -196,13 +210,15 @@ class Scheduler:
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
+        if self._grants is not None:
+            self._grants.end_turn()
         if self._pool.retiring:
             for index, pid in self._pool.take_retired(self._dispatch.needs):
                 self._to_control.post(InstanceRetired(index, pid))
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        if self.clients.draining and not self._drained and not self._responses.live:
+        if self.clients.draining and not self._drained and not self._unfinished:
             self._drained = True
             self._reports.keep(now_ns)
             self._to_control.post(Drained())

@@ -184,7 +184,7 @@ class Supervisor:
     async def _finish(self) -> None:
         limit_s = self.context.config.exit_timeout_s
         last_s = min(1.0, limit_s / 10)  # for what is not finished by then
-        drained = asyncio.ensure_future(self._drain())
+        drained = asyncio.ensure_future(self._drain(limit_s - 2 * last_s))
         again = asyncio.ensure_future(self.signalled())
         await asyncio.wait(
             {drained, again}, timeout=limit_s - last_s, return_when=asyncio.FIRST_COMPLETED
@@ -203,7 +203,12 @@ class Supervisor:
         await self.gateways.drain()
         await self.gateways.stop()
 
-    async def _drain(self) -> None:
+    async def _drain(self, sequences_s: float) -> None:
+        """Open sequences have `sequences_s` to end, while all is served as before."""
+        try:
+            await asyncio.wait_for(self.models.finish_sequences(), sequences_s)
+        except TimeoutError:
+            logger.warning("not every open sequence has ended")
         await self.gateways.drain()
         await self.models.stop()
         await self.gateways.stop()

@@ -27,6 +27,8 @@ class TritonPythonModel:
         batching = config.get("sequence_batching", {})
         self.inputs = [each["name"] for each in config["input"]]
         self.inputs += [each["name"] for each in batching.get("control_input", [])]
+        made = config.get("batch_input", [])
+        self.inputs += [name for each in made for name in each["target_name"]]
 
     def execute(self, requests):
         told = [self.told(request) for request in requests]

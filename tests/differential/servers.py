@@ -68,8 +68,10 @@ def play(product: servers.Product, group: Group) -> dict[str, Record | str]:
                     player = Player(caller, server.ports.metrics, gate, script)
                     try:
                         records[script.name] = player.play()
-                    except (TimeoutError, AssertionError) as error:
-                        records[script.name] = f"{product.name}: {error}"
+                    except (OSError, AssertionError) as error:
+                        died = server.process.poll()
+                        ended = "" if died is None else f" (it has ended, with {died})"
+                        records[script.name] = f"{product.name}{ended}: {error}"
         return records
 
 

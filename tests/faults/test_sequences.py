@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("sequences")
     config = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(2)}"
     repositories.add_as(repository, "summing", "sequencer", config)
-    with running(repository) as started:
+    with running(repository, "--exit-timeout-secs=2") as started:
         started.gate.close()
         yield started
 

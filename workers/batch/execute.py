@@ -188,8 +188,9 @@ class Executor:
                 pairs = zip(part, responses, strict=True)
                 replies = [self._scatter(*each, response) for each, response in pairs]
                 self._writer.scatterer.settle()
-        if None not in replies:
-            return [reply for reply in replies if reply is not None]
+        ended = [reply for reply in replies if reply is not None]
+        if len(ended) == len(replies):
+            return ended
         self._link.pump()
         return [
             self._run_again(opened, copies=alone) if reply is None else reply

@@ -42,10 +42,10 @@ class Copied:
 class Input:
     """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
 
-    `raw` holds the bytes, writable: a copy of those in the message, or (then `place` says where) a
-    view of an arena or of a client's region. What lies there may be used again, by the client or
-    for a second try, so arrays over it are read-only (`shared`) until the loop has found that the
-    model writes into its inputs and calls `detach`.
+    `raw` holds the bytes, `on_device` or in host memory, writable: a copy of those in the message,
+    or (then `place` says where) a view of an arena or of a client's region. What lies there may be
+    used again, by the client or for a second try, so arrays over it are read-only (`shared`) until
+    the loop has found that the model writes into its inputs and calls `detach`.
 
     Of a sequence's state `raw` is where it is stored: `kept` where the model must not write there,
     `writable` where it may on purpose. `batch`: the bytes of the whole batch, where `raw` is this
@@ -59,6 +59,7 @@ class Input:
         "kept",
         "model",
         "name",
+        "on_device",
         "place",
         "raw",
         "shape",
@@ -79,6 +80,7 @@ class Input:
         self.datatype = datatype
         self.shape = shape
         self.raw = raw
+        self.on_device = not isinstance(raw, memoryview)
         self.place = place
         self.shared = place is not None and datatype != "BYTES"
         self.model = model
@@ -86,11 +88,6 @@ class Input:
         self.writable = False
         self.batch: Any = None
         self._array: Array | None = None
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the bytes are in device memory."""
-        return not isinstance(self.raw, memoryview)
 
     def detach(self) -> int:
         """Make the bytes this process's own, which the model may write into; how many it copied."""

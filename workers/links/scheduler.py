@@ -129,7 +129,7 @@ class SchedulerLink:
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
         self._reader = 0  # that of the one that reads the socket meanwhile
-        self._loop_reads = False
+        self.loop_reads = False  # it waits for what comes, and reads it
 
     # --- the socket
 
@@ -177,9 +177,9 @@ class SchedulerLink:
     def send(self, message: Any) -> bool:
         """`post` and `flush`."""
         with self.lock:
-            if self._dealer is not None:
-                self._dealer.post(message)
-            return self.flush()
+            self._held = False
+            self._flushed_ns = time.monotonic_ns()
+            return self._dealer is not None and self._dealer.send(message)
 
     def pump(self) -> None:
         """Take all that has arrived; most often nothing has, which `wait` finds sooner."""
@@ -272,7 +272,7 @@ class SchedulerLink:
         try:
             while True:
                 with self.lock:
-                    if not self._loop_reads:
+                    if not self.loop_reads:
                         self.pump()
                     if request.may_respond or request.cancelled:
                         return True
@@ -295,21 +295,16 @@ class SchedulerLink:
                     self._appoint()
             os.close(awaited)
 
-    @property
-    def loop_reads(self) -> bool:
-        """Whether the loop waits for what comes, and reads it; set by the loop."""
-        return self._loop_reads
-
-    @loop_reads.setter
-    def loop_reads(self, reads: bool) -> None:
-        self._loop_reads = reads
-        if not reads and self._waiting:
+    def loop_stops_reading(self) -> None:
+        """The loop has something else to do: another thread reads, where one waits."""
+        self.loop_reads = False
+        if self._waiting:
             with self.lock:
                 self._appoint()
 
     def _appoint(self) -> None:
         """Have one of those who wait read the socket, if nobody does."""
-        if not self._loop_reads and not self._reader and self._waiting:
+        if not self.loop_reads and not self._reader and self._waiting:
             self._reader = next(iter(self._waiting))
             os.eventfd_write(self._reader, 1)
 

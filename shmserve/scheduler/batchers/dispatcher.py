@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from shmserve.ipc.messages import Submit
 from shmserve.scheduler.instances.pool import Slot
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import Client, Request
+from shmserve.scheduler.requests.request import Request
 
 
 class Identity(NamedTuple):
@@ -29,7 +30,7 @@ class Dispatcher(ABC):
     def hurry(self) -> None:
         """Nothing more comes that would be worth waiting for."""
 
-    def identify(self, client: Client, message: Submit) -> Identity | None:
+    def identify(self, client: Client[Request], message: Submit) -> Identity | None:
         """The sequence that a request belongs to, before it is admitted to the queue.
 
         Raises InvalidArgument or QueueFull for one that may not be.
@@ -52,6 +53,11 @@ class Dispatcher(ABC):
     def needs(self, slot: Slot) -> bool:
         """Whether an instance that is to retire has more to do than it was given."""
         return False
+
+    @property
+    def open_sequences(self) -> int:
+        """How many sequences have begun and not ended."""
+        return 0
 
     def goes_on(self, message: Submit) -> bool:
         """Whether a request may come while the model is being stopped."""

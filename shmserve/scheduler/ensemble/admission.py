@@ -8,10 +8,11 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
+from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import check_places
 from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import ABSENT, Value
+from shmserve.scheduler.requests.client import Client
 
 _MOST_PLANS = 64
 
@@ -30,7 +31,9 @@ class RequestAdmission:
         self._plans: dict[tuple[str, ...], Plan] = {}
         self._plans_of = 0
 
-    def admit(self, client: Client, message: Submit, now_ns: int) -> EnsembleRequest:
+    def admit(
+        self, client: Client[EnsembleRequest], message: Submit, now_ns: int
+    ) -> EnsembleRequest:
         """The request that a message submits. Raises MalformedMessage, Unavailable when a step has
         no model, InvalidArgument when a tensor lies where it cannot."""
         inference = unpack_inference(message.work)

@@ -42,14 +42,14 @@ from shmserve.ipc.messages import (
     Submit,
     SupervisorToEnsemble,
 )
-from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.progress import Progress
-from shmserve.scheduler.ensemble.requests import Client
+from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import Responses
 from shmserve.scheduler.ensemble.steps.memory_plan import MemoryPlanner
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks
@@ -57,6 +57,7 @@ from shmserve.scheduler.ensemble.steps.runner import StepRunner
 from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.instances.losses import ControlLink
 from shmserve.scheduler.reports import Reports
+from shmserve.scheduler.requests.client import Client, ClientTable, stopping
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.responses import Peers
 from shmserve.scheduler.response_cache.cache import ResponseCache
@@ -64,9 +65,6 @@ from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 logger = logging.getLogger(__name__)
-
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
-_MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
 
 
 class Ensemble:
@@ -103,7 +101,7 @@ class Ensemble:
         self._memory = memory
         self._cache = cache
         self._to_clients = clients
-        self._clients: dict[bytes, Client] = {}
+        self._clients: ClientTable[EnsembleRequest] = ClientTable()
         self._draining = False
         self._drained = False
         self.stopped = False
@@ -113,7 +111,7 @@ class Ensemble:
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message."""
         self._live.now_ns = now_ns
-        client = self._clients.get(peer) or self._new_client(peer)
+        client = self._clients[peer]
         match message:
             case Submit():
                 self._submit(client, message)
@@ -138,19 +136,13 @@ class Ensemble:
             case _:
                 assert_never(message)
 
-    def _new_client(self, peer: bytes) -> Client:
-        if len(self._clients) >= _MOST_CLIENTS:
-            self._clients = {p: c for p, c in self._clients.items() if c.requests or c.timed}
-        client = self._clients[peer] = Client(peer)
-        return client
-
-    def _submit(self, client: Client, message: Submit) -> None:
+    def _submit(self, client: Client[EnsembleRequest], message: Submit) -> None:
         if message.id in client.requests:
             self.misplaced()
             return
         try:
             if self._draining:
-                raise Unavailable(id_prefix(message.request_id) + _STOPPING)
+                raise Unavailable(stopping(message.request_id))
             if 0 < message.deadline_ns < self._live.now_ns:
                 raise Unavailable(EXPIRED)
             lookup = None
@@ -169,7 +161,9 @@ class Ensemble:
         else:
             self._live.add(request)
 
-    def _refuse(self, client: Client, message: Submit, error: ShmserveError) -> None:
+    def _refuse(
+        self, client: Client[EnsembleRequest], message: Submit, error: ShmserveError
+    ) -> None:
         self._statistics.failed(message.arrived_ns, Reason.REJECTED, self._live.now_ns)
         self._to_clients.post(
             client.peer, Failed(message.id, error.code, self._live.told(error.message), 0, False)
@@ -222,7 +216,7 @@ class Ensemble:
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._responses.forget(pid)
-        for client in [c for c in self._clients.values() if c.pid == pid]:
+        for client in self._clients.of_process(pid):
             del self._clients[client.peer]
             for request in list(client.requests.values()):
                 if request.failure is None:
@@ -235,7 +229,7 @@ class Ensemble:
         for client in self._clients.values():
             for request in client.requests.values():
                 if not request.told and not request.gone:
-                    text = id_prefix(request.submit.request_id) + _STOPPING
+                    text = stopping(request.submit.request_id)
                     self._live.fail(request, Unavailable.code, text)
                     self._responses.failed(request)
 

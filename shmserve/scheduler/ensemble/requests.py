@@ -10,24 +10,11 @@ from shmserve.ipc.messages import Failed, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
 from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-
-
-class Client:
-    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
-    whether it is told how long they took."""
-
-    __slots__ = ("peer", "pid", "requests", "timed")
-
-    def __init__(self, peer: bytes) -> None:
-        self.peer = peer
-        self.pid = first_number(peer)
-        self.requests: dict[int, EnsembleRequest] = {}
-        self.timed = False
 
 
 class EnsembleRequest:
@@ -66,7 +53,12 @@ class EnsembleRequest:
     )
 
     def __init__(
-        self, client: Client, submit: Submit, inference: Inference, plan: Plan, now_ns: int
+        self,
+        client: Client[EnsembleRequest],
+        submit: Submit,
+        inference: Inference,
+        plan: Plan,
+        now_ns: int,
     ) -> None:
         self.client = client
         self.id = submit.id

@@ -20,9 +20,10 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
-from shmserve.scheduler.ensemble.requests import Client, EnsembleRequest
+from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.requests.responses import Peers
@@ -71,7 +72,7 @@ class Responses:
         for _ in range(min(responses, len(request.unread))):
             _release(request.unread.popleft())
 
-    def given_back(self, client: Client, message: Release) -> None:
+    def given_back(self, client: Client[EnsembleRequest], message: Release) -> None:
         """The client has read these outputs."""
         self._lent.give_back(client.pid, message.pid, message.offsets)
 
@@ -122,7 +123,9 @@ class Responses:
         else:
             self._clients.post(peer, Finished(request.id, body))
 
-    def hit(self, client: Client, message: Submit, lookup: Lookup, now_ns: int) -> None:
+    def hit(
+        self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
+    ) -> None:
         """The response to a request is cached: no step runs."""
         self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
         if client.timed:

@@ -1,7 +1,9 @@
 """Grants of the rate limiter, as a scheduler has them: an instance executes only with one.
 
 An instance is asked for once a batch could run on it, so none holds resources while requests are
-still awaited; what is granted and not used within a turn is given back.
+still awaited; what is granted and not used within a turn is given back. What has been used is given
+back at the end of the turn: an instance that goes on has asked again by then, and is not passed
+over for one that has had more.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class Grants:
         self._asked: dict[int, int] = {}
         self._granted: dict[int, int] = {}
         self._used: dict[int, int] = {}
+        self._done: list[int] = []
 
     def granted(self, ticket: int) -> None:
         """The supervisor grants what was asked for; what is not wanted any more was given back."""
@@ -51,7 +54,13 @@ class Grants:
         """The instance has executed."""
         ticket = self._used.pop(slot.index, 0)
         if ticket:
+            self._done.append(ticket)
+
+    def end_turn(self) -> None:
+        """Give back what has been used."""
+        for ticket in self._done:
             self._control.post(GrantReturned(ticket, True))
+        self._done.clear()
 
     def gone(self, index: int) -> None:
         """The instance is gone, whatever it had."""

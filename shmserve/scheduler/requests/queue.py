@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
 from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.requests.request import NEVER, Event, Request, State
 from shmserve.scheduler.settings import Settings
 
 EXPIRED = "Request timeout expired"
@@ -53,7 +54,7 @@ class RequestQueue:
         return 0 < policies.of(level).max_size <= self._queue.size(level)
 
     def admit(
-        self, client: Client, message: Submit, now_ns: int, *, cached: bool = False
+        self, client: Client[Request], message: Submit, now_ns: int, *, cached: bool = False
     ) -> Request:
         """Enqueue a request; one whose response is `cached` only to have its deadline kept.
 

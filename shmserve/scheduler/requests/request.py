@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages import Submit
-from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
 
 NEVER = 1 << 63  # later than any time
@@ -110,19 +110,6 @@ class Outcome(NamedTuple):
     timing: Timing | None
 
 
-class Client:
-    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
-    whether it is told how long they took."""
-
-    __slots__ = ("peer", "pid", "requests", "timed")
-
-    def __init__(self, peer: bytes) -> None:
-        self.peer = peer
-        self.pid = first_number(peer)
-        self.requests: dict[int, Request] = {}
-        self.timed = False
-
-
 class Request:
     """One inference, which counts for `units` in a batch, and the message that submitted it, as
     long as it lives. Times are monotonic ns, 0: none.
@@ -167,7 +154,7 @@ class Request:
     def __init__(
         self,
         key: int,
-        client: Client,
+        client: Client[Request],
         number: int,
         units: int,
         shape_key: bytes,

@@ -28,10 +28,10 @@ from shmserve.ipc.messages import (
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
     OVER,
-    Client,
     Event,
     Outcome,
     Request,
@@ -81,7 +81,7 @@ class Responses:
             self._order.append(request)
 
     def refuse(
-        self, client: Client, message: Submit, error: ShmserveError, retry_after_s: int
+        self, client: Client[Request], message: Submit, error: ShmserveError, retry_after_s: int
     ) -> None:
         """Refuse a request that was not admitted."""
         self._clients.post(

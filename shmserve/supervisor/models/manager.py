@@ -175,6 +175,10 @@ class Models:
 
     # --- end
 
+    async def finish_sequences(self) -> None:
+        """Begin no sequence any more; returns when those that are open have ended."""
+        await asyncio.gather(*(version.finish_sequences() for version in self._registry.live))
+
     async def stop(self) -> None:
         """Drain and stop everything; what loads is given up."""
         ends: dict[ModelVersion, asyncio.Task[None]] = {}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tests.differential.scripts import (
     cached,
+    cancelled,
     delayed,
     dynamic,
     ensembles,
+    limited,
     priority,
     sequences,
     streams,
@@ -21,5 +23,7 @@ GROUPS = [
     ensembles.GROUP,
     streams.GROUP,
     cached.GROUP,
+    cancelled.GROUP,
+    *limited.GROUPS,
     *delayed.GROUPS,
 ]

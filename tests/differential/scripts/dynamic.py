@@ -48,6 +48,12 @@ EACH = [Ask("b", "mixed", 1, columns=2), Ask("c", "mixed", 2, columns=2), Ask("d
 OPTIONAL = [tensor("INPUT0"), tensor("MORE", "FP32", more="optional: true")]
 MORE = {"MORE": ("FP32", [1, 1], [0.5])}
 RAGGED = [tensor("INPUT0", more="allow_ragged_batch: true")]
+COUNTS = """
+} batch_input [ {
+  kind: BATCH_ELEMENT_COUNT target_name: "COUNTS" data_type: TYPE_FP32 source_input: "INPUT0"
+} ]
+parameters { key: "closes" value { string_value: "the block of the batcher" }
+"""
 FIXED = [tensor("INPUT0", dims=[2])]
 
 NOT_FOUND = "a missing required input is found also beside an optional one"
@@ -72,6 +78,11 @@ SCRIPTS = [
         "ragged_shapes_share_a_batch",
         [model("ragged", inputs=RAGGED)],
         [Ask("a", "ragged"), Ask("b", "ragged", 1, columns=3), Ask("c", "ragged", 2), Drain()],
+    ),
+    Script(
+        "a_python_model_gets_no_batch_input",
+        [model("counted", COUNTS, inputs=RAGGED)],
+        [Ask("a", "counted"), Ask("b", "counted", 1, columns=3), Ask("c", "counted", 2), Drain()],
     ),
     Script(
         "optional_inputs_share_a_batch_if_both_have_them",

@@ -80,6 +80,26 @@ def direct_one_instance() -> Script:
     return scene(name, [*steps, Release("1b"), Drain()])
 
 
+def direct_lone() -> Script:
+    """A lone first request of an instance, whose other slot has never had a sequence: one row."""
+    name = "direct_lone"
+    return scene(name, [Asking(name)(1, start=True), Drain()], instances=2)
+
+
+def direct_lone_beside_idle() -> Script:
+    """Four slots have had a first request, and are idle; then lone ones of each slot, and lone
+    first ones beside an idle one: one row for slot 0, a null row before slot 1's.
+    """
+    name = "direct_lone_beside_idle"
+    ask = Asking(name)
+    steps: list[Step] = []
+    for number in (1, 2, 3, 4):
+        steps += [ask(number, start=True), Drain()]
+    for each in (ask(1), ask(3), ask(1, end=True), ask(5, start=True), ask(3, end=True)):
+        steps += [each, Drain()]
+    return scene(name, [*steps, ask(6, start=True), Drain()], instances=2)
+
+
 def oldest() -> Script:
     """Sequences A to D as 1 to 4; 5 waits for one of them to end."""
     name = "oldest"
@@ -208,6 +228,8 @@ UNBATCHED = '{ name: "INPUT0" data_type: TYPE_INT32 dims: [ -1, -1 ] }'
 SCRIPTS = [
     direct_two_instances(),
     direct_one_instance(),
+    direct_lone(),
+    direct_lone_beside_idle(),
     oldest(),
     whole_and_restarted("restarted_direct", DIRECT),
     whole_and_restarted("restarted_oldest", OLDEST),

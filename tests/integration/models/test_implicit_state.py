@@ -206,7 +206,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (example / "model.py").write_text((ROOT / "examples" / "native_sequence.py").read_text())
     named = 'parameters { key: "class" value { string_value: "Mean" } }'
     (example.parent / "config.pbtxt").write_text(f'name: "mean" backend: "native" {named}')
-    with running(repository) as started:
+    with running(repository, "--exit-timeout-secs=2") as started:
         yield started
 
 

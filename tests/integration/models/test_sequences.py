@@ -138,7 +138,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config = ITERATIVE_CONFIG.format(name=name, strategy=strategy, more=more)
         write(repository, name, config, code)
     write(repository, "calling", CALLER_CONFIG, CALLER)
-    with running(repository, grpc=True) as started:
+    with running(repository, "--exit-timeout-secs=2", grpc=True) as started:
         started.gate.close()
         yield started
 

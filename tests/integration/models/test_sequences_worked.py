@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ):
         config = f"{instances(count)} sequence_batching {{ {strategy} {IDLE} {CONTROLS} }}"
         repositories.add_as(repository, name, "sequencer", config)
-    with running(repository) as started:
+    with running(repository, "--exit-timeout-secs=2") as started:
         yield started
 
 

@@ -35,6 +35,17 @@ def test_an_execution_waits_for_its_grant_and_gives_it_back() -> None:
     assert asked(rig) == [m.GrantReturned(1, True)]
 
 
+def test_who_goes_on_asks_before_it_gives_back() -> None:
+    """Rule 3.9.3: else who waits would be next, however much it has had."""
+    rig = limited()
+    rig.submit(2)
+    rig.supervisor(m.Granted(1))
+    peer, batch = rig.execute()
+    asked(rig)
+    rig.finish(peer, batch)
+    assert asked(rig) == [m.AskGrant(2, 0), m.GrantReturned(1, True)]
+
+
 def test_no_instance_is_asked_for_without_a_request() -> None:
     assert asked(limited({}, 3)) == []
 

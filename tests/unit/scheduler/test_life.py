@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from shmserve.ipc import messages as m
-from shmserve.scheduler.requests.request import (
-    LIFE,
-    OVER,
-    Client,
-    Event,
-    IllegalEvent,
-    Request,
-    State,
-)
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import LIFE, OVER, Event, IllegalEvent, Request, State
 from tests.rigs.scheduler_rig import MS, Rig, ok
 
 MOST = 4

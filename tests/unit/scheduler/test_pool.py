@@ -6,7 +6,8 @@ import pytest
 
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
-from shmserve.scheduler.requests.request import NEVER, OVER, Client, Request
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import NEVER, OVER, Request
 
 NOW = 1_000_000
 LIMIT = 500
@@ -15,7 +16,7 @@ NOTHING = Lost([], [])
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
-    client = Client(b"77.ab")
+    client = Client[Request](b"77.ab")
     request = Request(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
     return Execution(number, [request], Closed.IDLE, started_ns)
 

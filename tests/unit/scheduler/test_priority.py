@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, OVER, Client, Request
+from shmserve.scheduler.requests.request import NEVER, OVER, Request
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
-CLIENT = Client(b"1.a")
+CLIENT = Client[Request](b"1.a")
 
 
 def request(key: int, level: int) -> Request:

@@ -9,12 +9,13 @@ import pytest
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages import Submit
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request, State
+from shmserve.scheduler.requests.request import NEVER, Event, Request, State
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000
-CLIENT = Client(b"77.ab")
+CLIENT = Client[Request](b"77.ab")
 
 
 def backlog(

@@ -611,7 +611,7 @@ def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads
             assert len(model.responses(key)) == count + 1
         if loop_reads:
             stack.close()  # the loop has something to do, and reads no more
-            link.loop_reads = False
+            link.loop_stops_reading()
         for key in (7, 4, 6, 5):
             model.grant(key, 4)
             assert len(model.responses(key)) == count + 1

@@ -71,6 +71,11 @@ class Wire:
             self.queued = []
         return self.connected
 
+    def send(self, message: Any) -> bool:
+        """As `Dealer` says."""
+        self.post(message)
+        return self.flush()
+
 
 def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[SchedulerLink, Wire, Clock]:
     link, wire = SchedulerLink(cast("Any", None), 0, 1, lambda pid, offsets: None), Wire()

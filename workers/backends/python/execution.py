@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from operator import attrgetter
 from typing import Any
 
 from shmserve.errors import Internal
@@ -24,6 +25,7 @@ _NOT_ITERATIVE = (
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
     "configured to handle such a flag."
 )
+_SHARED = attrgetter("shared")
 # How the count of an object looks that only a list refers to.
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
@@ -82,9 +84,9 @@ class Execution:
                 f"size is:{len(returned)}"
             )
         pairs = list(zip(received, returned, strict=True))
-        self._await_senders(
-            [request.outbox for request, item in pairs if item is None and request.outbox]
-        )
+        awaited = [request.outbox for request, item in pairs if item is None and request.outbox]
+        if awaited:
+            self._await_senders(awaited)
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         return [self._response(*pair) for pair in pairs]
 
@@ -210,7 +212,7 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
 def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """The memory of the inputs is used again: what the model keeps of them becomes its own."""
     for index, request in enumerate(requests):
-        if not any(source.shared for source in request.inputs.values()):
+        if not any(map(_SHARED, request.inputs.values())):
             continue
         kept = sys.getrefcount(received[index]) > _LISTED
         tensors = received[index].tensors

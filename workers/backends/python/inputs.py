@@ -53,8 +53,8 @@ class Lender:
             self._filter = warnings.filters[0]
 
     def lend(self, source: Input) -> Array:
-        """The array of an input of the running execution; the same on every call."""
-        if source.shared and id(source) not in self._loans:
+        """The array of a shared input of the running execution; the same on every call."""
+        if id(source) not in self._loans:
             original = source.raw if self._copying else None
             if self._copying:
                 self._copied.inputs += source.detach()

@@ -56,7 +56,8 @@ class Tensor:
     _lender: Lender | None
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        name = text(name, "the name of a Tensor")
+        if type(name) is not str:
+            name = text(name, "the name of a Tensor")
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
         if not name:
@@ -134,7 +135,9 @@ class Tensor:
 
         Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
         """
-        if self._device() != _CPU:
+        data = self._data
+        in_host = isinstance(data, Input) and not data.on_device
+        if not in_host and self._device() != _CPU:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == "BF16":
             raise TritonModelException(
@@ -204,7 +207,8 @@ class Tensor:
         if isinstance(data, np.ndarray):
             return data
         if isinstance(data, Input):
-            return data.numpy() if self._lender is None else self._lender.lend(data)
+            lender = self._lender if data.shared else None
+            return data.numpy() if lender is None else lender.lend(data)
         from shmserve.workers.memory.torch_types import host_array
 
         return host_array(data)

@@ -20,8 +20,9 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, Request
+from shmserve.scheduler.requests.request import NEVER, Event, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason
@@ -63,7 +64,7 @@ class SequenceDispatch(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, client: Client, message: Submit) -> Identity:
+    def identify(self, client: Client[Request], message: Submit) -> Identity:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
@@ -84,6 +85,11 @@ class SequenceDispatch(Dispatcher):
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
         self._sequences.check(correlation_id, flags, client)
         return Identity(correlation_id, flags)
+
+    @property
+    def open_sequences(self) -> int:
+        """As `Dispatcher` says."""
+        return self._sequences.open
 
     def goes_on(self, message: Submit) -> bool:
         """Whether it belongs to a sequence that has begun: that may be finished while the model is

@@ -7,7 +7,8 @@ from collections import deque
 
 from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers.base import Closed, WaitUntil
-from shmserve.scheduler.requests.request import Client, Request
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import Request
 
 
 class Sequence:
@@ -20,7 +21,7 @@ class Sequence:
 
     __slots__ = ("begun", "ended", "id", "lane", "owner", "running", "slot", "waiting")
 
-    def __init__(self, correlation_id: int | str, owner: Client) -> None:
+    def __init__(self, correlation_id: int | str, owner: Client[Request]) -> None:
         self.id = correlation_id
         self.owner = owner
         self.waiting: deque[Request] = deque()

@@ -20,7 +20,8 @@ from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.scheduler.batchers.sequence.backlog import Backlog
 from shmserve.scheduler.batchers.sequence.lane import Lane, Sequence
-from shmserve.scheduler.requests.request import NEVER, Client, Request
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import NEVER, Request
 
 _LOST_REMEMBERED = 4096
 
@@ -98,7 +99,7 @@ class Sequences:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def check(self, correlation_id: int | str, flags: int, client: Client) -> None:
+    def check(self, correlation_id: int | str, flags: int, client: Client[Request]) -> None:
         """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
         many of its client wait."""
         if correlation_id in self._open:

@@ -5,4 +5,5 @@ submission.py   a step that is to run -> the message to its model's scheduler
 outputs.py      a step's response -> values in the flow of its request
 memory_plan.py  the memory between steps, planned once their models are known
 targets.py      who serves the steps' models
+links.py        the links to their schedulers
 """

@@ -191,6 +191,11 @@ class ModelVersion:
 
     # --- end
 
+    async def finish_sequences(self) -> None:
+        """Begin no sequence any more; returns when those that are open have ended."""
+        if self.loaded and self._scheduler.serves and "sequence_batching" in self.config:
+            await self._scheduler.drain(sequences=True)
+
     async def stop(self) -> None:
         """Finish what is in flight, then end every process."""
         self._lifetime.retiring = True

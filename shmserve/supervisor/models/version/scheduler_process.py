@@ -184,10 +184,12 @@ class SchedulerProcess:
         self._publish_counters = True
         self.tell(m.KeepStatistics())
 
-    async def drain(self) -> None:
-        """Have it finish what it has; returns when it did, or is gone."""
+    async def drain(self, sequences: bool = False) -> None:
+        """Have it finish what it has, with `sequences` those that are open, too; returns when it
+        did, or is gone."""
         assert self._child is not None
-        self.tell(m.Drain())
+        self._drained = asyncio.get_running_loop().create_future()
+        self.tell(m.Drain(sequences))
         await self._context.either(self._drained, self._child.exited)
 
     def is_limited(self, config: dict[str, Any]) -> bool:

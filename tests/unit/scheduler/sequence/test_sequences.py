@@ -27,6 +27,11 @@ def error(rig: Rig) -> str:
     return answer.message
 
 
+def told(rig: Rig) -> list[Any]:
+    """What the supervisor was told since the last time."""
+    return [message for _, message in rig.control.take()]
+
+
 # --- 3.3: what is refused -------------------------------------------------------------------------
 
 
@@ -292,6 +297,28 @@ def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> 
     goes_on = rig.ask(1)
     rig.done()
     assert rig.outcomes() == {goes_on: None}
+
+
+def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
+    """Until the last has ended; a model that is unloaded does not."""
+    rig.ask(1, START)
+    rig.done()
+    rig.supervisor(m.Drain(sequences=True))
+    assert m.Drained() not in told(rig)
+    rig.ask(1, END)
+    assert m.Drained() not in told(rig)
+    rig.done()
+    assert m.Drained() in told(rig)
+
+
+def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.done()
+    rig.supervisor(m.Drain(sequences=True))
+    rig.pass_time(1001 * MS)
+    assert m.Drained() in told(rig)
+    rig.supervisor(m.Drain())
+    assert m.Drained() in told(rig)
 
 
 # --- workers --------------------------------------------------------------------------------------

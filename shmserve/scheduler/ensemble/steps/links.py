@@ -1,4 +1,4 @@
-"""An ensemble's links to its steps' schedulers, and its main loop."""
+"""An ensemble's links to its steps' schedulers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from shmserve.ipc.messages import (
     ReportTimes,
     SchedulerToClient,
     Submit,
-    SupervisorToEnsemble,
 )
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.core import Ensemble
-from shmserve.scheduler.local_clients import LocalClientListener
-from shmserve.scheduler.loop import Loop
 from shmserve.scheduler.waiting import Waiter
 
 
-class Steps:
+class StepSchedulers:
     """The links to the steps' schedulers; `waiter` watches them while they live."""
 
     def __init__(self, waiter: Waiter) -> None:
@@ -84,20 +80,4 @@ class Steps:
         self._links.close()
 
 
-def ensemble_loop(
-    ensemble: Ensemble,
-    steps: Steps,
-    waiter: Waiter,
-    control: Dealer,
-    clients: Router,
-    local_clients: LocalClientListener,
-) -> Loop:
-    """The loop of an ensemble, which has links to its steps' schedulers besides."""
-    # Steps before clients: who waits for their last words hears them first.
-    outboxes = (steps, clients, local_clients.link, control)
-    return Loop(ensemble, waiter, {}, outboxes, control, _FROM_CONTROL, clients, local_clients)
-
-
-# What a peer may say: a well-formed message in the wrong direction is garbage too.
-_FROM_CONTROL = frozenset(get_args(SupervisorToEnsemble))
 _FROM_STEP = frozenset(get_args(SchedulerToClient))

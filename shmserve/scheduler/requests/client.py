@@ -1,0 +1,47 @@
+"""Who submits requests to a scheduler, or to an ensemble."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.ipc.transport.peercred_router import first_number
+
+_MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+R = TypeVar("R")
+
+
+class Client(Generic[R]):
+    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
+    whether it is told how long they took."""
+
+    __slots__ = ("peer", "pid", "requests", "timed")
+
+    def __init__(self, peer: bytes) -> None:
+        self.peer = peer
+        self.pid = first_number(peer)
+        self.requests: dict[int, R] = {}
+        self.timed = False
+
+
+class ClientTable(dict[bytes, Client[R]]):
+    """All clients by address; who asks for one that is not known yet makes it known."""
+
+    def __missing__(self, peer: bytes) -> Client[R]:
+        if len(self) >= _MOST_CLIENTS:
+            for known in [each for each in self.values() if not each.requests and not each.timed]:
+                del self[known.peer]
+        client: Client[R] = Client(peer)
+        self[peer] = client
+        return client
+
+    def of_process(self, pid: int) -> list[Client[R]]:
+        """Those of one process."""
+        return [client for client in self.values() if client.pid == pid]
+
+
+def stopping(request_id: str) -> str:
+    """What a request is told that comes, or is still here, when no work begins any more."""
+    return id_prefix(request_id) + _STOPPING

@@ -1,0 +1,93 @@
+"""Clients that give up: a request that waits, one that executes, in a stream, in an ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.differential.script import (
+    Ask,
+    Cancel,
+    Drain,
+    Elapse,
+    Group,
+    Known,
+    Release,
+    Script,
+    Step,
+    recorder,
+)
+from tests.differential.scripts.ensembles import ADD, COUNT, MANY, ensemble, through
+
+BATCHER = "dynamic_batching { default_queue_policy { max_queue_size: 100 } }"
+FAILED = Known("statistics.*", "who has given up has had no response: it counts in fail")
+NOT_RUN = Known("batches", "what nobody waits for is not executed, whatever the scheduler")
+LATE = Known("unsettled", "Triton counts it as pending until it looks")
+
+
+def waiting(name: str, scheduler: str, known: Sequence[Known] = ()) -> Script:
+    """Of three that wait the second is given up."""
+    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known)
+
+
+def executing(name: str, scheduler: str = BATCHER) -> Script:
+    """It goes on; nobody hears of it, and the next one has its turn."""
+    steps: list[Step] = [Ask("a", name, 1), Cancel("a"), Ask("b", name, 2), Release("a")]
+    return Script(name, [recorder(name, scheduler)], [*steps, Drain()], [FAILED])
+
+
+def one_of_a_batch() -> Script:
+    """The others of the batch have their responses."""
+    name = "one_of_a_batch"
+    steps: list[Step] = [Ask(f"r{n}", name, n) for n in range(4)]
+    steps += [Release("r0"), Elapse(1), Cancel("r2"), Release("r1")]
+    return Script(name, [recorder(name, BATCHER)], [*steps, Drain()], [FAILED])
+
+
+def streamed_and_waiting() -> Script:
+    """A stream with a request that waits is closed."""
+    name = "streamed_and_waiting"
+    steps: list[Step] = [Ask("a", name, 1), Ask("s", name, 2, stream=True), Ask("b", name, 3)]
+    return Script(name, [recorder(name, BATCHER)], [*steps, Cancel("s"), Drain()])
+
+
+def streamed_and_executing() -> Script:
+    """One that a decoupled model is about to respond to is closed."""
+    name = "streamed_and_executing"
+    steps: list[Step] = [Ask("s", name, 2, stream=True), Cancel("s"), Release("s")]
+    made = recorder(name, MANY, one=COUNT)
+    return Script(name, [made], [*steps, Ask("b", name, 1, stream=True), Drain()], [FAILED])
+
+
+def between_steps(name: str, first: str, known: Sequence[Known]) -> Script:
+    """An ensemble's request is given up while its first step executes: the second one does not."""
+    models = [recorder(f"{name}_1", first, one=ADD), recorder(f"{name}_2", first, one=ADD)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    arrivals: list[Step] = [Ask("a", name, 1), Cancel("a"), Release("a"), Ask("b", name, 5)]
+    return Script(name, [*models, ensemble(name, *steps)], [*arrivals, Drain()], known)
+
+
+def step_that_waits() -> Script:
+    """It is given up while its first step waits in the queue of that model."""
+    name = "step_that_waits"
+    models = [recorder(f"{name}_{n}", BATCHER, one=ADD, max_batch_size=1) for n in (1, 2)]
+    steps = through(f"{name}_1", "INPUT0", "MID"), through(f"{name}_2", "MID", "OUT")
+    whole = ensemble(name, *steps, size=1)
+    arrivals: list[Step] = [Ask("first", f"{name}_1", 1), Ask("a", name, 2), Cancel("a")]
+    arrivals += [Release("first"), Ask("b", name, 5), Drain()]
+    return Script(name, [*models, whole], arrivals, [FAILED, NOT_RUN, LATE])
+
+
+SCRIPTS = [
+    waiting("waits_for_the_batcher", BATCHER),
+    waiting("waits_for_the_default", "", [FAILED, NOT_RUN]),
+    executing("executes_in_a_batcher"),
+    executing("executes_by_default", ""),
+    one_of_a_batch(),
+    streamed_and_waiting(),
+    streamed_and_executing(),
+    between_steps("between_steps", "", [FAILED, NOT_RUN, LATE]),
+    between_steps("between_batched_steps", BATCHER, [FAILED]),
+    step_that_waits(),
+]
+GROUP = Group("cancelled", SCRIPTS)

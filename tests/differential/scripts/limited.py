@@ -1,0 +1,96 @@
+"""The rate limiter: models that share resources, per device and global, and priorities."""
+
+from __future__ import annotations
+
+from tests.differential.script import (
+    Ask,
+    Drain,
+    Group,
+    Known,
+    Model,
+    Release,
+    Script,
+    Step,
+    recorder,
+)
+
+
+def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -> Model:
+    """A model whose instances need these, each as NAME:COUNT, a global one as NAME:COUNT:global."""
+    needs = []
+    for each in resources:
+        resource, count, *scope = each.split(":")
+        needs.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
+    limits = f"rate_limiter {{ resources [ {', '.join(needs)} ] priority: {priority} }}"
+    group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
+    made = recorder(name, "", instances=instances)
+    lines = made.config.splitlines()
+    kept = [line for line in lines if "instance_group" not in line]
+    return Model(name, "\n".join([*kept, group]), made.one)
+
+
+def taking_turns(name: str, resource: str) -> Script:
+    """Two models of which one can execute."""
+    models = [needing(f"{name}_{n}", resource) for n in (1, 2)]
+    steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("a")]
+    return Script(name, models, [*steps, Release("b"), Drain()])
+
+
+def room_for_two() -> Script:
+    """As many execute as there are resources for."""
+    name = "room_for_two"
+    models = [needing(f"{name}_{n}", "seats:1") for n in (1, 2, 3)]
+    steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
+    return Script(name, models, [*steps, Release("r2"), Release("r3"), Drain()])
+
+
+def own_instances() -> Script:
+    """Two instances of one model that have resources for one."""
+    name = "own_instances"
+    steps: list[Step] = [Ask(f"r{n}", name, n) for n in (1, 2, 3)]
+    return Script(name, [needing(name, "own:1", instances=2)], [*steps, Drain()])
+
+
+def priorities() -> Script:
+    """Who has priority 2 executes half as often as who has 1."""
+    name = "priorities"
+    models = [needing(f"{name}_{n}", "turns:1", priority=n) for n in (1, 2)]
+    steps: list[Step] = [Ask("first", f"{name}_1")]
+    steps += [Ask(f"a{n}", f"{name}_1", n) for n in range(4)]
+    steps += [Ask(f"b{n}", f"{name}_2", n) for n in range(4)]
+    known = [Known("batches.*", "of two that have had as much, who waited for longer is next")]
+    return Script(name, models, [*steps, Drain()], known)
+
+
+def much_and_little() -> Script:
+    """One that needs all of a resource waits, and one behind it needs what there is."""
+    name = "much_and_little"
+    models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
+    models.append(needing(f"{name}_3", "room:1"))
+    steps: list[Step] = [Ask(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
+    known = [Known("batches.*", "who needs much holds up nobody who needs what there is")]
+    return Script(name, models, [*steps, Drain()], known)
+
+
+def unlimited() -> Script:
+    """An instance that needs nothing."""
+    name = "unlimited"
+    models = [needing(f"{name}_1", "some:1"), recorder(f"{name}_2")]
+    steps: list[Step] = [Ask("a", f"{name}_1", 1), Ask("b", f"{name}_2", 2), Release("b")]
+    return Script(name, models, [*steps, Drain()])
+
+
+SCRIPTS = [
+    taking_turns("one_of_a_device", "of_device:1"),
+    taking_turns("one_of_all", "of_all:1:global"),
+    own_instances(),
+    priorities(),
+    much_and_little(),
+    unlimited(),
+]
+ON = "--rate-limit=execution_count"
+GROUPS = [
+    Group("limited", SCRIPTS, flags=[ON]),
+    # Where one resource's count is said, Triton has nothing of others.
+    Group("counted", [room_for_two()], flags=[ON, "--rate-limit-resource=seats:2"]),
+]

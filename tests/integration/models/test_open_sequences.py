@@ -1,0 +1,92 @@
+"""Sequences that are open when their server or their model ends (reference 3.3, shutdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tests.support import repositories
+from tests.support.sequence_models import controls, instances
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Reply, json_input
+
+_LONG_S, _SHORT_S = 600, 2
+
+
+@contextmanager
+def ending(repository: Path, idle_s: int, *flags: str) -> Iterator[Server]:
+    """A server that ends with an open sequence, 1, of its model "sums"; it must be gone at the end
+    of the block."""
+    idle = f"max_sequence_idle_microseconds: {idle_s * 1_000_000}"
+    config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
+    repositories.add_as(repository, "sums", "sequencer", config)
+    with running(repository, *flags) as server:
+        server.gate.close()
+        assert total(ask(server, 1, start=True)) == 1
+        members = server.tree()
+        server.process.terminate()
+        server.wait_log("waiting for the 1 open sequences of model 'sums' to end")
+        yield server
+        assert server.wait_exit(10) == 0
+        server.assert_gone(members)
+
+
+def ask(server: Server, sequence: int, start: bool = False, end: bool = False) -> Reply:
+    """Send the value 1 over a new connection."""
+    given = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
+    tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
+    with server.http() as http:
+        return http.infer("sums", {"inputs": [tensor], "parameters": given})
+
+
+def total(reply: Reply) -> int:
+    """The sum that a response has."""
+    return int(reply.ok().json()["outputs"][0]["data"][0])
+
+
+def test_3_3_a_server_that_ends_waits_for_open_sequences(tmp_path: Path) -> None:
+    """It is not ready any more and refuses a START; who has begun goes on, until END."""
+    with ending(tmp_path, _LONG_S) as server:
+        assert not server.answers("/v2/health/ready")
+        refused = ask(server, 2, start=True)
+        assert refused.status == 503 and "stopped accepting new inference" in refused.error
+        assert [total(ask(server, 1)) for _ in range(3)] == [2, 3, 4]
+        assert server.wait_exit(0.2) is None
+        assert total(ask(server, 1, end=True)) == 5
+
+
+def test_3_3_it_waits_no_longer_than_for_the_idle_time(tmp_path: Path) -> None:
+    with ending(tmp_path, _SHORT_S) as server:
+        assert total(ask(server, 1)) == 2
+        server.wait_log("sequence 1 of model 'sums' was idle for too long")
+
+
+def test_it_waits_no_longer_than_for_the_exit_timeout(tmp_path: Path) -> None:
+    with ending(tmp_path, _LONG_S, f"--exit-timeout-secs={_SHORT_S}") as server:
+        server.wait_log("not every open sequence has ended")
+
+
+def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path: Path) -> None:
+    """As Triton's does: nobody finds the old one any more, which ends at once."""
+    idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
+    config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
+    folder = repositories.add_as(tmp_path, "sums", "sequencer", config)
+    flags = ("--model-control-mode=explicit", "--load-model=*", f"--exit-timeout-secs={_SHORT_S}")
+    with running(tmp_path, *flags) as server, server.http() as http:
+        server.gate.close()
+        (first,) = server.find("worker sums")
+        assert total(ask(server, 1, start=True)) == 1
+        with (folder / "config.pbtxt").open("a") as text:
+            text.write('parameters { key: "changed" value { string_value: "yes" } }\n')
+        http.post("/v2/repository/models/sums/load", {}).ok()
+        until("the old one has ended", lambda: not first.is_running())
+        forgotten = ask(server, 1)
+        assert forgotten.status == 400 and "must specify the START flag" in forgotten.error
+        assert total(ask(server, 1, start=True)) == 1
+        http.post("/v2/repository/models/sums/unload", {}).ok()
+        assert ask(server, 1).status == 404
+        until("it has ended", lambda: not server.find("worker sums"))
