@@ -57,8 +57,9 @@ class LiveRequests:
 
     def changed(self) -> list[EnsembleRequest]:
         """The requests that have changed since the last time."""
-        touched = list(self._touched)
-        self._touched.clear()
+        if not self._touched:
+            return []
+        touched, self._touched = self._touched, {}
         return [request for request in touched if not done(request) or request.gone]
 
     def fail(self, request: EnsembleRequest, code: str, text: str, retry_after_s: int = 0) -> None:

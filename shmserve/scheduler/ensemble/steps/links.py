@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 from shmserve.ipc.messages import (
@@ -30,14 +31,10 @@ class StepSchedulers:
         self.ensemble: Ensemble | None = None
 
     def _watch(self, fd: int) -> None:
-        self._waiter.watch(fd, lambda: self._receive(fd))
+        link = next(link for link in self._links if link.fd == fd)
+        self._waiter.watch(fd, partial(self._receive, link))
 
-    def _receive(self, fd: int) -> None:
-        for link in list(self._links):
-            if link.fd == fd:
-                self._drain(link)
-
-    def _drain(self, link: Dealer) -> None:
+    def _receive(self, link: Dealer) -> None:
         assert self.ensemble is not None
         now_ns = time.monotonic_ns()
         for message in link.receive():

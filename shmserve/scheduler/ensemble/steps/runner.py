@@ -60,10 +60,10 @@ class StepRunner(Steps):
             case Timed():
                 step = self._table.pending.get(message.id)
                 if step is not None:
-                    for index, ns in enumerate(
-                        (message.input_ns, message.infer_ns, message.output_ns)
-                    ):
-                        step.request.times_ns[index] += ns
+                    times_ns = step.request.times_ns
+                    times_ns[0] += message.input_ns
+                    times_ns[1] += message.infer_ns
+                    times_ns[2] += message.output_ns
             case Finished() | Responded():
                 if not self._table.take(message):
                     self._outputs.discard(endpoint, message.body)
