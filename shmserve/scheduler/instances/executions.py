@@ -119,10 +119,9 @@ class Executions:
         match message:
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
-                execution = None if slot is None else slot.execution
-                if slot is None or execution is None:
+                if slot is None or not slot.executions:
                     self.misplaced += 1
-                elif execution.id != message.batch:
+                elif (execution := slot.executions[0]).id != message.batch:
                     self.misplaced += 1
                     self._losses.distrusted(slot, now_ns)
                 else:

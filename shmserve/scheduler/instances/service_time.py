@@ -14,7 +14,15 @@ _KNOWN = 16  # observations that say something about the next execution
 class ServiceTime:
     """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
 
-    __slots__ = ("_busy_ns", "_deviation_ns", "_mean_ns", "_observed", "_requests", "credit")
+    __slots__ = (
+        "_busy_ns",
+        "_deviation_ns",
+        "_mean_ns",
+        "_observed",
+        "_requests",
+        "credit",
+        "reserve_ns",
+    )
 
     def __init__(self) -> None:
         self._mean_ns = 0.0
@@ -25,6 +33,8 @@ class ServiceTime:
         # How many batches a worker may have at a time: more than one where they are so short that
         # it would otherwise wait for messages as long as it computes.
         self.credit = 1
+        # How long before a deadline an execution must start to be done in time.
+        self.reserve_ns = _FIRST_GUESS_NS
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
         """An execution of `requests` requests took this long, from dispatch to return, of which
@@ -41,15 +51,9 @@ class ServiceTime:
             self._deviation_ns = duration_ns / 2
             self._requests = requests
             self._busy_ns = busy_ns
+        self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observed >= _KNOWN:
             self.credit = max(1, min(_MOST_CREDITS, int(_AHEAD_NS / (self._busy_ns + 1))))
-
-    @property
-    def reserve_ns(self) -> int:
-        """How long before a deadline an execution must start to be done in time."""
-        if not self._requests:
-            return _FIRST_GUESS_NS
-        return int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
         """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""

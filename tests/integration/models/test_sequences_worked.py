@@ -127,11 +127,17 @@ def test_direct_two_instances_of_two_slots(server: Server, people: ConnectionLim
 
 def test_direct_one_instance(server: Server, people: ConnectionLimits) -> None:
     """A lone first request runs at once, the instance is then idle, and the next of slot 0 and the
-    first of slot 1 run as one batch when they come together."""
+    first of slot 1 run as one batch when they come together.
+
+    What is START [1, 0] and READY [1, 0] in Triton's documentation is START [1] and READY [1] here
+    and in a real Triton: behind the highest slot with a request there is no row, whether the slots
+    there have never had a sequence (as here) or have an idle one (as below).
+    """
     ask, gate = asking(people, "single"), server.gate
     lone = ask(1, start=True)
     visit = gate.next()
     assert by_slot(visit) == {"START": [1, 0], "END": [0, 0], "READY": [1, 0], "CORRID": [1, 0]}
+    assert (visit.told["START"], visit.told["READY"]) == ([1], [1])
     visit.release()
     assert sums(lone) == [1]
     assert gate.is_idle()
@@ -149,6 +155,35 @@ def test_direct_one_instance(server: Server, people: ConnectionLimits) -> None:
     assert visit.told["shape"] == [[1, 1], [1, 1]]
     visit.release()
     assert sums(*both) == [3, 1]
+
+
+def test_direct_lone_requests_beside_an_idle_sequence(
+    server: Server, people: ConnectionLimits
+) -> None:
+    """Both slots have had a first request: a lone one in slot 0 is one row, without one for the
+    idle slot 1, also where it is the first of another sequence; before slot 1's is a null row."""
+    ask, gate = asking(people, "single"), server.gate
+
+    def alone(sequence: int, **flags: bool) -> tuple[list[int], list[int], list[int]]:
+        response = ask(sequence, **flags)
+        visit = gate.next()
+        visit.release()
+        response.result().ok()
+        told = visit.told
+        return told["START"], told["READY"], told["CORRID"]
+
+    for sequence in (1, 2):  # which another test has begun
+        alone(sequence, start=True, end=True)
+    assert alone(11, start=True) == ([1], [1], [11])
+    assert alone(12, start=True) == ([0, 1], [0, 1], [0, 12])
+    assert alone(11) == ([0], [1], [11])
+    assert alone(12) == ([0, 0], [0, 1], [0, 12])
+    alone(11, end=True)
+    assert alone(13, start=True) == ([1], [1], [13])
+    alone(12, end=True)
+    assert alone(14, start=True) == ([0, 1], [0, 1], [0, 14])
+    for sequence in (13, 14):
+        alone(sequence, end=True)
 
 
 def test_oldest_four_candidates_and_batches_of_two(

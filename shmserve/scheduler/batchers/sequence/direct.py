@@ -1,7 +1,9 @@
 """Triton's direct strategy: a batch has a row for each slot, and a sequence keeps its row (pure).
 
 1. A batch has the rows from slot 0 to the highest slot with a request. Slots below it without one,
-   and those whose request has other shapes, get null rows.
+   and those whose request has other shapes, get null rows. Behind it there is no row, not even for
+   an idle sequence: a lone request in slot 0 is READY [1], as a real Triton has it, where its
+   documentation's example shows READY [1, 0].
 2. The request that has waited for longest says which shapes a batch has.
 3. Where a delay and a minimum utilization are both set, a batch waits until so many of the slots
    have a request, its oldest request has waited that long, or a deadline would pass.

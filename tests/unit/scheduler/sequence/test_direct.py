@@ -36,7 +36,8 @@ def test_the_worked_example_of_two_instances_with_two_slots() -> None:
 
 
 def test_the_worked_example_of_one_instance() -> None:
-    """A lone first request runs at once; the next of slot 0 and the first of slot 1 together."""
+    """A lone first request runs at once, as one row; the next of slot 0 and the first of slot 1
+    together."""
     rig = SequenceRig(rows=2)
     rig.ask(1, START)
     assert [(row.slot, row.key > 0, row.flags) for row in rig.rows()] == [(0, True, START)]

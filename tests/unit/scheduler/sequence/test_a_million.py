@@ -1,0 +1,91 @@
+"""A million sequences that are opened and never ended (reference 3.3, idle sequences), in the
+table of sequences alone: what it keeps is bounded, and others are served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument, QueueFull
+from shmserve.scheduler.batchers.sequence.direct import DirectLane
+from shmserve.scheduler.batchers.sequence.sequences import Sequences
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import Request
+from tests.rigs.sequence_rig import END, START
+
+MILLION, SLOTS, MOST, IDLE_NS = 1_000_000, 64, 1000, 1000
+
+
+class Table:
+    """One instance of so many slots."""
+
+    def __init__(self) -> None:
+        self.sequences = Sequences("m", IDLE_NS, MOST)
+        self.lane = DirectLane(b"0.100", (0, 0), SLOTS, 0, 0)
+        self.sequences.join(self.lane)
+        self.now = 0
+        self.executed: list[Any] = []
+
+    def ask(self, client: Client[Request], sequence: int, flags: int) -> Any:
+        """A request; raises what it is refused with."""
+        self.sequences.check(sequence, flags, client)
+        request: Any = SimpleNamespace(client=client, flags=flags, sequence=None)
+        self.sequences.arrive(request, sequence)
+        return request
+
+    def turn(self) -> None:
+        """All slots with a request execute; who had been idle for too long is over by then."""
+        rows = [(slot, each) for slot, each in enumerate(self.lane.slots) if each and each.waiting]
+        self.executed = self.sequences.begin(self.lane, rows)
+        self.sequences.returned(self.lane, self.now)
+        self.now += IDLE_NS
+        self.sequences.reap(self.now)
+
+    def kept(self) -> int:
+        """How many sequences, slots and ids it knows."""
+        table = self.sequences
+        waiting = sum(1 for _ in table.backlog)
+        return table.open + waiting + len(table._free) + len(table._idle) + len(table._lost)
+
+
+def test_each_of_a_million_runs_once_and_is_forgotten() -> None:
+    """All have a slot, one after the other, until they have been idle for too long."""
+    table = Table()
+    greedy: Client[Request] = Client(b"7001.a")
+    other: Client[Request] = Client(b"7002.a")
+    opened = 0
+    while opened < MILLION:
+        for _ in range(SLOTS):
+            opened += 1
+            table.ask(greedy, opened, START)
+        if opened % (SLOTS * 1000) == 0:
+            mine = table.ask(other, -1, START | END)
+            table.turn()
+            table.turn()  # behind those that were there first
+            assert mine in table.executed
+        else:
+            table.turn()
+        assert table.kept() <= 3 * SLOTS
+    with pytest.raises(InvalidArgument, match="must specify the START flag"):
+        table.ask(greedy, 5, 0)
+
+
+def test_of_a_million_that_find_no_slot_so_many_wait() -> None:
+    """The others are refused, and leave nothing; who comes with another client has its turn."""
+    table = Table()
+    greedy: Client[Request] = Client(b"7001.a")
+    other: Client[Request] = Client(b"7002.a")
+    refused = 0
+    for sequence in range(MILLION):
+        try:
+            table.ask(greedy, sequence, START)
+        except QueueFull:
+            refused += 1
+    assert refused == MILLION - SLOTS - MOST
+    assert table.kept() == SLOTS + MOST + MOST
+    mine = table.ask(other, -1, START)
+    for _ in range(2):
+        table.turn()
+    assert mine in table.executed
