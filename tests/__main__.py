@@ -1,7 +1,7 @@
 """`python -m tests [PYTEST OPTIONS]`: all tests, in pytest processes side by side.
 
-Most tests wait for other processes rather than compute, so that two lanes take little more than
-half of one's time. What a piece has to say is shown when it ends. A test that failed is run once
+Most tests wait for other processes rather than compute, so that three lanes keep two processors
+busy. What a piece has to say is shown when it ends. A test that failed is run once
 more, alone, after the rest: a noisy machine costs no run, and what passed only then is listed at
 the end, with what it said first. The last line counts the tests of all; exit status 0: nothing
 failed twice.
@@ -23,10 +23,10 @@ from pathlib import Path
 from tests.support.outcomes import Outcomes
 
 HERE = Path(__file__).resolve().parent
-# Two lanes, and how many pieces of each folder they take: small enough for the lanes to end
+# The lanes, and how many pieces of each folder they take: small enough for the lanes to end
 # together, and large enough that what the tests of a piece share (servers, torch) is not started
-# too often. Recovering from faults in time is done beside what needs one processor at most.
-LANES = ({"faults": 3}, {"unit": 3, "integration": 6})
+# too often. A lane that has no pieces left takes those of the next one.
+LANES = ({"faults": 3}, {"unit": 3}, {"integration": 6})
 # More failures than these are no accidents.
 MOST_TRIED_AGAIN = 20
 

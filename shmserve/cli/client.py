@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gives many, each on a line when it comes.",
         epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
     )
-    infer.add_argument("model", metavar="MODEL")
+    infer.add_argument("model", metavar="MODEL", help="the model to ask")
     _add_server(infer)
     _add_tensors(infer)
-    infer.add_argument("--model-version", default="", metavar="V", help="[the latest]")
+    infer.add_argument("--model-version", default="", metavar="V", help="of the model [the latest]")
     infer.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
     infer.add_argument(
         "--sequence",
@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     infer.add_argument("--start", action="store_true", help="it is the first of its sequence")
     infer.add_argument("--end", action="store_true", help="it is the last of its sequence")
     infer.add_argument(
-        "--timeout-us", type=int, default=0, metavar="N", help="microseconds to respond in [none]"
+        "--timeout-us",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how long it may take, in microseconds [no limit]",
     )
 
 

@@ -26,9 +26,9 @@ _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 class Model:
     """One version of a model, with its cache of prepared requests.
 
-    `ready` is for health: a model that is starting again still takes requests, which wait. `tags`
-    are further labels of its nv_* metrics, `labels` the texts for the indices of each output that
-    has any.
+    `published`: it was neither withdrawn nor replaced. `ready` is for health: a model that is
+    starting again still takes requests, which wait. `tags` are further labels of its nv_* metrics,
+    `labels` the texts for the indices of each output that has any.
     """
 
     __slots__ = (
@@ -41,6 +41,7 @@ class Model:
         "metadata",
         "name",
         "prepared",
+        "published",
         "ready",
         "scheduler",
         "signature",
@@ -50,6 +51,7 @@ class Model:
     )
 
     def __init__(self, published: ModelPublished, scheduler: Scheduler) -> None:
+        self.published = True
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
@@ -94,6 +96,7 @@ class ModelTable:
         if message.latest or (old is not None and self._latest.get(message.name) is old):
             self._latest[message.name] = model
         if old is not None:
+            old.published = False
             old.scheduler.leave()
 
     def withdraw(self, name: str, version: str) -> None:
@@ -104,13 +107,14 @@ class ModelTable:
             self._models.pop(name, None)
         self._withdrawn.setdefault(name, set()).add(version)
         if model is not None:
+            model.published = False
             if self._latest.get(name) is model:
                 del self._latest[name]
             model.scheduler.leave()
 
     def resolve(self, name: str, version: str) -> Model:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
-        model = self.find(name, version)
+        model = self.find(name, version) if version else self._latest.get(name)
         return model if model is not None else self._absent(name, version)
 
     def find(self, name: str, version: str) -> Model | None:
@@ -127,10 +131,12 @@ class ModelTable:
         Raises NotFound or Unavailable when none does, and Unavailable when its configuration is
         another: the request was checked against the old one.
         """
+        if model.published:
+            return model
         now = self._models.get(model.name, {}).get(model.version)
         if now is None:
             self._absent(model.name, model.version)
-        if now is not model and now.deployed != model.deployed:
+        if now.deployed != model.deployed:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
                 "arrived"

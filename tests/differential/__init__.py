@@ -10,4 +10,7 @@
 It is not among the tests that always run: `make differential`, once bench/peer_setup.sh has put a
 Triton beside it; without one it is skipped. A difference is either a defect of ours, or known: the
 script names it and why, and shmserve/differences.md has it where users can see it.
+
+Triton 2.51 cannot be asked about an ensemble's `max_inflight_requests`, which it does not know, and
+its Python backend not about what `batch_input` makes, which it does not give to a model.
 """

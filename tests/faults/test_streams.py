@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,25 @@ from tests.support.wire.streams import ask_repeat, ended, failed, stream
 LONG = [0] * 3000
 
 
-@pytest.fixture
-def repeating(tmp_path: Path) -> Iterator[Server]:
-    """A server of a model that repeats each element of its input as a response."""
-    repositories.add(tmp_path, "repeat")
-    flags = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
-    with running(tmp_path, *flags, grpc=True) as started:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all of these; the last test stops it."""
+    folder = tmp_path_factory.mktemp("streams")
+    repositories.add(folder, "repeat")
+    flags = ("--model-control-mode=explicit", "--exit-timeout-secs=1")
+    with running(folder, *flags, grpc=True) as started:
         yield started
+
+
+@pytest.fixture
+def repeating(server: Server) -> Iterator[Server]:
+    """A server of a model that repeats each element of its input as a response."""
+    with server.http() as http:
+        http.post("/v2/repository/models/repeat/load").ok()
+    yield server
+    if server.process.poll() is None:
+        with server.http() as http:
+            http.post("/v2/repository/models/repeat/unload").ok()
 
 
 def live(server: Server) -> float:

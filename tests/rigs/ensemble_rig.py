@@ -122,13 +122,14 @@ class EnsembleRig:
         outputs: Sequence[str] = (),
         deadline_ms: int = 0,
         data: bytes = b"\0" * 4,
+        priority: int = 0,
     ) -> None:
         """A request of the gateway's."""
         tensor = TensorRef("IN", "FP32", (len(data) // 4,), data)
         wanted = tuple(map(RequestedOutput, outputs))
         work = pack_inference(Inference((tensor,), wanted))
         deadline_ns = self.now_ns + deadline_ms * MS if deadline_ms else 0
-        self.client_says(m.Submit(number, 0, b"", self.now_ns, deadline_ns, 0, 0, work))
+        self.client_says(m.Submit(number, 0, b"", self.now_ns, deadline_ns, 0, priority, work))
 
     def client_says(self, message: Any) -> None:
         """The gateway says this."""

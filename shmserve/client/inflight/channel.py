@@ -1,4 +1,4 @@
-"""Requests on their way: submitted to schedulers, and told what becomes of them.
+"""A request channel: what is submitted to schedulers, and told what becomes of it.
 
 One thread, or one event loop, has a channel for itself, so nothing here is locked; `wake` alone
 may be called by others. What is submitted leaves at `flush`, all for a scheduler as one frame; what

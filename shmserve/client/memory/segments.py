@@ -1,5 +1,5 @@
 """The client's own memory: sealed memfds that the server's workers map. What lies on a device
-(device.py) is kept in the same list.
+(cuda.py) is kept in the same list.
 
     Segment    |## region ##|### slot ###|### slot ###|......... free .........|
                              inputs, each on 64 bytes | outputs

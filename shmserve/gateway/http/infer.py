@@ -22,6 +22,7 @@ from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import WireRequest
 from shmserve.gateway.inference.response import unpack
+from shmserve.gateway.links.scheduler import Pending, Scheduler
 from shmserve.gateway.model_table import Model
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
@@ -43,7 +44,20 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
         raise Unsupported(_DECOUPLED)
     built = await read_request(gateway, model, request)
     try:
-        response = await _run(gateway, model, request, built, arrived_ns)
+        pending = _submit(gateway, model, request, built, arrived_ns)
+        try:
+            message = await pending.future
+        except asyncio.CancelledError:
+            gateway.dispatcher.cancel(pending)
+            raise
+        if isinstance(message, m.Failed):
+            raise failure(message)
+        body = message.body
+        templates = built.templates if ACCEPT_ENCODING not in request.headers else None
+        if templates is not None and (known := templates.find(body)) is not None:
+            response = _from_template(built.wire.id, *known)
+        else:
+            response = await _respond(gateway, model, request, built, pending.scheduler, body)
     except ShmserveError as error:
         log_failure(model, built.wire.id, error)
         raise
@@ -54,35 +68,35 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
     return response
 
 
-async def _run(
+def _submit(
     gateway: Gateway, model: Model, request: Request, built: BuiltRequest, arrived_ns: int
-) -> Response:
+) -> Pending:
     order = admit(gateway, built, request.connection.client, arrived_ns)
     try:
         scheduler = gateway.models.current(model).scheduler
     except BaseException:
         built.release()
         raise
-    pending = gateway.dispatcher.submit(scheduler, order, built.release)
-    try:
-        message = await pending.future
-    except asyncio.CancelledError:
-        gateway.dispatcher.cancel(pending)
-        raise
-    if isinstance(message, m.Failed):
-        raise failure(message)
-    body = message.body
-    templates = built.templates if ACCEPT_ENCODING not in request.headers else None
-    if templates is not None and (known := templates.find(body)) is not None:
-        return _from_template(built.wire.id, *known)
+    return gateway.dispatcher.submit(scheduler, order, built.release)
+
+
+async def _respond(
+    gateway: Gateway,
+    model: Model,
+    request: Request,
+    built: BuiltRequest,
+    scheduler: Scheduler,
+    body: bytes,
+) -> Response:
+    """The response to a request, of a packed response that follows no template."""
     inferred = unpack(body)
     if _needs_no_release(built.wire, inferred):
         shown = classified_as_requested(gateway, model, built.wire, inferred)
         template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        if templates is not None and template.whole and shown is inferred:
-            templates.learn(body, inferred, template)
+        plain = template.whole and shown is inferred and ACCEPT_ENCODING not in request.headers
+        if built.templates is not None and plain:
+            built.templates.learn(body, inferred, template)
         return await _encode(gateway, request, built.wire.id, template, template.datas(shown))
-    scheduler = pending.scheduler
     scheduler.use()
 
     def sent() -> None:
@@ -108,9 +122,13 @@ def _needs_no_release(wire: WireRequest, inferred: Inferred) -> bool:
 
 def _from_template(request_id: str, template: ResponseTemplate, datas: Sequence[bytes]) -> Response:
     """The response of a template with these tensors, those that are sent."""
-    pairs = list(zip(template.outputs, datas, strict=True))
-    arrays = [tensors.encode(d, o.datatype, o.shape, o.name) for o, d in pairs if not o.binary]
-    binary = [data for output, data in pairs if output.binary]
+    arrays: list[bytes] = []
+    binary: list[bytes] = []
+    for output, data in zip(template.outputs, datas, strict=True):
+        if output.binary:
+            binary.append(data)
+        else:
+            arrays.append(tensors.encode(data, output.datatype, output.shape, output.name))
     return _assemble(template.json(request_id, arrays), binary)
 
 

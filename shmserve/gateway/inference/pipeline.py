@@ -33,20 +33,12 @@ def admit(
     try:
         if built.regions:
             admit_user(built.regions, client.peer())
-        number = gateway.dispatcher.next_number()
-        return submission(gateway, built, number, arrived_ns, call_limit_us)
     except BaseException:
         built.release()
         raise
-
-
-def submission(
-    gateway: Gateway, built: BuiltRequest, number: int, arrived_ns: int, call_limit_us: int = 0
-) -> m.Submit:
-    """The message to the scheduler; its deadline is the shortest of the limits that there are."""
     wire = built.wire
     return make_submit(
-        number,
+        gateway.dispatcher.next_number(),
         built.admission,
         arrived_ns,
         built.work,

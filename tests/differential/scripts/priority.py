@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.differential.script import (
     Ask,
     Cancel,
@@ -34,100 +36,101 @@ FULL = [Known("statistics.*", "who finds the queue full counts in fail, too")]
 def scene(
     name: str, batching: str, *steps: Step, known: list[Known] | None = None, size: int = 1
 ) -> Script:
-    """Steps behind a request that executes."""
+    """Steps behind a request that executes; all ask the same model, which has the scene's name."""
     made = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
-    return Script(name, [made], [Ask("first", name), *steps, Drain()], known or [])
+    asked = [replace(step, model=name) if isinstance(step, Ask) else step for step in steps]
+    return Script(name, [made], [Ask("first", name), *asked, Drain()], known or [])
 
 
-def ask(label: str, model: str, priority: int = 0, timeout_us: int = 0) -> Ask:
-    """A request; what it is full of says its level."""
-    return Ask(label, model, priority, priority=priority, timeout_us=timeout_us)
+def ask(label: str, priority: int = 0, timeout_us: int = 0) -> Ask:
+    """A request of the scene's model; what it is full of says its level."""
+    return Ask(label, "", priority, priority=priority, timeout_us=timeout_us)
 
 
 SCRIPTS = [
     scene(
         "levels",
         LEVELS,
-        ask("c", "levels", 3),
-        ask("b", "levels"),
-        ask("a", "levels", 1),
-        ask("b_too", "levels", 9),
-        ask("a_too", "levels", 1),
-        ask("c_too", "levels", 3),
+        ask("c", 3),
+        ask("b"),
+        ask("a", 1),
+        ask("b_too", 9),
+        ask("a_too", 1),
+        ask("c_too", 3),
     ),
     scene(
         "a_batch_spans_levels",
         LEVELS,
-        *(ask(f"r{level}", "a_batch_spans_levels", level) for level in (3, 2, 1)),
+        *(ask(f"r{level}", level) for level in (3, 2, 1)),
         size=2,
     ),
     scene(
         "a_level_is_full",
         LEVELS,
-        ask("b", "a_level_is_full"),
-        ask("b_too", "a_level_is_full", 2),
-        ask("full", "a_level_is_full"),
-        ask("a", "a_level_is_full", 1),
+        ask("b"),
+        ask("b_too", 2),
+        ask("full"),
+        ask("a", 1),
         known=FULL,
     ),
     scene(
         "rejected",
         REJECT % (SHORT, "false"),
-        ask("a", "rejected"),
-        ask("b", "rejected", timeout_us=FOREVER),
+        ask("a"),
+        ask("b", timeout_us=FOREVER),
         OVER,
-        ask("c", "rejected"),
+        ask("c"),
     ),
     scene(
         "an_override_is_shorter",
         REJECT % (FOREVER, "true"),
-        ask("a", "an_override_is_shorter"),
-        ask("b", "an_override_is_shorter", timeout_us=SHORT),
+        ask("a"),
+        ask("b", timeout_us=SHORT),
         OVER,
     ),
     scene(
         "an_override_is_longer",
         REJECT % (SHORT, "true"),
-        ask("b", "an_override_is_longer", timeout_us=FOREVER),
+        ask("b", timeout_us=FOREVER),
         OVER,
     ),
     scene(
         "an_override_without_a_default",
         REJECT % (0, "true"),
-        ask("a", "an_override_without_a_default"),
-        ask("b", "an_override_without_a_default", timeout_us=SHORT),
+        ask("a"),
+        ask("b", timeout_us=SHORT),
         OVER,
         known=UNTIMED,
     ),
     scene(
         "no_override",
         REJECT % (FOREVER, "false"),
-        ask("a", "no_override"),
-        ask("b", "no_override", timeout_us=SHORT),
+        ask("a"),
+        ask("b", timeout_us=SHORT),
         OVER,
         known=TIMED,
     ),
     scene(
         "delayed",
         DELAY % (FOREVER, "true"),
-        ask("late", "delayed", timeout_us=SHORT),
-        ask("b", "delayed"),
+        ask("late", timeout_us=SHORT),
+        ask("b"),
         OVER,
-        ask("c", "delayed"),
+        ask("c"),
     ),
     scene(
         "delayed_still_before_a_lower_level",
         "priority_levels: 2 default_priority_level: 2 " + DELAY % (FOREVER, "true"),
-        ask("low", "delayed_still_before_a_lower_level", 2),
-        ask("late", "delayed_still_before_a_lower_level", 1, timeout_us=SHORT),
+        ask("low", 2),
+        ask("late", 1, timeout_us=SHORT),
         OVER,
     ),
     scene(
         "cancelled_in_its_level",
         LEVELS,
-        ask("c", "cancelled_in_its_level", 3),
-        ask("b", "cancelled_in_its_level"),
-        ask("a", "cancelled_in_its_level", 1),
+        ask("c", 3),
+        ask("b"),
+        ask("a", 1),
         Cancel("b"),
     ),
     Script(

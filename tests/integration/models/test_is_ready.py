@@ -9,7 +9,7 @@ import pytest
 import tritonclient.grpc as grpc
 
 from tests.support import repositories
-from tests.support.servers import running
+from tests.support.servers import Server, running
 from tests.support.wire.raw_http import json_input
 
 MODEL = """
@@ -83,7 +83,10 @@ def test_a_model_says_whether_it_is_ready(repository: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", [PLAIN, COROUTINE], ids=["plain", "coroutine"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_native_model_says_so_too(repository: Path, form: str, streams: bool) -> None:
+def test_a_native_model_says_so_too(
+    explicit: tuple[Server, Path], form: str, streams: bool
+) -> None:
+    server, repository = explicit
     folder = repository / "moody" / "1"
     folder.mkdir(parents=True)
     (repository / "moody" / "config.pbtxt").write_text('backend: "native"')
@@ -92,8 +95,10 @@ def test_a_native_model_says_so_too(repository: Path, form: str, streams: bool) 
     (folder / "model.py").write_text(code)
     state = folder / "state"
     state.write_text("yes")
-    with running(repository) as server, server.http() as http:
+    logged = len(server.log())
+    with server.http() as http:
+        http.post("/v2/repository/models/moody/load").ok()
         for said, status in (("yes", 200), ("no", 400), ("odd", 400), ("yes", 200)):
             state.write_text(said)
             assert http.get("/v2/models/moody/ready").status == status
-        assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()
+    assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[logged:]

@@ -1,7 +1,8 @@
 """Metrics of a model's own: families with labelled values, kept in this process.
 
-The values are this instance's, so `Metric.value` is too; `changes` gives them to whoever adds them
-up over instances. Names and labels are checked here as in Triton.
+Families are this module's, because Triton's interface has a model make them by itself, with nothing
+of its server in its hands. The values are this instance's, so `Metric.value` is too; `changes`
+gives them to whoever adds them up over instances. Names and labels are checked as in Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a running model may ask of the server: other models, their loading, the log."""
+"""What a running model may ask of the server: other models, their loading, the log.
+
+Triton's interface is functions and classes of a module, to which a model hands nothing of its
+server: so a process has one, which `install` sets.
+"""
 
 from __future__ import annotations
 

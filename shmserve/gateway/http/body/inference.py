@@ -57,30 +57,72 @@ async def read_request(gateway: Gateway, model: Model, request: Request) -> Buil
     pattern = gateway.settings.http_header_forward_pattern
     extra = forwarded_headers(pattern, headers.items()) if pattern else _NOTHING
     said = headers.get(HEADER_LENGTH)
-    encoded = CONTENT_ENCODING in headers
     content = request.content
-    if type(content) is WholeBody and not encoded:
-        return await _whole(gateway, model, content.read_nowait(), said, extra)
+    if type(content) is WholeBody and CONTENT_ENCODING not in headers:
+        body = content.read_nowait()
+    else:
+        read = await _read(gateway, model, request, said, extra)
+        if isinstance(read, BuiltRequest):
+            return read
+        body = read
+    limit = gateway.settings.max_input_size
+    size = header_size(said, len(body))
+    if not size:
+        return _raw(gateway, model, body, extra)
+    tail_size = len(body) - size
+    header = body[:size] if tail_size else body
+    kept, itself = identity(header)
+    key, arrays = split(kept, tail_size)
+    if itself is not None:
+        key = key[0], ~key[1]  # that of no header as it came
+    if len(header) <= limit and not extra:
+        known = repeat(model.prepared, key, body, size, arrays)
+        if known is not None:
+            if itself is not None:
+                known.identify(itself)
+            return known
+    wire = await _parse(header, tail_size, model, limit)
+    wire.parameters |= extra
+    # What comes with parameters of its own is not like others with its body.
+    prepare = not extra and worth_preparing(model.prepared, key)
+    built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
+    if prepared is not None and (itself is None or itself.is_of(wire)):
+        remember(model.prepared, key, wire, prepared, len(arrays))
+    return built
+
+
+def _raw(gateway: Gateway, model: Model, body: bytes, extra: dict[str, str]) -> BuiltRequest:
+    limit = gateway.settings.max_input_size
+    if len(body) > limit:
+        raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
+    wire, body = raw_request(model.signature, body)
+    wire.parameters |= extra
+    return build(gateway, model, wire, body, 0)[0]
+
+
+async def _read(
+    gateway: Gateway, model: Model, request: Request, said: str | None, extra: dict[str, str]
+) -> bytes | BuiltRequest:
+    """A body that is compressed, or still arriving; a large binary one as the request that it is,
+    in its place."""
     body = Body(request, gateway.settings, gateway.body_budget)
-    if encoded and body.compressed():
-        return await _whole(gateway, model, await body.inflate(), said, extra)
+    if CONTENT_ENCODING in request.headers and body.compressed():
+        return await body.inflate()
     whole = body.here()
     if whole is not None:
-        return await _whole(gateway, model, whole, said, extra)
+        return whole
     limit = gateway.settings.max_input_size
     if said is None:
-        whole = await body.read(limit, JSON_TOO_LARGE)
-    elif body.declared < 0:
-        whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
-    else:
-        size = header_size(said, body.declared)
-        tail_size = body.declared - size if size else 0
-        if tail_size > INLINE_LIMIT:
-            with body.arriving():
-                client = request.connection.client
-                return await _streamed(gateway, model, body, size, client, extra)
-        whole = await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
-    return await _whole(gateway, model, whole, said, extra)
+        return await body.read(limit, JSON_TOO_LARGE)
+    if body.declared < 0:
+        return await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
+    size = header_size(said, body.declared)
+    tail_size = body.declared - size if size else 0
+    if tail_size > INLINE_LIMIT:
+        with body.arriving():
+            client = request.connection.client
+            return await _streamed(gateway, model, body, size, client, extra)
+    return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 
 def header_size(said: str | None, body_size: int) -> int:
@@ -108,39 +150,6 @@ def _number(said: str) -> int:
             f"[ -2147483648, 2147483647 ], got: {said}"
         )
     return int(said)
-
-
-async def _whole(
-    gateway: Gateway, model: Model, body: bytes, said: str | None, extra: dict[str, str]
-) -> BuiltRequest:
-    limit = gateway.settings.max_input_size
-    size = header_size(said, len(body))
-    if not size:
-        if len(body) > limit:
-            raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
-        wire, body = raw_request(model.signature, body)
-        wire.parameters |= extra
-        return build(gateway, model, wire, body, 0)[0]
-    tail_size = len(body) - size
-    header = body[:size] if tail_size else body
-    kept, itself = identity(header)
-    key, arrays = split(kept, tail_size)
-    if itself is not None:
-        key = key[0], ~key[1]  # that of no header as it came
-    if len(header) <= limit and not extra:
-        known = repeat(model.prepared, key, body, size, arrays)
-        if known is not None:
-            if itself is not None:
-                known.identify(itself)
-            return known
-    wire = await _parse(header, tail_size, model, limit)
-    wire.parameters |= extra
-    # What comes with parameters of its own is not like others with its body.
-    prepare = not extra and worth_preparing(model.prepared, key)
-    built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
-    if prepared is not None and (itself is None or itself.is_of(wire)):
-        remember(model.prepared, key, wire, prepared, len(arrays))
-    return built
 
 
 async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> WireRequest:

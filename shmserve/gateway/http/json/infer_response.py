@@ -66,6 +66,8 @@ class ResponseTemplate:
     def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:
         """The JSON, with the arrays of the outputs that are not binary."""
         begin = b'{"id":%b,' % orjson.dumps(request_id) if request_id else b"{"
+        if not arrays:
+            return begin + self._texts[0]
         parts = [begin, self._texts[0]]
         for array, text in zip(arrays, self._texts[1:], strict=True):
             parts += (array, text)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shmserve.gateway.http.body import inference as http
+from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import Model
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
@@ -59,7 +60,7 @@ def model() -> Model:
 @pytest.fixture
 def gateway(model: Model) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model)
-    settings = SimpleNamespace(max_input_size=1 << 20)
+    settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     nothing = {"arena": None, "body_budget": None, "regions": None}
     return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
 
@@ -89,7 +90,10 @@ def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Model) 
         given = {"name": "IN", "datatype": "INT8", "shape": [1]}
         header["inputs"] = [{**given, "parameters": {"binary_data_size": 1}}]
         text = json.dumps(header).encode()
-        return asyncio.run(http._whole(gateway, model, text + b"x", str(len(text)), {}))
+        request: Any = SimpleNamespace(
+            headers={HEADER_LENGTH: str(len(text))}, content=WholeBody(text + b"x")
+        )
+        return asyncio.run(http.read_request(gateway, model, request))
 
     check(asked)
     # With and without an id, and in a sequence and not: each form twice.

@@ -38,6 +38,16 @@ def test_one_step_after_the_other() -> None:
     assert rig.ensemble.live == 0
 
 
+def test_every_step_has_the_priority_of_the_request() -> None:
+    """Section 3.7: any level, whatever levels its model has."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit(priority=7)
+    for endpoint in ("a", "b"):
+        ((_, submit),) = rig.sent()
+        assert submit.priority == 7
+        rig.finish(endpoint, submit.id)
+
+
 def test_an_error_waits_for_the_steps_that_run() -> None:
     """Section 3.7: sent once all are drained; no new step begins."""
     rig = EnsembleRig(FORK, MODELS)
