@@ -23,7 +23,8 @@ def supervisor() -> Any:
     parts["context"] = MagicMock(tasks=set(), config=config)
     parts["processes"].all.return_value = []
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
-    parts["models"] = MagicMock(stop=AsyncMock(), kill=AsyncMock())
+    ending = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
+    parts["models"] = MagicMock(**ending)
     return Supervisor(**parts)
 
 
