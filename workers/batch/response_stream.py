@@ -12,6 +12,7 @@ A client that does not read its responses has its model's `send` wait (back-pres
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -96,12 +97,16 @@ class ResponseStream:
                 if opened.cancelled:
                     response = None
                 if response is None or opened.may_respond:
+                    is_first = not self._sent
                     if response is not None or final:
                         self._post(response, final, given_ns, failed=False)
-                    return
+                    break
             if not link.wait_for_credit(opened, MOST_WAIT_S):
                 self._overrun()
                 return
+        if is_first and not final:
+            # The model will keep this core busy: those go first that bring the client the response.
+            os.sched_yield()
 
     @property
     def may_send(self) -> bool:
