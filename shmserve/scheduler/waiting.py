@@ -18,7 +18,7 @@ _LONGEST_WAIT_NS = 3_600_000_000_000
 
 _NS_PER_MS = 1_000_000
 # poll(2), which is told once what to wait for, counts in whole ms: what is nearer waits in
-# select(2), which counts in µs.
+# select(2), which counts in µs, but knows no descriptor above 1023: an epoll(7) stands for all.
 _NEAR_NS = 5 * _NS_PER_MS
 
 Take = Callable[[], None]
@@ -31,6 +31,7 @@ class Waiter:
     def __init__(self) -> None:
         self.takers: dict[int, Take] = {}
         self._poll = select.poll()  # says what is ready in the order of registration
+        self._any = select.epoll()
         self._late_ns = 0
         self._busy_poll = BusyPoll()
 
@@ -38,11 +39,13 @@ class Waiter:
         """Wait for this descriptor, too, in turn after those that are watched already."""
         self.takers[fd] = take
         self._poll.register(fd, select.POLLIN)
+        self._any.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Wait for this descriptor no longer."""
         del self.takers[fd]
         self._poll.unregister(fd)
+        self._any.unregister(fd)
 
     def wait(self, wake_ns: int, requests: int) -> Ready:
         """The descriptors with something to read, in order, with poll(2)'s events; at about
@@ -77,8 +80,8 @@ class Waiter:
     def _wait_until(self, wake_ns: int) -> Ready:
         aim_ns = wake_ns - self._late_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
-        readable, _, _ = select.select(self.takers, (), (), timeout_ns / 1e9)
+        readable, _, _ = select.select((self._any,), (), (), timeout_ns / 1e9)
         if timeout_ns and not readable:
             late_ns = min(time.monotonic_ns() - aim_ns, _MOST_LATE_NS)
             self._late_ns += (late_ns - self._late_ns) // 8
-        return [(fd, select.POLLIN) for fd in readable]
+        return self._poll.poll(0) if readable else []

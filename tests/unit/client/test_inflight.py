@@ -72,7 +72,9 @@ def built(connection: Connection) -> BuiltRequest:
 
 
 def readable(fd: int) -> bool:
-    return bool(select.select([fd], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def test_what_is_lost_while_one_looks_around_wakes_again(

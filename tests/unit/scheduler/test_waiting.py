@@ -1,0 +1,63 @@
+"""What a scheduler waits for, and how long."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.waiting import Waiter
+
+_HIGH = 1100  # past what select(2) can wait for
+
+_WAITS_NS = (100_000, 20_000_000)  # in select(2), and in poll(2)
+
+
+@pytest.fixture
+def pipes() -> Iterator[list[tuple[int, int]]]:
+    """Two pipes whose ends to read from have high numbers."""
+    made = []
+    for _ in range(2):
+        low, writes = os.pipe()
+        made.append((fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH), writes))
+        os.close(low)
+    yield made
+    for ends in made:
+        for fd in ends:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("wait_ns", [*_WAITS_NS, NEVER])
+def test_any_descriptor_wakes_in_the_order_of_registration(
+    pipes: list[tuple[int, int]], wait_ns: int
+) -> None:
+    waiter = Waiter()
+    for reads, writes in reversed(pipes):
+        waiter.watch(reads, lambda: None)
+        os.write(writes, b"x")
+    wake_ns = wait_ns if wait_ns == NEVER else time.monotonic_ns() + wait_ns
+    ready = [fd for fd, _ in waiter.wait(wake_ns, 0)]
+    assert ready == [reads for reads, _ in reversed(pipes)]
+
+
+@pytest.mark.parametrize("wait_ns", _WAITS_NS)
+def test_nothing_comes(pipes: list[tuple[int, int]], wait_ns: int) -> None:
+    waiter = Waiter()
+    for reads, _ in pipes:
+        waiter.watch(reads, lambda: None)
+    assert waiter.wait(time.monotonic_ns() + wait_ns, 0) == []
+
+
+def test_one_that_is_watched_no_longer(pipes: list[tuple[int, int]]) -> None:
+    waiter = Waiter()
+    (first, writes), (second, _) = pipes
+    waiter.watch(first, lambda: None)
+    waiter.watch(second, lambda: None)
+    waiter.unwatch(first)
+    os.write(writes, b"x")
+    assert waiter.wait(time.monotonic_ns() + _WAITS_NS[0], 0) == []
+    assert list(waiter.takers) == [second]
