@@ -29,9 +29,14 @@ class Grants:
         self._speakers: dict[int, int] = {}  # pid -> member
         self._pids: dict[int, int] = {}
 
-    def join(self, member: int, needs: Sequence[Needs]) -> None:
-        """A model version loads. Raises InvalidArgument when it could never run."""
+    def join(self, member: int, needs: Mapping[int, Needs]) -> None:
+        """Instances of a model version load, by index. Raises InvalidArgument when one could never
+        run."""
         self._limiter.join(member, needs)
+
+    def part(self, member: int, index: int) -> None:
+        """An instance is gone."""
+        self._tell(self._limiter.part(member, index))
 
     def speaks(self, pid: int, member: int) -> None:
         """From now on this process asks for a member."""

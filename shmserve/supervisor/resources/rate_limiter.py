@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    instances: list[_Instance]
+    instances: dict[int, _Instance] = field(default_factory=dict)
     held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
 
 
@@ -87,21 +87,23 @@ class RateLimiter:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def join(self, member: Hashable, instances: Sequence[Needs]) -> None:
-        """A model version begins. It starts where the others are: what they have executed before
-        is no debt to it.
+    def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
+        """A model version begins, or gets more instances, each by its index. They start where the
+        others are: what those have executed before is no debt to them.
 
         Raises InvalidArgument, with Triton's texts, for a resource that is both global and a
         device's, and for more than there is.
         """
-        asked = [item for needs in instances for item in needs.resources.items()]
+        asked = [item for needs in instances.values() for item in needs.resources.items()]
         known = {*self._capacity, *(resource for resource, _ in asked)}
         for resource, count in asked:
             self._check(resource, count, known)
-        scores = [each.score for other in self._members.values() for each in other.instances]
+        members = self._members.values()
+        scores = [each.score for other in members for each in other.instances.values()]
         least = min(scores, default=0)
-        made = [_Instance(each, -(-least // each.priority)) for each in instances]
-        self._members[member] = _Member(made)
+        joined = self._members.setdefault(member, _Member())
+        for index, needs in instances.items():
+            joined.instances[index] = _Instance(needs, -(-least // needs.priority))
         self._measure()
 
     def _check(self, resource: Resource, count: int, known: set[Resource]) -> None:
@@ -126,7 +128,7 @@ class RateLimiter:
     def _measure(self) -> None:
         most: dict[Resource, int] = {}
         for member in self._members.values():
-            for instance in member.instances:
+            for instance in member.instances.values():
                 for resource, count in instance.needs.resources.items():
                     most[resource] = max(count, most.get(resource, 0))
         self._capacity = {}
@@ -145,6 +147,16 @@ class RateLimiter:
         found.held.clear()
         return self._grant()
 
+    def part(self, member: Hashable, index: int) -> list[Granted]:
+        """An instance of a member ends; returns who may go on. What it holds is given back by who
+        had asked for it."""
+        found = self._members.get(member)
+        if found is None or (ended := found.instances.pop(index, None)) is None:
+            return []
+        self._waiting = [each for each in self._waiting if each.instance is not ended]
+        self._measure()
+        return self._grant()
+
     def leave(self, member: Hashable) -> list[Granted]:
         """A model version ends; returns who else may go on."""
         if member not in self._members:
@@ -160,9 +172,9 @@ class RateLimiter:
         """An instance of a member would execute; returns who may go on, perhaps it itself. What
         makes no sense is ignored."""
         found = self._members.get(member)
-        if found is None or not 0 <= index < len(found.instances) or ticket in found.held:
+        instance = None if found is None else found.instances.get(index)
+        if found is None or instance is None or ticket in found.held:
             return []
-        instance = found.instances[index]
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
@@ -210,16 +222,18 @@ class RateLimiter:
                 other.passed += not needs.keys().isdisjoint(other.instance.needs.resources)
 
 
-def instance_needs(config: Mapping[str, Any], devices: Sequence[tuple[int, int]]) -> list[Needs]:
-    """The needs of each instance of a normalised configuration; `devices` has the number of its
-    group and its device."""
-    found: list[Needs] = []
-    for group, device in devices:
+def instance_needs(
+    config: Mapping[str, Any], instances: Iterable[tuple[int, int, int]]
+) -> dict[int, Needs]:
+    """The needs of instances of a normalised configuration; `instances` has the index of each, the
+    number of its group, and its device."""
+    found: dict[int, Needs] = {}
+    for index, group, device in instances:
         limiter = config["instance_group"][group].get("rate_limiter") or {}
         resources: dict[Resource, int] = {}
         for name, is_global, count in _resources(limiter):
             resources[name, GLOBAL if is_global else device] = count
-        found.append(Needs(resources, limiter.get("priority") or 1))
+        found[index] = Needs(resources, limiter.get("priority") or 1)
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
+from tests.support.load import Load
 from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
@@ -36,6 +37,11 @@ def ask(server: Server, model: str, value: int) -> int:
     with server.http() as http:
         given = [json_input("INPUT0", np.full((1, 16), value, np.int32))]
         return http.infer(model, {"inputs": given}).status
+
+
+def wait_workers(server: Server, count: int) -> None:
+    """Until the model has so many processes."""
+    until(f"there are {count}", lambda: len(server.find("worker simple.")) == count)
 
 
 @pytest.fixture
@@ -108,3 +114,24 @@ def test_models_that_could_never_run_do_not_load(
         http.post("/v2/repository/models/fine/unload").ok()
         until("it is gone", lambda: not server.find("scheduler fine"))
         http.post("/v2/repository/models/world/load").ok()
+
+
+def test_other_instances_in_place(repository: Path, serve: Callable[..., Server]) -> None:
+    """A reload that changes how many there are, or what each needs: the scheduler stays, what is
+    new takes its turn, and no request notices."""
+    folder = repositories.add_as(repository, "simple", "simple")
+    config = folder / "config.pbtxt"
+    kept = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+    config.write_text("\n".join([*kept, limited(1)]))
+    server = serve(repository, "--rate-limit=execution_count", "--model-control-mode=explicit")
+    with server.http() as http:
+        http.post("/v2/repository/models/simple/load").ok()
+        scheduler = server.one("scheduler simple").pid
+        with Load(server, simple=4, memory=0) as stream:
+            more = limited(1).replace("count: 2", "count: 3", 1)
+            for group, count in ((more, 3), (limited(2), 2)):
+                config.write_text("\n".join([*kept, group]))
+                http.post("/v2/repository/models/simple/load").ok()
+                wait_workers(server, count)
+        assert server.one("scheduler simple").pid == scheduler
+        assert not stream.troubles()

@@ -27,7 +27,7 @@ R, S = ("R", 0), ("S", GLOBAL)
 def limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
     made = RateLimiter({(name, None): count for name, count in explicit.items()})
     for number, instances in enumerate(members):
-        made.join(number, instances)
+        made.join(number, dict(enumerate(instances)))
     return made
 
 
@@ -42,7 +42,7 @@ def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
 def test_what_was_configured_is_the_capacity() -> None:
     assert limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
-    explicit.join(0, [Needs({R: 2, ("R", 1): 1}, 1)])
+    explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
     assert explicit.capacity() == {R: 7, ("R", 1): 5}
 
 
@@ -68,11 +68,11 @@ def test_a_configuration_gives_the_needs_of_each_instance() -> None:
     limited = {"rate_limiter": {"resources": resources, "priority": 3}}
     config: dict[str, Any] = {"instance_group": [limited, {}]}
     assert limits(config) and not limits({"instance_group": [{}]})
-    assert instance_needs(config, [(0, 0), (0, 1), (1, 0)]) == [
-        Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3),
-        Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3),
-        Needs({}, 1),
-    ]
+    assert instance_needs(config, [(0, 0, 0), (4, 0, 1), (2, 1, 0)]) == {
+        0: Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3),
+        4: Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3),
+        2: Needs({}, 1),
+    }
 
 
 def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None:
@@ -119,7 +119,7 @@ def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
     for ticket in range(1000):
         made.ask(0, 0, ticket)
         made.give_back(0, ticket, True)
-    made.join(1, [Needs({R: 1}, 1)])
+    made.join(1, {0: Needs({R: 1}, 1)})
     made.ask(0, 0, "old")
     firsts = []
     for ticket in range(4):
@@ -194,11 +194,25 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
                 assert any(used.get(r, 0) + n > capacity[r] for r, n in needs[key].items())
 
 
+def test_instances_come_and_go_while_their_model_serves() -> None:
+    made = limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
+    assert made.ask(0, 1, "a") == [(0, "a")]
+    made.join(0, {2: Needs({R: 2}, 1)})
+    assert made.capacity() == {R: 3}
+    assert made.ask(0, 2, "b") == made.ask(0, 1, "c") == []
+    assert made.part(0, 1) == []  # it waits no more; what it has is given back later
+    assert made.capacity() == {R: 2}
+    assert made.ask(0, 1, "d") == []
+    assert made.give_back(0, "a", executed=True) == [(0, "b")]
+    assert made.used() == {R: 2}
+    assert made.part(0, 7) == made.part(1, 0) == []
+
+
 def test_the_death_of_who_holds_gives_back() -> None:
     told: list[tuple[int, int]] = []
     grants = Grants(True, {}, lambda pid, message: told.append((pid, message.ticket)))
     for member, pid in ((1, 100), (2, 200)):
-        grants.join(member, [Needs({R: 1}, 1)])
+        grants.join(member, {0: Needs({R: 1}, 1)})
         grants.speaks(pid, member)
     grants.handle(100, AskGrant(7, 0))
     grants.handle(200, AskGrant(8, 0))

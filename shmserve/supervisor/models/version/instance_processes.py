@@ -110,13 +110,15 @@ class InstanceProcesses:
     # --- start
 
     async def complete_config(self) -> None:
-        """Have the first instance's model complete the configuration; raises ShmserveError."""
+        """Have the first instance's model complete the configuration, and reserve what all need;
+        raises ShmserveError."""
         first = self._all[0]
         self.completed = await self._protocol.complete_config(first, len(self._all))
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.settings = known.settings
         self._all[1:] = others
+        self._scheduler.reserve(self.config, self._all)
 
     async def load(self) -> None:
         """Load the model in every instance; raises an ExceptionGroup when one fails."""
@@ -143,6 +145,7 @@ class InstanceProcesses:
     async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
         """Load the model in what a change adds; it serves at once. Raises ShmserveError when one
         fails."""
+        self._scheduler.reserve(config, change.added)
         self._all += change.added
         of = len(self._all) - len(change.leaving)
         try:
@@ -165,6 +168,7 @@ class InstanceProcesses:
                 instance.event("retire")
             else:
                 self._all.remove(instance)
+                self._scheduler.release(instance)
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.tell(m.RetireInstance(instance.index))

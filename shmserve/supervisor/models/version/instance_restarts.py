@@ -75,6 +75,7 @@ class InstanceRestarts:
             return  # whoever stops it sees it end
         if instance.state is InstanceState.STOPPED:
             self._instances.remove(instance)
+            self._scheduler.release(instance)
         if before not in (InstanceState.READY, InstanceState.RETIRING):
             return  # whoever stops or starts it sees it end
         instance.child = None

@@ -124,7 +124,6 @@ class ModelVersion:
         began = time.monotonic()
         try:
             await self.instances.complete_config()
-            self._scheduler.reserve(self.config)
             await self._fail_over.start(first=True)
             self._context.background(self._fail_over.keep())
             await self.instances.load()
@@ -142,8 +141,11 @@ class ModelVersion:
         instances = self.instances
         if not isinstance(instances, InstanceProcesses) or self.failure:
             return None
-        limited = self._scheduler.is_limited(self.config) or self._scheduler.is_limited(spec.config)
-        if limited or not fits_in_place(self.spec, spec):
+        # A scheduler is told when it starts whether it has to ask before its instances execute.
+        limited = self._scheduler.is_limited(self.config)
+        if limited != self._scheduler.is_limited(spec.config):
+            return None
+        if not fits_in_place(self.spec, spec):
             return None
         try:
             config = spec.complete(instances.completed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmserve.errors import Unavailable
@@ -19,7 +19,7 @@ from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLi
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
-from shmserve.supervisor.models.version.instances import expand_instances
+from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
@@ -193,16 +193,20 @@ class SchedulerProcess:
         await self._context.either(self._drained, self._child.exited)
 
     def is_limited(self, config: dict[str, Any]) -> bool:
-        """Whether the rate limiter has a say in it: what that knows of instances stays as it is."""
+        """Whether the rate limiter has a say in it."""
         return self._context.grants.on and limits(config)
 
-    def reserve(self, config: dict[str, Any]) -> None:
-        """Enter what its instances need with the rate limiter, if that is on. Raises
+    def reserve(self, config: dict[str, Any], instances: Iterable[Instance]) -> None:
+        """Enter what instances need with the rate limiter, if that has a say in it. Raises
         InvalidArgument for what there will never be."""
         if self.is_limited(config):
-            devices = [(each.group, each.device_id) for each in expand_instances(config)]
-            self._context.grants.join(id(self), instance_needs(config, devices))
+            places = [(each.index, each.group, each.device_id) for each in instances]
+            self._context.grants.join(id(self), instance_needs(config, places))
             self._rate_limited = True
+
+    def release(self, instance: Instance) -> None:
+        """An instance is gone: it needs nothing any more."""
+        self._context.grants.part(id(self), instance.index)
 
     def leave(self) -> None:
         """What it had of the response cache, and of the rate limiter, is for others."""
