@@ -35,7 +35,8 @@ from shmserve.ipc.messages import (
     WorkerToScheduler,
 )
 from shmserve.ipc.transport.peercred_router import last_number
-from shmserve.scheduler.batchers.dispatch import Dispatch
+from shmserve.scheduler.batchers.base import Batcher
+from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.clients import Clients
@@ -72,19 +73,26 @@ class Scheduler:
         self._name = settings.name
         self._ordered = settings.preserve_ordering
         self._statistics = Statistics(settings)
-        self._responses = Responses(clients, workers, self._statistics, self._ordered)
-        self._responses.cache = self._cache = cache
+        self._cache = cache
+        self._responses = Responses(clients, workers, self._statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
-        self._pool = Pool(settings.execution_limit_ns)
+        self._grants = Grants(control) if settings.rate_limited else None
+        self._pool = Pool(settings.execution_limit_ns, self._grants)
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self._statistics
         )
+        batcher = batcher_of(settings)
         self._executions = Executions(
-            settings, self._pool, workers, self._responses, self._statistics, self._losses
+            settings,
+            self._pool,
+            workers,
+            self._responses,
+            self._statistics,
+            self._losses,
+            batcher,
+            lambda request: self._dispatch.again(request),
         )
-        self._grants = Grants(control) if settings.rate_limited else None
-        self._pool.grants = self._grants
-        self._dispatch = self._dispatcher(settings)
+        self._dispatch = self._dispatcher(settings, batcher)
         self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
         self.clients = Clients(
             self._queue,
@@ -100,11 +108,11 @@ class Scheduler:
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
         self.stopped = False
 
-    def _dispatcher(self, settings: Settings) -> Dispatcher:
-        kind = Dispatch if settings.sequences is None else SequenceDispatch
-        return kind(
-            settings, self._queue, self._pool, self._executions, self._responses, self._grants
-        )
+    def _dispatcher(self, settings: Settings, batcher: Batcher) -> Dispatcher:
+        parts = (self._queue, self._pool, self._executions, self._responses, self._grants)
+        if settings.sequences is None:
+            return Dispatch(settings, batcher, *parts)
+        return SequenceDispatch(settings, *parts)
 
     # --- clients ----------------------------------------------------------------------------------
 

@@ -168,17 +168,17 @@ class Refused(Exception):
 class Inferences:
     """Submits inferences, of unary calls and of streams, and encodes their responses.
 
-    `count` is how many responses are not sent yet; `on_idle` is called when none is left.
+    `count` is how many responses are not sent yet.
     """
 
-    __slots__ = ("_prepared", "count", "encoder", "gateway", "on_idle")
+    __slots__ = ("_idle", "_prepared", "count", "encoder", "gateway")
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.encoder = ResponseEncoder()
         self._prepared = PreparedRequests(gateway.models)
         self.count = 0
-        self.on_idle: Callable[[], None] | None = None
+        self._idle: Callable[[], None] | None = None
 
     def came(self) -> bool:
         """One more, or another call that is taken; whether it counts. What comes while the server
@@ -190,8 +190,14 @@ class Inferences:
     def left(self) -> None:
         """One less."""
         self.count -= 1
-        if not self.count and self.on_idle is not None:
-            self.on_idle()
+        if not self.count and self._idle is not None:
+            self.when_idle(self._idle)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as every response is sent."""
+        self._idle = then if self.count else None
+        if not self.count:
+            then()
 
     def headers(self, call: Any) -> Mapping[str, str]:
         """What of a call's metadata becomes parameters of its requests, in Triton's order. Raises

@@ -136,14 +136,7 @@ class GrpcFront(process.Front):
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
-
-        def idle() -> None:
-            self._inferences.on_idle = None
-            drained()
-
-        self._inferences.on_idle = idle
-        if not self._inferences.count:
-            idle()
+        self._inferences.when_idle(drained)
 
     async def close(self) -> None:
         """What is written is still sent; streams that wait for requests are cut off."""

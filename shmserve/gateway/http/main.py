@@ -78,14 +78,7 @@ class HttpFront(process.Front):
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts until its response is sent."""
-
-        def idle() -> None:
-            self._app.on_idle = None
-            drained()
-
-        self._app.on_idle = idle
-        if not self._app.active:
-            idle()
+        self._app.when_idle(drained)
 
     async def close(self) -> None:
         """Close listeners and connections."""

@@ -124,13 +124,13 @@ def authorise(route: Route, request: Request) -> None:
 class App:
     """The application of a listener: dispatches requests to handlers.
 
-    `active` counts those whose response is not sent yet; `on_idle` is called when none is left.
+    `active` counts those whose response is not sent yet.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.active = 0
-        self.on_idle: Callable[[], None] | None = None
+        self._idle: Callable[[], None] | None = None
 
     async def handle(self, request: Request) -> Response:
         """One request, whatever it is."""
@@ -159,8 +159,14 @@ class App:
         self.active -= 1
         if then is not None:
             then()
-        if not self.active and self.on_idle is not None:
-            self.on_idle()
+        if not self.active and self._idle is not None:
+            self.when_idle(self._idle)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as every response is sent."""
+        self._idle = then if self.active else None
+        if not self.active:
+            then()
 
 
 def _find_call(request: Request) -> Call:

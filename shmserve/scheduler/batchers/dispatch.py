@@ -26,18 +26,18 @@ class Dispatch(Dispatcher):
     def __init__(
         self,
         settings: Settings,
+        batcher: Batcher,
         queue: RequestQueue,
         pool: Pool,
         executions: Executions,
         responses: Responses,
         grants: Grants | None = None,
     ) -> None:
-        self._batcher = _batcher(settings)
+        self._batcher = batcher
         self._queue = queue
         self._pool = pool
         self._executions = executions
         self._responses = responses
-        executions.on_executed = self._batcher.returned if self._batcher.learns else None
         self._grants = grants
         self._sends_ahead = not settings.policies.limited and grants is None
 
@@ -94,7 +94,8 @@ class Dispatch(Dispatcher):
         return isinstance(self._batcher.decide(now_ns, queue.waiting(), reserve_ns), Batch)
 
 
-def _batcher(settings: Settings) -> Batcher:
+def batcher_of(settings: Settings) -> Batcher:
+    """What forms the batches of a model."""
     if settings.batching is None:
         return DefaultBatcher()
     if settings.batching.target_ns:

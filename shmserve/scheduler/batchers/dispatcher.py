@@ -46,6 +46,10 @@ class Dispatcher(ABC):
         """A request was taken out of the queue, for ever; what cannot run without it fails, unless
         it is dealt with `apart`."""
 
+    def again(self, request: Request) -> bool:
+        """Its model has asked for an executed request once more; whether it gets it."""
+        return False
+
     def expired_text(self, request: Request) -> str:
         """What a request is told whose time is over while it waits."""
         return EXPIRED

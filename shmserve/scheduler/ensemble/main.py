@@ -29,11 +29,11 @@ def run(data: bytes) -> None:
     listener = open_listener(start)
     control.send(SchedulerReady(os.getpid()))
     waiter = Waiter()
-    steps = StepSchedulers(waiter)
+    steps = StepSchedulers(waiter, lambda: ensemble)
     memory = EnsembleMemory(
         start.arena_byte_size, lambda memory_id: control.post(MemoryDropped(memory_id))
     )
-    ensemble = steps.ensemble = Ensemble(
+    ensemble = Ensemble(
         settings,
         start.config,
         ClientRouters(clients, listener),

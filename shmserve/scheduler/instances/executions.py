@@ -20,7 +20,7 @@ from shmserve.ipc.messages import (
     SequenceRow,
     Work,
 )
-from shmserve.scheduler.batchers.base import Closed
+from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
@@ -36,9 +36,9 @@ _MOST_EARLY = 4096
 
 
 class Executions:
-    """What instances do for requests. `misplaced` counts messages that made no sense;
-    `on_reschedule` takes the requests that a model asks for again, and `on_executed` learns of each
-    execution, as `Batcher.returned` does."""
+    """What instances do for requests. `misplaced` counts messages that made no sense; `again` takes
+    a request that a model asks for once more, or does not; a `batcher` that learns is told of each
+    execution."""
 
     def __init__(
         self,
@@ -48,15 +48,17 @@ class Executions:
         responses: Responses,
         statistics: Statistics,
         losses: Losses,
+        batcher: Batcher,
+        again: Callable[[Request], bool],
     ) -> None:
         self.service_time = ServiceTime()
         self.misplaced = 0
-        self.on_reschedule: Callable[[Request], None] | None = None
-        self.on_executed: Callable[[int, int, int, int, list[int]], None] | None = None
         self._decoupled = settings.decoupled
         self._padding = settings.padding
         self._pool = pool
         self._losses = losses
+        self._batcher = batcher if batcher.learns else None
+        self._again = again
         self._workers = workers
         self._responses = responses
         self._statistics = statistics
@@ -157,7 +159,7 @@ class Executions:
         for request, reply in zip(requests, replies, strict=True):
             code, text, body = reply.code, reply.message, reply.body
             del slot.requests[request.key]
-            if code == RESCHEDULED and self._again(request):
+            if code == RESCHEDULED and request.state in AT_WORK and self._again(request):
                 continue
             if request.state is State.EXECUTING:
                 self._responses.finish(request, Outcome(code, text, body, timing), now_ns)
@@ -174,17 +176,10 @@ class Executions:
         busy_ns = timing.total_ns
         took_ns = max(now_ns - execution.started_ns, busy_ns)
         self.service_time.observe(took_ns, busy_ns, len(requests))
-        if self.on_executed is not None:
+        if self._batcher is not None:
             left = self._responses.live - len(requests)
             latencies = [now_ns - request.arrived_ns for request in requests]
-            self.on_executed(now_ns, left, units, took_ns, latencies)
-
-    def _again(self, request: Request) -> bool:
-        """The model asks for a request once more; whether it gets it."""
-        if self.on_reschedule is None or request.state not in AT_WORK:
-            return False
-        self.on_reschedule(request)
-        return True
+            self._batcher.returned(now_ns, left, units, took_ns, latencies)
 
     def _returned_open(
         self,
@@ -204,7 +199,7 @@ class Executions:
             ended = slot.requests.get(reply.key)
             if ended is None:
                 self.misplaced += 1
-            elif reply.code == RESCHEDULED and self._again(ended):
+            elif reply.code == RESCHEDULED and ended.state in AT_WORK and self._again(ended):
                 del slot.requests[reply.key]
             else:
                 self._ended(slot, ended, reply, now_ns)

@@ -148,7 +148,7 @@ class Pool:
     may.
     """
 
-    def __init__(self, execution_limit_ns: int) -> None:
+    def __init__(self, execution_limit_ns: int, grants: Grants | None = None) -> None:
         self._limit_ns = execution_limit_ns
         self._slots: dict[int, Slot] = {}
         self._by_peer: dict[bytes, Slot] = {}
@@ -157,7 +157,7 @@ class Pool:
         self._failed = ""  # why no instance will come back, if none is here
         self.retiring: list[Slot] = []
         self.members = 0  # counts who came, who went, and who is to
-        self.grants: Grants | None = None
+        self._grants = grants
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -242,8 +242,8 @@ class Pool:
 
     def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
-        if self.grants is not None:
-            self.grants.gone(slot.index)
+        if self._grants is not None:
+            self._grants.gone(slot.index)
         executions = list(slot.executions)
         begun = {request.key for each in executions for request in each.requests}
         lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
@@ -285,8 +285,8 @@ class Pool:
             slot = wanted
             if not slot.retiring:
                 self.free.remove(slot)
-            if self.grants is not None:
-                self.grants.use(slot)
+            if self._grants is not None:
+                self._grants.use(slot)
             slot.meet("assign")
         slot.executions.append(execution)
         worker = Worker(slot.peer, slot.pid)
@@ -300,8 +300,8 @@ class Pool:
         """The instance has returned its batch, and begins the next one if it has it. What becomes
         of its `requests` is the caller's to say."""
         slot.executions.popleft()
-        if self.grants is not None:
-            self.grants.done(slot)
+        if self._grants is not None:
+            self._grants.done(slot)
         if slot.executions:
             slot.executions[0].started_ns = now_ns
             return

@@ -63,7 +63,12 @@ class Responses:
     be told again."""
 
     def __init__(
-        self, clients: Peers, workers: Peers, statistics: Statistics, preserve_ordering: bool
+        self,
+        clients: Peers,
+        workers: Peers,
+        statistics: Statistics,
+        preserve_ordering: bool,
+        cache: ResponseCache | None = None,
     ) -> None:
         self._clients = clients
         self._workers = workers
@@ -71,7 +76,7 @@ class Responses:
         self._ordered = preserve_ordering
         self._order: deque[Request] = deque()
         self.live = 0
-        self.cache: ResponseCache | None = None
+        self.cache = cache
 
     def admitted(self, request: Request) -> None:
         """From now on this request is owed a response."""

@@ -60,7 +60,6 @@ class SequenceDispatch(Dispatcher):
         self._own_ids = itertools.count(1)
         self._hurries = False
         self._holds = rules.hold > 0 or rules.hold_backlog > 0
-        executions.on_reschedule = self._again
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -133,10 +132,11 @@ class SequenceDispatch(Dispatcher):
         self._queue.remove(request)
         self._responses.fail(request, code, text, reason, now_ns)
 
-    def _again(self, request: Request) -> None:
-        """Its model has asked for an executed request once more."""
+    def again(self, request: Request) -> bool:
+        """As `Dispatcher` says."""
         self._queue.put_back(request)
         self._sequences.again(request)
+        return True
 
     # --- time -------------------------------------------------------------------------------------
 

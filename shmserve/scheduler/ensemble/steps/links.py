@@ -22,26 +22,26 @@ from shmserve.scheduler.waiting import Waiter
 
 
 class StepSchedulers:
-    """The links to the steps' schedulers; `waiter` watches them while they live."""
+    """The links to the steps' schedulers; `waiter` watches them while they live. `ensemble` gives
+    the one that hears them."""
 
-    def __init__(self, waiter: Waiter) -> None:
+    def __init__(self, waiter: Waiter, ensemble: Callable[[], Ensemble]) -> None:
         self._waiter = waiter
+        self._ensemble = ensemble
         self._links = SchedulerLinks(self._watch, waiter.unwatch, ReportTimes())
         self._moved: dict[str, str] = {}  # to a successor
-        self.ensemble: Ensemble | None = None
 
     def _watch(self, fd: int) -> None:
         link = next(link for link in self._links if link.fd == fd)
         self._waiter.watch(fd, partial(self._receive, link))
 
     def _receive(self, link: Dealer) -> None:
-        assert self.ensemble is not None
-        now_ns = time.monotonic_ns()
+        ensemble, now_ns = self._ensemble(), time.monotonic_ns()
         for message in link.receive():
             if type(message) in _FROM_STEP:
-                self.ensemble.from_step(link.endpoint, message, now_ns)
+                ensemble.from_step(link.endpoint, message, now_ns)
             else:
-                self.ensemble.misplaced()
+                ensemble.misplaced()
 
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
