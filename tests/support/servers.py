@@ -277,8 +277,15 @@ http_client_error = http.client.HTTPException
 
 
 def lasting(titles: Counter[str]) -> Counter[str]:
-    """Without the processes that had ended, and were about to be reaped, when they were counted."""
-    return Counter({title: count for title, count in titles.items() if title != _GONE})
+    """Without the processes that had ended, and were about to be reaped, when they were counted, or
+    that a zygote had just forked, and had no name of their own."""
+    return Counter(
+        {
+            title: 1 if title.endswith("zygote") else count
+            for title, count in titles.items()
+            if title != _GONE
+        }
+    )
 
 
 def tree(pid: int) -> list[psutil.Process]:
