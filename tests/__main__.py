@@ -10,6 +10,7 @@ failed twice.
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -157,4 +158,6 @@ def late_table(late: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    # A shell's background job ignores it, and so would what the tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(Suite(options=sys.argv[1:]).run())
