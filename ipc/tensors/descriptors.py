@@ -43,8 +43,9 @@ class Memory:
 
     `sealed`: it cannot shrink. `copied`: whoever owns it is not trusted not to shrink it, so it is
     never mapped, only read and written by system calls. `pinned`: workers on CUDA devices lock it,
-    for faster copies. With `cuda` it is device memory, and `pid`, `fd` and `inode` mean nothing.
-    Nobody can cut an allocation short, so it counts as sealed.
+    for faster copies. With `cuda` it is device memory: `fd` and `inode` mean nothing, and `pid` is
+    the process of the server that exported it, 0 where a client has. Nobody can cut an allocation
+    short, so it counts as sealed.
     """
 
     id: int
@@ -58,9 +59,9 @@ class Memory:
     cuda: CudaHandle | None = None
 
     @classmethod
-    def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle) -> Memory:
+    def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
         """Device memory: the first `byte_size` bytes of what `handle` opens."""
-        return cls(memory_id, 0, -1, 0, byte_size, sealed=True, cuda=handle)
+        return cls(memory_id, pid, -1, 0, byte_size, sealed=True, cuda=handle)
 
     @property
     def object(self) -> int | bytes:
@@ -97,13 +98,14 @@ class TensorRef:
 
 
 def pack_place(place: Place) -> tuple[Any, ...]:
-    """A place as MessagePack takes it: 10 values, or 7 of one on a device."""
+    """A place as MessagePack takes it: 10 values, or 7 of one on a device, 8 of one of ours."""
     memory = place.memory
     if memory.cuda is not None:
         handle = memory.cuda
         return (
             *(memory.id, memory.byte_size, handle.device, handle.raw, handle.uuid),
             *(place.offset, place.byte_size),
+            *((memory.pid,) if memory.pid else ()),
         )
     return (
         memory.id,
@@ -121,8 +123,8 @@ def pack_place(place: Place) -> tuple[Any, ...]:
 
 def unpack_place(raw: Any) -> Place:
     """What `pack_place` packed; raises MalformedMessage."""
-    if len(raw) == 7:
-        return _unpack_device_place(raw)
+    if len(raw) < 10:
+        return _unpack_device_place(*raw)
     ident, pid, fd, inode, size, sealed, copied, pinned, offset, byte_size = raw
     for value in (ident, pid, fd, inode, size, offset, byte_size):
         if type(value) is not int:
@@ -133,14 +135,23 @@ def unpack_place(raw: Any) -> Place:
     return Place(memory, offset, byte_size)
 
 
-def _unpack_device_place(raw: Any) -> Place:
-    ident, size, device, handle, uuid, offset, byte_size = raw
-    for value in (ident, size, offset, byte_size, device):
+def _unpack_device_place(
+    ident: Any,
+    size: Any,
+    device: Any,
+    handle: Any,
+    uuid: Any,
+    offset: Any,
+    byte_size: Any,
+    pid: Any = 0,
+) -> Place:
+    for value in (ident, size, offset, byte_size, device, pid):
         if type(value) is not int:
             raise MalformedMessage("a place holds something that is not an integer")
     if type(handle) is not bytes or type(uuid) is not bytes or not fits(offset, byte_size, size):
         raise MalformedMessage("a place on a device is wrong")
-    return Place(Memory.on_device(ident, size, CudaHandle(handle, device, uuid)), offset, byte_size)
+    memory = Memory.on_device(ident, size, CudaHandle(handle, device, uuid), pid)
+    return Place(memory, offset, byte_size)
 
 
 def pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:

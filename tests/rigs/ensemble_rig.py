@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shmserve.ipc import messages as m
+from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -80,6 +81,7 @@ class EnsembleRig:
         max_inflight: int = 0,
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
+        cuda: Callable[[], Exporting] = Driver,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -95,7 +97,7 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 20, lambda memory_id: None)
+        self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
         self.ensemble = Ensemble(
             Settings.read(config, "1", SchedulingLimits()),
             config,

@@ -1,4 +1,4 @@
-"""Device memory of clients: each IPC handle opened once, viewed as tensors, closed when unused.
+"""Device memory of others: each IPC handle opened once, viewed as tensors, closed when unused.
 
     region (memory id) ─┐
     region (memory id) ─┴─> Allocation (handle, device) <── views that a model still holds
@@ -62,9 +62,8 @@ def cuda_tensor(allocation: Allocation) -> torch.Tensor:
 class _Mapping:
     """The part of an allocation that one region may use; `view` is None once it is closed."""
 
-    pid = 0  # no process of ours: a death ends it by way of its region
-
-    def __init__(self, view: torch.Tensor, collect: Callable[[], None]) -> None:
+    def __init__(self, view: torch.Tensor, pid: int, collect: Callable[[], None]) -> None:
+        self.pid = pid  # 0 of a client's: its death ends it by way of its region
         self.view: Any = view
         self._collect = collect
 
@@ -116,7 +115,7 @@ class DeviceMemory:
                 raise
             logger.error("torch cannot use device %d: %s", allocation.device, in_words(error))
             raise _unusable(allocation.device) from None
-        return _Mapping(view[: memory.byte_size], self.collect)
+        return _Mapping(view[: memory.byte_size], memory.pid, self.collect)
 
     def _allocation(self, cuda: Cuda, handle: CudaHandle) -> Allocation:
         key = (handle.raw, handle.device)

@@ -9,10 +9,7 @@ alone who allocate.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import weakref
 from typing import Any
 
 import numpy as np
@@ -24,12 +21,10 @@ from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.memory.cuda_ipc import CudaError, Driver, Exporting
+from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
+from shmserve.ipc.memory.device_allocation import DeviceAllocation
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
-
-# The driver may put smaller allocations side by side, and a handle opens what lies around, too.
-_GRANULE = 2 * 1024 * 1024
 
 
 def device_number(device: object) -> int | None:
@@ -44,43 +39,16 @@ def device_number(device: object) -> int | None:
     return int(number or 0)
 
 
-class _Allocation:
-    """Memory on a device, freed with the last that refers to it."""
-
-    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
-        self.cuda = cuda
-        self.device = device
-        self.pointer = cuda.allocate(byte_size, device)
-        finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())
-        finalizer.atexit = False  # it ends with the process anyway
-
-
-def _free(cuda: Exporting, pointer: int, device: int, pid: int) -> None:
-    if pid == os.getpid():  # a forked child has no part in it
-        with contextlib.suppress(CudaError):  # a device that fails has nothing to give back
-            cuda.free(pointer, device)
-
-
 class DeviceSegment:
     """One allocation, as the server knows it; what `Segment` is for host memory."""
 
     def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
-        """Allocate. Raises InvalidArgument for a device that is not there, Unavailable when it has
-        no memory left."""
-        self.size = -(-byte_size // _GRANULE) * _GRANULE
-        try:
-            uuid = cuda.uuid(device)
-        except CudaError as error:
-            raise InvalidArgument(f"this program sees no device 'cuda:{device}'") from error
-        try:
-            self._allocation: _Allocation | None = _Allocation(cuda, device, self.size)
-            raw = cuda.export(self._allocation.pointer, device)
-        except CudaError as error:
-            raise Unavailable(
-                f"{byte_size} bytes of memory that can be shared cannot be had on 'cuda:{device}'"
-            ) from error
-        self._handle = CudaHandle(raw, device, uuid)
-        self.address = self._allocation.pointer
+        """Allocate; raises as `DeviceAllocation` does."""
+        allocation = DeviceAllocation(cuda, device, byte_size)
+        self._allocation: DeviceAllocation | None = allocation
+        self._handle = allocation.handle
+        self.size = allocation.size
+        self.address = allocation.pointer
         self.free = FreeList(self.size)
         self.memory: Memory | None = None
 
@@ -131,7 +99,7 @@ class DeviceView:
     def __init__(
         self,
         segment: DeviceSegment,
-        allocation: _Allocation,
+        allocation: DeviceAllocation,
         offset: int,
         shape: tuple[int, ...],
         datatype: str,

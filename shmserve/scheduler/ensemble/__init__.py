@@ -13,4 +13,5 @@ steps/             steps are run, and what comes of them
 requests.py        a request of the ensemble, and those of its steps
 responses.py       what clients are told, and are reading
 memory.py          the ensemble's arena, and workers' arenas
+device_blocks.py   its memory on CUDA devices
 """

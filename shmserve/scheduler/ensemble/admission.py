@@ -6,7 +6,7 @@ from shmserve.ipc.messages import Submit
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Plan
-from shmserve.scheduler.ensemble.graph import Graph, Step
+from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import check_places
@@ -54,14 +54,5 @@ class RequestAdmission:
             self._plans_of = self._targets.changes
         plan = self._plans.get(outputs)
         if plan is None:
-            plan = self._plans[outputs] = Plan(
-                self._graph, outputs, self._gives_many, self._optional
-            )
+            plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets)
         return plan
-
-    def _gives_many(self, step: Step) -> bool:
-        return self._targets.find(step).decoupled
-
-    def _optional(self, step: Step) -> frozenset[str]:
-        signature = self._targets.find(step).signature
-        return frozenset(signature.inputs) - signature.required

@@ -11,8 +11,8 @@ Inputs that are optional are left out either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step, origin_of
 from shmserve.scheduler.ensemble.values import ABSENT, SKIPPED, Value
@@ -26,34 +26,58 @@ class Firing(NamedTuple):
     inputs: dict[str, Value]
 
 
-class Plan:
-    """What requests that want the same outputs have in common. `optional(step)`: the inputs that
-    its model can do without."""
+class StepModels(Protocol):
+    """The models of an ensemble's steps. All raise Unavailable for one that does not serve."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        outputs: Iterable[str],
-        decoupled: Callable[[Step], bool],
-        optional: Callable[[Step], frozenset[str]],
-    ) -> None:
+    def decoupled(self, step: Step) -> bool:
+        """Whether it gives any number of responses to a request."""
+
+    def optional(self, step: Step) -> frozenset[str]:
+        """The inputs that it can do without."""
+
+    def device(self, step: Step) -> int | None:
+        """The CUDA device in whose memory it takes and leaves tensors; None: in the host's."""
+
+
+class Plan:
+    """What requests that want the same outputs have in common."""
+
+    def __init__(self, graph: Graph, outputs: Iterable[str], models: StepModels) -> None:
         self.outputs = tuple(outputs)
         self.steps = graph.needed(self.outputs)
         needed = [step for step in graph.steps if step.index in self.steps]
-        origins = graph.origins(decoupled)
-        self.decoupled = frozenset(step.index for step in needed if decoupled(step))
+        origins = graph.origins(models.decoupled)
+        self.decoupled = frozenset(step.index for step in needed if models.decoupled(step))
         self.follows = {step.index: origin_of(step, origins) for step in needed}
         self.origins = origins
-        self.optional = {step.index: optional(step) for step in needed}
+        self.optional = {step.index: models.optional(step) for step in needed}
         self.readers = {
             tensor: tuple(step for step in readers if step.index in self.steps)
             for tensor, readers in graph.readers.items()
         }
         self.responses_follow = max(origins[output] for output in self.outputs)
         self.uses = {tensor: self._uses(tensor) for tensor in origins}
+        self.devices = self._devices(needed, graph.conditions, models)
         # How the requests of steps are prepared, for whoever does that: while a plan holds, so do
         # the models that it was made for.
         self.forms: dict[Any, Any] = {}
+
+    def _devices(
+        self, needed: Iterable[Step], conditions: frozenset[str], models: StepModels
+    ) -> dict[str, int]:
+        """The tensors that stay on a device, because all steps that write and read them are there
+        and nobody else reads them."""
+        on = {step.index: models.device(step) for step in needed}
+        found: dict[str, int] = {}
+        for step in needed:
+            device = on[step.index]
+            for tensor in step.outputs.values():
+                readers = {on[reader.index] for reader in self.readers.get(tensor, ())}
+                if device is not None and readers == {device}:
+                    found[tensor] = device
+        for tensor in (*self.outputs, *conditions):
+            found.pop(tensor, None)
+        return found
 
     def _uses(self, tensor: str) -> int:
         """How often each tensor of this name is used: 0 for never, -1 for any number of times."""

@@ -1,7 +1,8 @@
 """Where the tensors between steps lie, and who has them.
 
 A tensor whose size is known before it is made is written by its step's worker into the ensemble's
-arena, where the next step's worker, or the client, reads it. Any other lies where its worker has
+arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA
+device, into memory of the ensemble's there. Any other lies where its worker has
 put it: that arena's descriptor is passed on, and held open here, so that it outlives the worker.
 """
 
@@ -9,61 +10,80 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import starmap
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
+from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
 from shmserve.scheduler.ensemble.values import Value
 
 logger = logging.getLogger(__name__)
 
 
 class EnsembleMemory:
-    """The ensemble's arena, of `byte_size`, made when it is needed, and workers' arenas, which
-    `dropped(memory_id)` hears are held no more."""
+    """The ensemble's arena, of `byte_size`, made when it is needed, as much on each CUDA device,
+    and workers' arenas, which `dropped(memory_id)` hears are held no more."""
 
-    def __init__(self, byte_size: int, dropped: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        byte_size: int,
+        dropped: Callable[[int], None],
+        cuda: Callable[[], Exporting] = Driver,
+    ) -> None:
         self._dropped = dropped
         self._byte_size = byte_size
         self._arena: Arena | None = None
+        self._on_devices = DeviceBlocks(byte_size, cuda)
         self._held: dict[int, _Held] = {}
         self._mappings = Mappings()
 
     @property
     def used(self) -> int:
-        """Bytes of the arena that are in use."""
-        return 0 if self._arena is None else self._arena.used
+        """Bytes that are in use, of the arena and on devices."""
+        return self._on_devices.used + (0 if self._arena is None else self._arena.used)
 
     @property
     def held(self) -> int:
         """How many workers' arenas are held open."""
         return len(self._held)
 
-    def allocate(self, byte_size: int) -> Place:
-        """A block of the arena. Raises Unavailable when it is full."""
+    def allocate(self, byte_size: int, device: int | None = None) -> Place:
+        """A block on a CUDA device, or of the arena where there is none or no room on it. Raises
+        Unavailable when that is full."""
+        if device is not None:
+            place = self._on_devices.allocate(device, byte_size)
+            if place is not None:
+                return place
         if self._arena is None:
             self._arena = Arena(self._byte_size)
         return self._arena.allocate(byte_size)
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Have room for blocks of these sizes, at once if the machine has it."""
+    def reserve(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+        """Have room for blocks of these sizes, on these devices, if the machine has it."""
         places: list[Place] = []
         try:
-            places.extend(map(self.allocate, sizes))
+            places.extend(starmap(self.allocate, blocks))
         except Unavailable as error:
             logger.warning("the memory between steps cannot be planned: %s", error)
         for place in places:
             self.free(place)
 
     def owns(self, place: Place) -> bool:
-        """Whether a place is in the arena."""
+        """Whether a place is in the arena, or on a device and ours."""
+        if place.memory.cuda is not None:
+            return self._on_devices.owns(place)
         return self._arena is not None and place.memory.id == self._arena.memory.id
 
     def free(self, place: Place) -> None:
         """Take a block back."""
+        if place.memory.cuda is not None:
+            self._on_devices.free(place)
+            return
         assert self._arena is not None
         self._arena.free(place.offset)
 

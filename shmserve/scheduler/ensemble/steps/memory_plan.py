@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 
 from shmserve.errors import ShmserveError
+from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.submission import placed_sizes
@@ -33,18 +34,21 @@ class MemoryPlanner:
             return
         try:
             targets = [(step, self._targets.find(step)) for step in self._graph.steps]
+            devices = Plan(self._graph, self._graph.outputs, self._targets).devices
         except ShmserveError:
             return
-        sizes = [
-            size
+        blocks = [
+            (size, devices.get(step.outputs[name]))
             for step, target in targets
-            for size in placed_sizes(step, target, self._graph, self._batch_size).values()
+            for name, size in placed_sizes(step, target, self._graph, self._batch_size).items()
         ]
-        self._planned_bytes = sum(sizes)
-        if sizes:
-            self._memory.reserve(sizes)
+        self._planned_bytes = sum(size for size, _ in blocks)
+        if blocks:
+            self._memory.reserve(blocks)
+            on_devices = sum(size for size, device in blocks if device is not None)
             logger.info(
-                "%d tensors of fixed shapes between steps: %.1f MB a request, planned",
-                len(sizes),
+                "%d tensors of fixed shapes between steps: %.1f MB a request, planned%s",
+                len(blocks),
                 self._planned_bytes / 1e6,
+                f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else "",
             )

@@ -54,8 +54,10 @@ def prepare(
     form = _form(request, firing, target, graph, inputs)
     placed: dict[str, Place] = {}
     try:
+        devices = request.plan.devices
         for name, byte_size in form.known.items():
-            placed[name] = memory.allocate(byte_size)
+            device = devices.get(firing.step.outputs[name])
+            placed[name] = memory.allocate(byte_size, device)
         submit = _submit(number, request, firing, form, inputs, placed, now_ns)
     except BaseException:
         for place in placed.values():

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.scheduler.ensemble.flow import StepModels
 from shmserve.scheduler.ensemble.graph import Graph, Step
+
+# Backends that compute on tensors where they are; a Python model's are copied to the host for it,
+# unless it says that they are not to be.
+_ON_DEVICE = frozenset({"pytorch", "onnxruntime", "native"})
+_STAYS = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A model version that serves: its scheduler's endpoint, what it takes, and whether it gives
-    any number of responses to a request."""
+    """A model version that serves: its scheduler's endpoint, what it takes, whether it gives
+    any number of responses to a request, and the CUDA device that all its instances compute on, if
+    they do so on one."""
 
     endpoint: str
     config: dict[str, Any]
     signature: Signature
     decoupled: bool
+    device: int | None
 
 
-class Targets:
+class Targets(StepModels):
     """The models of an ensemble by name and version, "" for the latest. `changes` counts what may
     change how a request goes."""
 
@@ -43,7 +52,7 @@ class Targets:
             signature = Signature(message.config, message.version)
             decoupled = bool(policy.get("decoupled", False))
             versions[message.version] = Target(
-                message.endpoint, message.config, signature, decoupled
+                message.endpoint, message.config, signature, decoupled, _device(message.config)
             )
             self.changes += 1
         else:
@@ -73,3 +82,26 @@ class Targets:
             version = f" version {step.version}" if step.version else ""
             raise Unavailable(f"model '{step.model}'{version} is not at ready state")
         return target
+
+    def decoupled(self, step: Step) -> bool:
+        return self.find(step).decoupled
+
+    def optional(self, step: Step) -> frozenset[str]:
+        signature = self.find(step).signature
+        return frozenset(signature.inputs) - signature.required
+
+    def device(self, step: Step) -> int | None:
+        return self.find(step).device
+
+
+def _device(config: Mapping[str, Any]) -> int | None:
+    """The one device of all instances of a model that takes its inputs there, or None."""
+    parameters = config.get("parameters") or {}
+    stays = (parameters.get(_STAYS) or {}).get("string_value") == "no"
+    if config.get("backend") not in _ON_DEVICE and not stays:
+        return None
+    groups = config.get("instance_group") or ()
+    if any(group["kind"] != "KIND_GPU" for group in groups):
+        return None
+    devices = {device for group in groups for device in group["gpus"]}
+    return devices.pop() if len(devices) == 1 else None

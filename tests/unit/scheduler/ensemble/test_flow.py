@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan, StepModels
 from shmserve.scheduler.ensemble.graph import Graph, Step
 from shmserve.scheduler.ensemble.values import SKIPPED, Value
 
@@ -35,13 +37,27 @@ def graphs(draw: st.DrawFn) -> Graph:
     return Graph("e", tuple(draw(st.permutations(steps))), ("IN",), tuple(wanted))
 
 
+@dataclass
+class Models(StepModels):
+    """Those of a graph's steps, by the steps' numbers: which give any number of responses, and
+    which are on which device; the inputs that any of them can do without."""
+
+    many: tuple[int, ...] = ()
+    leaves_out: tuple[str, ...] = ()
+    devices: Mapping[int, int] = field(default_factory=dict)
+
+    def decoupled(self, step: Step) -> bool:
+        return step.index in self.many
+
+    def optional(self, step: Step) -> frozenset[str]:
+        return frozenset(self.leaves_out)
+
+    def device(self, step: Step) -> int | None:
+        return self.devices.get(step.index)
+
+
 def plan(graph: Graph, many: tuple[int, ...] = (), optional: tuple[str, ...] = ()) -> Plan:
-    return Plan(
-        graph,
-        graph.outputs,
-        lambda step: step.index in many,
-        lambda step: frozenset(optional),
-    )
+    return Plan(graph, graph.outputs, Models(many, optional))
 
 
 def expected(graph: Graph, false: set[str]) -> tuple[set[int], set[str]]:
@@ -139,3 +155,19 @@ def test_an_optional_input_does_without_what_was_skipped() -> None:
         flow = Flow(plan(graph, optional=optional))
         flow.begin({"IN": value("IN"), "Z": SKIPPED})
         assert bool(flow.firings) is runs
+
+
+@given(graphs(), st.dictionaries(st.integers(0, 6), st.integers(0, 1)))
+def test_only_what_nobody_else_reads_stays_on_a_device(
+    graph: Graph, devices: dict[int, int]
+) -> None:
+    """Who writes a tensor and all who read it are there; no client, and no condition."""
+    made = Plan(graph, graph.outputs, Models(devices=devices))
+    for step in graph.steps:
+        for tensor in step.outputs.values():
+            around = {devices.get(reader.index) for reader in made.readers.get(tensor, ())}
+            around.add(devices.get(step.index) if step.index in made.steps else None)
+            free = tensor in graph.outputs or tensor in graph.conditions
+            read = bool(made.readers.get(tensor))
+            stays = read and not free and len(around) == 1 and None not in around
+            assert made.devices.get(tensor) == (around.pop() if stays else None)

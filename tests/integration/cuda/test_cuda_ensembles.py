@@ -1,0 +1,81 @@
+"""Steps of an ensemble on one real device: what is between them stays there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shmserve.client
+from tests.support import servers
+from tests.support.servers import Server
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+LENGTH = 1 << 20  # values of 4 bytes
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, X):
+        assert X.is_cuda
+        return {"Y": X * 2 + 1}
+"""
+CONFIG = f"""
+max_batch_size: 4
+input [ {{ name: "X" data_type: TYPE_FP32 dims: [ {LENGTH} ] }} ]
+output [ {{ name: "Y" data_type: TYPE_FP32 dims: [ {LENGTH} ] }} ]
+"""
+STEP = """
+backend: "pytorch"
+runtime: "model.py"
+dynamic_batching { }
+instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 1 } ]
+"""
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    for name in NAMES:
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(MODEL)
+        (repository / name / "config.pbtxt").write_text(CONFIG + STEP)
+    write_ensemble(repository)
+    with servers.running(repository, gpu=True) as made:
+        yield made
+
+
+def write_ensemble(repository: Path) -> None:
+    tensors = ("X", "a", "b", "Y")
+    steps = ", ".join(
+        f'{{ model_name: "{name}" model_version: -1 input_map {{ key: "X" value: "{read}" }} '
+        f'output_map {{ key: "Y" value: "{made}" }} }}'
+        for name, read, made in zip(NAMES, tensors, tensors[1:], strict=False)
+    )
+    (repository / "chain" / "1").mkdir(parents=True)
+    (repository / "chain" / "config.pbtxt").write_text(
+        f'platform: "ensemble"\n{CONFIG}ensemble_scheduling {{ step [ {steps} ] }}\n'
+    )
+
+
+def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
+    assert "50.3 MB a request, planned, 33.6 of them on CUDA devices" in server.log()
+    given = np.random.default_rng(0).random((2, LENGTH), np.float32)
+    with shmserve.client.connect(server.run_dir) as client:
+        client.infer("chain", X=given)
+        names = ("two", "three")  # who read, and one who writes, on the device
+        before = [server.metric("shmserve_copied_bytes_total", model=name) for name in names]
+        futures = [client.infer_async("chain", {"X": given + n}) for n in range(20)]
+        for n, future in enumerate(futures):
+            assert np.allclose(future.result()["Y"], ((given + n) * 2 + 1) * 4 + 3)
+        for name, was in zip(names, before, strict=True):
+            copied = server.metric("shmserve_copied_bytes_total", model=name) - was
+            assert copied <= 20 * given.nbytes * 1.01  # its output alone

@@ -1,0 +1,155 @@
+"""Tensors between steps that are on one CUDA device: they stay there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.cuda_ipc import Exporting
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
+from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.fake_cuda import FakeCuda, FakeExporting
+
+MB = 1 << 20
+SIZE = 300_000  # elements; far more than travels inside a message
+CHAIN = [
+    step("a", {"X": "IN"}, "first"),
+    step("b", {"X": "first"}, "second"),
+    step("c", {"X": "second"}, "OUT"),
+]
+
+
+def on_gpu(name: str, gpus: tuple[int, ...] = (0,), **more: Any) -> dict[str, Any]:
+    """A model of fixed shapes that computes there."""
+    group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
+    config = model(name, dims=(SIZE,))
+    return {**config, "backend": "pytorch", "instance_group": [group], **more}
+
+
+def on_cpu(name: str) -> dict[str, Any]:
+    return on_gpu(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
+
+
+def submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Place | None]:
+    """The step that was sent last, and where its output is to go."""
+    ((endpoint, submit),) = rig.sent()
+    (output,) = unpack_inference(submit.work).outputs
+    return endpoint, submit, output.place
+
+
+def finish(rig: EnsembleRig, endpoint: str, submit: m.Submit, place: Place) -> None:
+    """The step has written where it was told."""
+    made = TensorRef("Y", "FP32", (SIZE,), place)
+    rig.step_says(endpoint, m.Finished(submit.id, pack_inferred(Inferred((made,)))))
+
+
+def rig_of(*models: dict[str, Any], exporting: Exporting | None = None) -> EnsembleRig:
+    cuda = exporting or FakeCuda().exporting()
+    return EnsembleRig(CHAIN, models, dims=(SIZE,), cuda=lambda: cuda)
+
+
+def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> None:
+    cuda = FakeCuda()
+    rig = rig_of(on_gpu("a"), on_gpu("b"), on_cpu("c"), exporting=cuda.exporting())
+    rig.submit(data=bytes(4 * SIZE))
+    endpoint, submit, place = submitted(rig)
+    assert place is not None and place.memory.cuda is not None
+    assert (endpoint, place.memory.cuda.device) == ("a", 0)
+    # What a worker on the device does with it.
+    memory = cuda.device_memory()
+    worker = Mappings(memory.open)
+    value = np.full(SIZE, 2.5, np.float32)
+    worker.view(place).numpy().view(np.float32)[:] = value
+    finish(rig, endpoint, submit, place)
+    endpoint, submit, after = submitted(rig)
+    read = inputs_of(submit)["X"]
+    assert endpoint == "b" and read == place
+    assert np.array_equal(worker.view(read).numpy().view(np.float32), value)
+    # The next reader computes on the CPU.
+    assert after is not None and after.memory.cuda is None
+    finish(rig, endpoint, submit, after)
+    endpoint, submit, last = submitted(rig)
+    assert endpoint == "c" and last is not None and last.memory.cuda is None
+    finish(rig, endpoint, submit, last)
+    (told,) = rig.told()
+    assert isinstance(told, m.Finished)
+    rig.client_says(m.Release(last.memory.pid, [last.offset]))
+    assert rig.memory.used == 0
+
+
+def test_a_worker_that_is_told_of_the_ensembles_death_lets_its_memory_go() -> None:
+    cuda = FakeCuda()
+    rig = rig_of(on_gpu("a"), on_gpu("b"), on_gpu("c"), exporting=cuda.exporting())
+    rig.submit(data=bytes(4 * SIZE))
+    _, _, place = submitted(rig)
+    assert place is not None
+    worker = Mappings(cuda.device_memory().open)
+    worker.view(place)
+    assert len(worker) == cuda.opened == 1
+    worker.drop_process(place.memory.pid)
+    assert len(worker) == cuda.opened == 0
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        on_gpu("b", (1,)),
+        on_gpu("b", (0, 1)),
+        on_cpu("b"),
+        on_gpu("b", backend="python"),
+    ],
+)
+def test_other_tensors_go_by_the_host(second: dict[str, Any]) -> None:
+    """Of a model on another device, on two, on none, or that takes its inputs in host memory."""
+    rig = rig_of(on_gpu("a"), second, on_gpu("c"))
+    rig.submit(data=bytes(4 * SIZE))
+    _, _, place = submitted(rig)
+    assert place is not None and place.memory.cuda is None
+
+
+def test_a_python_model_that_takes_tensors_on_its_device() -> None:
+    stays = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
+    rig = rig_of(on_gpu("a"), on_gpu("b", backend="python", parameters=stays), on_gpu("c"))
+    rig.submit(data=bytes(4 * SIZE))
+    _, _, place = submitted(rig)
+    assert place is not None and place.memory.cuda is not None
+
+
+def test_where_there_is_no_cuda_or_no_room_tensors_go_by_the_host(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def none() -> Exporting:
+        raise Unavailable("there is no driver")
+
+    full = FakeCuda().exporting()
+    full.most = MB
+    for cuda in (none, lambda: full):
+        rig = EnsembleRig(CHAIN, [on_gpu("a"), on_gpu("b"), on_gpu("c")], dims=(SIZE,), cuda=cuda)
+        caplog.clear()
+        for number in range(1, 4):
+            rig.submit(number, data=bytes(4 * SIZE))
+            _, _, place = submitted(rig)
+            assert place is not None and place.memory.cuda is None
+        assert not caplog.records  # said once, when the ensemble was planned
+
+
+def test_blocks_are_used_again_and_bounded() -> None:
+    cuda: FakeExporting = FakeCuda().exporting()
+    blocks = DeviceBlocks(130 * MB, lambda: cuda)
+    first = [blocks.allocate(0, 10 * MB) for _ in range(12)]
+    assert all(first) and len(cuda.allocated) == 2
+    assert blocks.allocate(0, 10 * MB) is None  # 2 MB are left of what it may have
+    assert blocks.allocate(1, 10 * MB) is not None  # each device has its own
+    for place in first:
+        assert place is not None and blocks.owns(place)
+        blocks.free(place)
+    assert blocks.used == 10 * MB
+    assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
+    assert blocks.allocate(0, 200 * MB) is None
