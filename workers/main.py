@@ -184,7 +184,7 @@ def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
         arena=arena,
         output_memory=OutputMemory(arena),
         mappings=mappings,
-        workspace=Workspace(control, mappings, device),
+        workspace=Workspace(control, mappings, device, device_memory.synchronize),
         device_memory=device_memory,
     )
 

@@ -33,10 +33,12 @@ class _Waiting(NamedTuple):
 
 
 class WorkspacePool:
-    """`capacity` bytes, a multiple of 64. Whatever changes it returns who is granted then."""
+    """`capacity` bytes, a multiple of 64. Whatever changes it returns who is granted then; while it
+    is closed, as it is at first, that is nobody."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self._open = False
         self._free = FreeList(capacity)
         self._owners: dict[int, int] = {}  # offset -> owner
         self._waiting: deque[_Waiting] = deque()
@@ -50,6 +52,17 @@ class WorkspacePool:
     def waiting(self) -> int:
         """How many have asked and are not granted."""
         return len(self._waiting)
+
+    def open(self) -> list[Grant]:
+        """Its memory is there."""
+        self._open = True
+        return self._grant()
+
+    def close(self) -> None:
+        """Its memory is gone, and all leases with it; who waits goes on waiting."""
+        self._open = False
+        self._free = FreeList(self.capacity)
+        self._owners.clear()
 
     def ask(self, owner: int, ticket: int, byte_size: int) -> list[Grant]:
         """Lease `byte_size` bytes, now or later. Raises InvalidArgument when the pool can never
@@ -80,7 +93,7 @@ class WorkspacePool:
 
     def _grant(self) -> list[Grant]:
         granted: list[Grant] = []
-        while self._waiting:
+        while self._waiting and self._open:
             first = self._waiting[0]
             offset = self._free.allocate(first.byte_size)
             if offset is None:

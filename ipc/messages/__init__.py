@@ -120,6 +120,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
     UnloadModel,
     WorkerStarted,
+    WorkspaceAllocated,
 )
 
 __all__ = [
@@ -234,6 +235,8 @@ __all__ = [
     "WorkerStarted",
     "WorkerToScheduler",
     "WorkerToSupervisor",
+    "WorkspaceAllocated",
+    "WorkspaceToSupervisor",
 ]
 
 ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics | ReportTimes
@@ -324,6 +327,7 @@ WorkerToSupervisor = (
     | LeaseWorkspace
     | ReturnWorkspace
 )
+WorkspaceToSupervisor = WorkspaceAllocated
 SupervisorToLocalClient = (
     Welcome
     | ModelPublished

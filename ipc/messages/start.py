@@ -92,6 +92,16 @@ class WorkerStart:
     log: LogSettings = field(default_factory=LogSettings)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkspaceStart:
+    """The holder of a CUDA device's workspace pool."""
+
+    device_id: int
+    byte_size: int
+    run_dir: Path
+    log: LogSettings = field(default_factory=LogSettings)
+
+
 def encode(start: Any) -> bytes:
     """A record of records as MessagePack; paths need not be UTF-8."""
     data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")

@@ -336,8 +336,8 @@ class FindModel:
 
 @message
 class LeaseWorkspace:
-    """An execution needs so much of its device's workspace: respond with {"memory": what it lies in
-    (id, pid, fd, inode, byte_size), "offset"} once that is there. `ReturnWorkspace` ends it."""
+    """An execution needs so much of its device's workspace: respond with {"place": where it begins,
+    packed} once that is there. `ReturnWorkspace` ends it."""
 
     id: int
     device: str
@@ -346,10 +346,20 @@ class LeaseWorkspace:
 
 @message
 class ReturnWorkspace:
-    """The execution has ended that leased the workspace at `offset`."""
+    """The execution has ended that leased the workspace at `offset` of a memory, which nothing on
+    the device uses any more."""
 
     device: str
+    memory_id: int
     offset: int
+
+
+@message
+class WorkspaceAllocated:
+    """The memory of a CUDA device's workspace pool is there, and opened by this handle."""
+
+    handle: bytes
+    device_uuid: bytes
 
 
 @message

@@ -293,7 +293,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "workspace-byte-size",
             help="DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
-            "of it what it needs for the time of an execution (cpu=BYTES)",
+            "of it what it needs for the time of an execution (cpu=BYTES, cuda:0=BYTES)",
             repeat=True,
         ),
         Flag(

@@ -60,7 +60,7 @@ class SupervisorContext:
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
         """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
-        "ensemble" or "worker"."""
+        "ensemble", "worker" or "workspace"."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(pid, message)

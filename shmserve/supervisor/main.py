@@ -51,6 +51,7 @@ from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.grants import Grants
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
+from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def compose(
         regions=regions,
         lent=lent,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
+        workspace_holders=WorkspaceHolders(context),
         models=models,
         registry=registry,
         readiness=readiness,

@@ -30,6 +30,7 @@ from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Supervisor:
     regions: RegionRegistry
     lent: LentRegions
     gateways: Gateways
+    workspace_holders: WorkspaceHolders
     models: Models
     registry: ModelRegistry
     readiness: ReadinessCheck
@@ -114,7 +116,7 @@ class Supervisor:
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
         with StartupReport() as progress:
-            loading = asyncio.ensure_future(self.models.start(progress))
+            loading = asyncio.ensure_future(self._load(progress))
             try:
                 loaded, _ = await asyncio.gather(loading, gateways)
             except BaseException:
@@ -138,6 +140,10 @@ class Supervisor:
             self.context.background(self.poller.run())
         return 0
 
+    async def _load(self, progress: StartupReport) -> bool:
+        await self.workspace_holders.start()  # models may want some when they warm up
+        return await self.models.start(progress)
+
     # --- deaths
 
     def _process_exited(self, child: Child) -> None:
@@ -150,6 +156,7 @@ class Supervisor:
         self.gateways.process_exited(child)
         self.registry.process_exited(child)
         self.readiness.exited(child.pid)
+        self.workspace_holders.process_exited(child)
         context.workspaces.process_exited(child.pid)
         if child.exited.result() == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
@@ -163,6 +170,7 @@ class Supervisor:
         context = self.context
         self.health.exiting()
         self.gateways.retire()
+        self.workspace_holders.retire()
         logger.info(
             "stopping: finishing what is in flight, for at most %d s", context.config.exit_timeout_s
         )

@@ -56,15 +56,16 @@ class Made(Child):
 class Processes:
     """A zygote, its processes and the supervisor's socket to them: each says what is expected of
     it, unless `at_start` has something else happen to it, or `hanging`: then it loads for ever.
+    `flags` are the server's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
         self._pids = itertools.count(_HIGHEST_PID + 1)
         self.started: list[Made] = []
         self.at_start: Callable[[Made], None] = lambda child: None
         self.hanging = False
         self.on_end: Callable[[Child], None] = lambda child: None
-        config = from_flags(parse(["--model-repository=/tmp"]), {})
+        config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
         folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
         self.context = SupervisorContext(
@@ -79,7 +80,7 @@ class Processes:
             events=EventPublisher(),
             cache_shares=CacheShares(0),
             grants=Grants(False, {}, lambda pid, message: None),
-            workspaces=Workspaces({}, MagicMock()),
+            workspaces=Workspaces(config.workspace_byte_sizes, MagicMock()),
         )
         self._handlers: dict[int, Callable[[Any], None]] = {}
 

@@ -149,7 +149,7 @@ class Rig:
             arena=arena,
             output_memory=OutputMemory(arena),
             mappings=mappings,
-            workspace=Workspace(control, mappings, "cpu"),
+            workspace=Workspace(control, mappings, "cpu", lambda device: None),
         )
         self.context.version_dir.mkdir(parents=True, exist_ok=True)
         self._batches = self._served = 0

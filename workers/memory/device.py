@@ -90,16 +90,21 @@ class DeviceMemory:
         self._written: set[int] = set()
         self._used: set[int] = set()  # devices that worked
         self._thread = threading.get_ident()
+        self._opening = threading.Lock()
 
     def open(self, memory: Memory) -> _Mapping:
-        """Map the memory of a region, for `Mappings`.
+        """Map the memory of a region, or of a workspace, for `Mappings`; from any thread.
 
         Raises InvalidArgument when the handle opens nothing, or less than the region says, or on
         another device than it says; Unavailable where there is no CUDA, or torch was built without,
         or the device has no room for this process; DeviceLost when it can be used no more.
         """
+        with self._opening:
+            return self._opened(memory)
+
+    def _opened(self, memory: Memory) -> _Mapping:
         handle = memory.cuda
-        assert handle is not None and threading.get_ident() == self._thread
+        assert handle is not None
         self.collect()  # a handle is open once at a time
         if self._cuda is None:
             self._cuda = self._make()
@@ -222,12 +227,18 @@ class DeviceMemory:
         Raises DeviceLost when that fails: the process can use the device no more.
         """
         while self._written:
-            device = self._written.pop()
-            assert self._cuda is not None
-            try:
-                self._cuda.synchronize(device)
-            except CudaError as error:
-                raise DeviceLost(f"device {device}: {error}") from error
+            self.synchronize(self._written.pop())
+
+    def synchronize(self, device: int) -> None:
+        """Wait until a device has done all that this process asked of it; from any thread.
+
+        Raises DeviceLost when that fails.
+        """
+        assert self._cuda is not None
+        try:
+            self._cuda.synchronize(device)
+        except CudaError as error:
+            raise DeviceLost(f"device {device}: {error}") from error
 
     def check(self, question: CheckMemory) -> MemoryChecked:
         """Open a memory and let it go again: how that went."""

@@ -19,6 +19,7 @@ from shmserve.ipc.messages import (
     GatewayToSupervisor,
     SchedulerToSupervisor,
     WorkerToSupervisor,
+    WorkspaceToSupervisor,
 )
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, last_number
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
@@ -31,6 +32,7 @@ _MAY_SEND = {
     "scheduler": frozenset(get_args(SchedulerToSupervisor)),
     "ensemble": frozenset(get_args(EnsembleToSupervisor)),
     "worker": frozenset(get_args(WorkerToSupervisor)),
+    "workspace": frozenset({WorkspaceToSupervisor}),
 }
 _MOST_UNKNOWN = 64
 _MOST_EARLY = 4  # of each
@@ -66,7 +68,7 @@ class Control:
 
     def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
         """Route messages of our process `pid`, those that came already too, to `handler`; `role` is
-        "gateway", "scheduler", "ensemble" or "worker"."""
+        "gateway", "scheduler", "ensemble", "worker" or "workspace"."""
         self._processes[pid] = _Process(role, handler)
         known = [item for item in self._unknown if item[0] == pid]
         for item in known:

@@ -3,8 +3,9 @@
     worker ── LeaseWorkspace ──> its device's pool grants it ── Answered(where) ──> worker
            ── ReturnWorkspace ─> who waits is granted next
 
-A pool is a nameless, sealed memory file of its whole size; workers map it, and the supervisor never
-does. What a process had that is gone is free again once its death is known.
+The pool of host memory is a nameless, sealed memory file of its whole size; a CUDA device's is an
+allocation of a process that holds it (workspace_holders.py). Workers map it, or open it, and the
+supervisor never does. What a process had that is gone is free again once its death is known.
 """
 
 from __future__ import annotations
@@ -19,26 +20,37 @@ from typing import Any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.workspace_pool import Grant, WorkspacePool
 from shmserve.ipc.messages import Answered, LeaseWorkspace, Refused, ReturnWorkspace
+from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class _Pool:
-    """One device's: the memory, and who has what of it."""
+    """One device's: the memory, once it is there, and who has what of it."""
 
     def __init__(self, capacity: int) -> None:
-        size = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            os.close(self.fd)
-            text = f"no memory for a workspace of {size} bytes: {error.strerror}"
-            raise Unavailable(text) from None
-        self.leases = WorkspacePool(size)
-        inode = os.fstat(self.fd).st_ino
-        self.memory = [secrets.randbits(62), os.getpid(), self.fd, inode, size]
+        self.byte_size = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.leases = WorkspacePool(self.byte_size)
+        self.memory: Memory | None = None
+
+    def place(self, offset: int) -> Place:
+        """What begins at `offset`."""
+        assert self.memory is not None
+        return Place(self.memory, offset, 0)
+
+
+def _host_memory(byte_size: int) -> Memory:
+    """Raises Unavailable where the host has not so much."""
+    fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, byte_size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        text = f"no memory for a workspace of {byte_size} bytes: {error.strerror}"
+        raise Unavailable(text) from None
+    inode = os.fstat(fd).st_ino
+    return Memory(secrets.randbits(62), os.getpid(), fd, inode, byte_size, sealed=True)
 
 
 class Workspaces:
@@ -50,6 +62,18 @@ class Workspaces:
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:
         self._pools = {device: _Pool(size) for device, size in byte_sizes.items()}
         self._send = send
+        if "cpu" in self._pools:
+            self.allocated("cpu", _host_memory(self._pools["cpu"].byte_size))
+
+    def allocated(self, device: str, memory: Memory) -> None:
+        """The memory of a device's pool is there: who waits for it is granted."""
+        pool = self._pools[device]
+        pool.memory = memory
+        self._tell(pool, pool.leases.open())
+
+    def lost(self, device: str) -> None:
+        """The memory of a device's pool is gone, until it is `allocated` again."""
+        self._pools[device].leases.close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
         """What a worker asks for, or gives back.
@@ -58,8 +82,8 @@ class Workspaces:
         """
         pool = self._pools.get(message.device)
         match message:
-            case ReturnWorkspace(offset=offset):
-                if pool is not None:
+            case ReturnWorkspace(memory_id=memory_id, offset=offset):
+                if pool is not None and pool.memory is not None and pool.memory.id == memory_id:
                     self._tell(pool, pool.leases.release(pid, offset))
             case LeaseWorkspace(id=number, byte_size=size):
                 try:
@@ -82,9 +106,10 @@ class Workspaces:
     def close(self) -> None:
         """Give the memory back; what is mapped of it lives on until its process ends."""
         for pool in self._pools.values():
-            os.close(pool.fd)
+            if pool.memory is not None and pool.memory.cuda is None:
+                os.close(pool.memory.fd)
         self._pools.clear()
 
     def _tell(self, pool: _Pool, granted: list[Grant]) -> None:
         for owner, ticket, offset in granted:
-            self._send(owner, Answered(ticket, {"memory": pool.memory, "offset": offset}))
+            self._send(owner, Answered(ticket, {"place": pack_place(pool.place(offset))}))

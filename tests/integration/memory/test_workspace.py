@@ -91,7 +91,8 @@ def test_without_a_pool_the_error_names_the_flag(
     [
         ("cpu", "'cpu' is not DEVICE=BYTES"),
         ("cpu=1", "1 is out of range"),
-        ("disk=4096", "'disk' is no device with a pool"),
+        ("disk=4096", "'disk' is no device with a pool (there are: cpu, cuda:NUMBER)"),
+        ("cuda:00=4096", "'cuda:00' is no device with a pool"),
     ],
 )
 def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None:
@@ -100,3 +101,11 @@ def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None
     )
     assert done.returncode != 0
     assert f"--workspace-byte-size: {text}" in done.stderr
+
+
+def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
+    done = run_command(
+        "serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"
+    )
+    assert done.returncode == 1
+    assert "workspace cuda:99 ended at its start" in done.stderr

@@ -25,9 +25,16 @@ STEPS = st.lists(
 )
 
 
+def opened() -> WorkspacePool:
+    """A pool whose memory is there."""
+    pool = WorkspacePool(CAPACITY)
+    assert pool.open() == []
+    return pool
+
+
 @given(STEPS)
 def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
-    pool = WorkspacePool(CAPACITY)
+    pool = opened()
     waiting: deque[tuple[int, int, int]] = deque()
     leases: dict[int, tuple[int, int]] = {}  # offset -> owner, size
 
@@ -66,7 +73,7 @@ def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
     """A hundred thousand leases, from bytes to the whole pool: each is had in the end, and the
     pool is one piece then."""
     chance = random.Random(17)
-    pool = WorkspacePool(CAPACITY)
+    pool = opened()
     sizes: dict[int, int] = {}
     leased: list[tuple[int, int]] = []
     done = 0
@@ -90,13 +97,26 @@ def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
 
 def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
     with pytest.raises(InvalidArgument, match=r"8192 bytes was asked for, .* pool has 4096"):
-        WorkspacePool(CAPACITY).ask(1, 1, 8192)
+        opened().ask(1, 1, 8192)
 
 
 def test_only_the_owner_ends_a_lease() -> None:
-    pool = WorkspacePool(CAPACITY)
+    pool = opened()
     assert pool.ask(1, 7, CAPACITY) == [Grant(1, 7, 0)]
     assert pool.ask(2, 8, 64) == []
     assert pool.release(2, 0) == []
     assert pool.release(1, 64) == []
     assert pool.drop(1) == [Grant(2, 8, 0)]
+
+
+def test_who_asks_waits_while_the_memory_is_not_there() -> None:
+    """Leases end with it; who waits is granted, in order, when there is some again."""
+    pool = WorkspacePool(CAPACITY)
+    assert pool.ask(1, 7, CAPACITY) == []
+    assert pool.open() == [Grant(1, 7, 0)]
+    assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
+    pool.close()
+    assert (pool.used, pool.waiting) == (0, 2)
+    assert pool.release(1, 0) == pool.drop(2) == []
+    pool.check_integrity()
+    assert pool.open() == [Grant(3, 9, 0)]

@@ -44,6 +44,7 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
+from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
 
@@ -152,7 +153,7 @@ class NativeBackend(Backend):
     @contextlib.contextmanager
     def _workspace(self, byte_size: int) -> Iterator[torch.Tensor]:
         with self.context.workspace.lease(byte_size) as view:
-            yield torch.frombuffer(view, dtype=torch.uint8)
+            yield as_bytes(view)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))

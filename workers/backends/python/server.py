@@ -209,9 +209,10 @@ def get_model_dir() -> str:
 
 
 @contextlib.contextmanager
-def workspace(byte_size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """So many bytes of the device's shared workspace, as an array of uint8, in the with block; it
-    waits until the pool has them. What is in them at first is anybody's.
+def workspace(byte_size: int) -> Iterator[Any]:
+    """So many bytes of the device's shared workspace in the with block, as a numpy array of uint8,
+    or on a GPU as a torch tensor; it waits until the pool has them. What is in them at first is
+    anybody's.
 
     Ours, not Triton's. Ask for all that an execution needs at once, and call no other model in the
     block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
@@ -222,7 +223,7 @@ def workspace(byte_size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
             view = stack.enter_context(current().context.workspace.lease(byte_size))
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-        yield np.frombuffer(view, np.uint8)
+        yield np.frombuffer(view, np.uint8) if isinstance(view, memoryview) else view
 
 
 class Logger:

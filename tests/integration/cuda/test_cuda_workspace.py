@@ -1,0 +1,107 @@
+"""A workspace pool on a real device: models whose needs add up to more than it has, all serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import shmserve.client
+from tests.support import repositories, servers
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+MB = 1 << 20
+NATIVE = '''
+"""Fills a workspace on its device, and counts what does not stay as it is."""
+import torch
+from torch import Tensor
+
+from shmserve.model import INT64
+
+
+class Model:
+    max_batch_size = 0
+
+    def load(self, context):
+        self.context = context
+
+    def predict(self, X: INT64[Tensor, 1]) -> INT64[Tensor, 1]:
+        with self.context.workspace(SIZE) as buffer:
+            assert buffer.is_cuda and buffer.numel() == SIZE
+            buffer.copy_((X % 251).to(torch.uint8).expand(SIZE))
+            for _ in range(20):
+                buffer.add_(1)
+            return (buffer != ((X + 20) % 251).to(torch.uint8)).sum().reshape(1)
+'''
+PYTHON = """
+import torch
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+            with pb_utils.workspace(SIZE) as buffer:
+                assert buffer.is_cuda
+                buffer.fill_(7)
+                wrong = (buffer != 7).sum().cpu().numpy().reshape(1)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("output", wrong)]))
+        return responses
+"""
+GROUP = "instance_group [ { kind: KIND_GPU gpus: [ 0 ] count: 2 } ]\n"
+CONFIG = """
+backend: "python"
+input [ { name: "X" data_type: TYPE_INT64 dims: [ 1 ] } ]
+output [ { name: "output" data_type: TYPE_INT64 dims: [ 1 ] } ]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """14 MB of plans, twice over, on 12 MB."""
+    repository = tmp_path_factory.mktemp("gpu") / "models"
+    source = NATIVE.replace("SIZE", str(6 * MB))
+    repositories.write(repository, "small", 'backend: "native"\n' + GROUP, source)
+    source = PYTHON.replace("SIZE", str(8 * MB))
+    repositories.write(repository, "large", CONFIG + GROUP, source)
+    with servers.running(repository, f"--workspace-byte-size=cuda:0={12 * MB}", gpu=True) as made:
+        yield made
+
+
+def wrong(server: Server, model: str, count: int) -> list[int]:
+    with shmserve.client.connect(server.run_dir) as client:
+        return [
+            int(client.infer(model, X=np.array([n], np.int64))["output"][0]) for n in range(count)
+        ]
+
+
+def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(wrong, server, model, 30) for model in ("small", "large") * 3]
+        assert [each.result() for each in asked] == [[0] * 30] * 6
+
+
+def test_the_process_that_holds_it_dies(server: Server) -> None:
+    def holders() -> list[int]:
+        every = psutil.Process(server.pid).children(recursive=True)
+        return [each.pid for each in every if "workspace cuda:0" in " ".join(each.cmdline())]
+
+    (holder,) = holders()
+    os.kill(holder, signal.SIGKILL)
+    until("there is another one", lambda: holders() not in ([], [holder]), within_s=20)
+    for model in ("small", "large"):
+        assert wrong(server, model, 5) == [0] * 5

@@ -1,0 +1,132 @@
+"""A worker's lease of its device's workspace, on a stand-in for CUDA."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from shmserve.errors import Internal, InvalidArgument
+from shmserve.ipc import messages as m
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.tensors.descriptors import Memory
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.router import Router
+from shmserve.supervisor.resources.workspaces import Workspaces
+from shmserve.workers.device import DeviceLost
+from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.workspace import Workspace
+from tests.rigs.arrivals import arrived
+from tests.rigs.fake_cuda import Exported, FakeCuda
+
+MB = 1 << 20
+NAME = b"worker.1.0.1"
+
+
+@dataclass
+class OnDevice:
+    """A worker on a device with a pool of 2 MB, and the supervisor's end, which notes what comes:
+    with each message, what the device had been asked until then."""
+
+    cuda: FakeCuda
+    exported: Exported
+    workspace: Workspace
+    mappings: Mappings
+    came: list[tuple[m.LeaseWorkspace | m.ReturnWorkspace, int]] = field(default_factory=list)
+
+    def returned(self) -> list[int]:
+        """The offsets that were given back."""
+        return [each.offset for each, _ in self.came if isinstance(each, m.ReturnWorkspace)]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[OnDevice]:
+    cuda = FakeCuda()
+    exported = cuda.export(2 * MB)
+    memory = exported.memory()
+    router = Router(f"ipc://{tmp_path}/control")
+    control = Control(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
+    control.send(m.WorkerStarted(1))
+    assert arrived(router)
+    device_memory = cuda.device_memory()
+    mappings = Mappings(device_memory.open)
+    workspace = Workspace(control, mappings, "cuda:0", device_memory.synchronize)
+    made = OnDevice(cuda, exported, workspace, mappings)
+    ended = threading.Event()
+    thread = threading.Thread(target=supervise, args=(router, made, memory, ended))
+    thread.start()
+    yield made
+    ended.set()
+    thread.join()
+    mappings.drop_all()
+    control.close(0)
+    router.close()
+
+
+def supervise(router: Router, made: OnDevice, memory: Memory, ended: threading.Event) -> None:
+    pools = Workspaces({"cuda:0": 2 * MB}, lambda pid, message: router.post(NAME, message))
+    pools.allocated("cuda:0", memory)
+    while not ended.is_set():
+        for _, message in arrived(router, 0.02):
+            made.came.append((message, len(made.cuda.asked)))
+            pools.handle(1, message)
+        router.flush()
+    pools.close()
+
+
+def settled(worker: OnDevice, count: int) -> None:
+    """So many leases have come back."""
+    for _ in range(500):
+        if len(worker.returned()) == count:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(worker.came)
+
+
+def test_a_lease_is_a_tensor_there_and_comes_back_when_the_device_is_done(
+    worker: OnDevice,
+) -> None:
+    with worker.workspace.lease(MB) as buffer:
+        assert buffer.dtype == torch.uint8 and buffer.shape == (MB,)
+        buffer.fill_(7)
+        assert not worker.returned()
+    settled(worker, 1)
+    assert (worker.exported.content[:MB] == 7).all() and not worker.exported.content[MB:].any()
+    _, asked = worker.came[-1]
+    assert worker.cuda.asked[:asked] == [("open", 0), ("synchronize", 0)]
+
+
+def test_leases_of_other_threads(worker: OnDevice) -> None:
+    """A model that streams has threads of its own; the memory is opened once for all."""
+
+    def use(number: int) -> bool:
+        with worker.workspace.lease(MB) as buffer:
+            buffer.fill_(number)
+            return bool((buffer == number).all())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(use, range(1, 21)))
+    settled(worker, 20)
+    assert worker.cuda.opened == 1
+
+
+def test_a_device_that_fails_takes_the_worker_with_it(worker: OnDevice) -> None:
+    with pytest.raises(DeviceLost), worker.workspace.lease(MB):
+        worker.cuda.broken = True
+
+
+def test_more_than_there_is_and_a_second_one(worker: OnDevice) -> None:
+    with pytest.raises(InvalidArgument, match="pool has 2097152"), worker.workspace.lease(3 * MB):
+        pass
+    with (
+        worker.workspace.lease(64),
+        pytest.raises(Internal, match="has a workspace already"),
+        worker.workspace.lease(64),
+    ):
+        pass
+    settled(worker, 1)
