@@ -61,6 +61,7 @@ def make_submit(
     ends_ns: int = 0,
     flags: int = 0,
     correlation_id: int | str = 0,
+    source: int = 0,
 ) -> Submit:
     """The message that submits a request, whose packed `Inference` is `work`.
 
@@ -94,6 +95,7 @@ def make_submit(
         flags,
         sequence,
         text,
+        source,
     )
 
 

@@ -25,7 +25,8 @@ class Submit:
     `request_id` is the client's own; it may be empty. `timeout_us` is the request's own limit,
     `deadline_ns` (monotonic clock) when nobody waits any more; 0: none. The sequence that
     it belongs to is `correlation_id`, or `correlation_text` where that is a text; 0 and "": none.
-    `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END).
+    `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END). `source`
+    tells apart those who come through one gateway, by a number of its own: only of such a request.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Submit:
     flags: int = 0
     correlation_id: int = 0
     correlation_text: str = ""
+    source: int = 0
 
 
 @message

@@ -121,6 +121,11 @@ class ClientIdentity:
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None
 
     @property
+    def source(self) -> int:
+        """A number that tells the connection from others of this process."""
+        return id(self)
+
+    @property
     def uid(self) -> int | None:
         """The user that the kernel names, as it does at a unix socket."""
         return None if self._peer is None else self._peer.uid

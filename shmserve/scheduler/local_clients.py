@@ -113,12 +113,9 @@ class LocalClientRules:
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
-        if (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key) == (
-            arrived_ns,
-            deadline_ns,
-            admission.batch_size,
-            admission.shape_key,
-        ):
+        given = (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key)
+        believed = (arrived_ns, deadline_ns, admission.batch_size, admission.shape_key)
+        if given == believed and not submit.source:
             return submit
         return Submit(
             submit.id,

@@ -28,6 +28,11 @@ class CallIdentity(ClientIdentity):
         self._users = users
         self._call = call
 
+    @property
+    def source(self) -> int:
+        """As `ClientIdentity` says: of all calls of a connection the same."""
+        return abs(hash(self._call.peer()))
+
     def _find_user(self) -> Peer | None:
         client = core_sockets.address_of(self._call.peer())
         return None if client is None else self._users.at(client)

@@ -49,6 +49,7 @@ def admit(
         call_limit_us=call_limit_us,
         flags=wire.flags,
         correlation_id=wire.correlation_id,
+        source=client.source if wire.correlation_id else 0,
     )
 
 

@@ -1,7 +1,7 @@
 """The backlog: sequences that wait for a slot, in the order of their arrival, by client (pure).
 
 Where several clients' sequences wait, these take turns: one that opens a million of them and ends
-none delays its own. A gateway, with all who come through it, is one client.
+none delays its own. Of those who come through a gateway, each connection is one.
 """
 
 from __future__ import annotations

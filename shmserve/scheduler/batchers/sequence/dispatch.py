@@ -82,7 +82,7 @@ class SequenceDispatch(Dispatcher):
                 f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
-        self._sequences.check(correlation_id, flags, client)
+        self._sequences.check(correlation_id, flags, (client, message.source))
         return Identity(correlation_id, flags)
 
     @property

@@ -10,18 +10,21 @@ from shmserve.scheduler.batchers.base import Closed, WaitUntil
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import Request
 
+# Who began a sequence: a client of the scheduler's, and who that says it comes from.
+Owner = tuple[Client[Request], int]
+
 
 class Sequence:
     """Requests with one correlation id, from a START to an END, in the order of their arrival.
 
     It has a slot (`lane`, `slot`) or waits in the backlog (no `lane`). At most one of its requests
-    runs at a time. `owner` is the client that began it. `ended`: no more can come. `begun`: its
+    runs at a time. `owner` is who began it. `ended`: no more can come. `begun`: its
     instance has state of it.
     """
 
     __slots__ = ("begun", "ended", "id", "lane", "owner", "running", "slot", "waiting")
 
-    def __init__(self, correlation_id: int | str, owner: Client[Request]) -> None:
+    def __init__(self, correlation_id: int | str, owner: Owner) -> None:
         self.id = correlation_id
         self.owner = owner
         self.waiting: deque[Request] = deque()

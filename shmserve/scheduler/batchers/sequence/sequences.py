@@ -19,11 +19,15 @@ from collections.abc import Iterable
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.scheduler.batchers.sequence.backlog import Backlog
-from shmserve.scheduler.batchers.sequence.lane import Lane, Sequence
-from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.batchers.sequence.lane import Lane, Owner, Sequence
 from shmserve.scheduler.requests.request import NEVER, Request
 
 _LOST_REMEMBERED = 4096
+
+
+def owner_of(request: Request) -> Owner:
+    """Who begins a sequence with this request."""
+    return request.client, request.submit.source
 
 
 class Sequences:
@@ -99,9 +103,9 @@ class Sequences:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def check(self, correlation_id: int | str, flags: int, client: Client[Request]) -> None:
+    def check(self, correlation_id: int | str, flags: int, owner: Owner) -> None:
         """Raises InvalidArgument for a request that belongs to no sequence, QueueFull where too
-        many of its client wait."""
+        many of its `owner` wait."""
         if correlation_id in self._open:
             return
         if not flags & SEQUENCE_START:
@@ -112,7 +116,7 @@ class Sequences:
             if correlation_id in self._lost:
                 text += "; the state of this one was lost when the model's worker died"
             raise InvalidArgument(text)
-        if self._backlog.count(client) >= self._most:
+        if self._backlog.count(owner) >= self._most:
             raise QueueFull(
                 f"{self._most} sequences of this client wait for a slot of model "
                 f"'{self._model}', which is as many as may"
@@ -125,7 +129,7 @@ class Sequences:
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = Sequence(correlation_id, request.client)
+            sequence = self._open[correlation_id] = Sequence(correlation_id, owner_of(request))
             self._backlog.append(sequence)
         request.sequence = sequence
         sequence.waiting.append(request)

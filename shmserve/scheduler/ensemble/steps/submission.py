@@ -94,6 +94,7 @@ def _submit(
         ends_ns=request.deadline_ns,
         flags=flags,
         correlation_id=correlation_id,
+        source=origin.source,
     )
 
 

@@ -30,8 +30,9 @@ class Table:
 
     def ask(self, client: Client[Request], sequence: int, flags: int) -> Any:
         """A request; raises what it is refused with."""
-        self.sequences.check(sequence, flags, client)
-        request: Any = SimpleNamespace(client=client, flags=flags, sequence=None)
+        self.sequences.check(sequence, flags, (client, 0))
+        submit = SimpleNamespace(source=0)
+        request: Any = SimpleNamespace(client=client, flags=flags, sequence=None, submit=submit)
         self.sequences.arrive(request, sequence)
         return request
 

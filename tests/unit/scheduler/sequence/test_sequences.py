@@ -382,6 +382,19 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     assert len(told) < 10
 
 
+def test_connections_of_a_gateway_take_turns() -> None:
+    """One that opens many sequences has others' in between, and its own are bounded."""
+    rig = SequenceRig(rows=1)
+    greedy = [rig.ask(each, START | END, source=7) for each in range(1, 7)]
+    other = [rig.ask(each, START | END, source=8) for each in (11, 12)]
+    ran: list[Any] = []
+    while rig.runs():
+        ran += rig.batches()[0]
+        rig.done()
+    assert ran == [1, 2, 3, 11, 4, 12, 5, 6]  # 2 had the slot and 3 the turn before 11 came
+    assert rig.outcomes() == dict.fromkeys([*greedy, *other])
+
+
 def submitted(sequence: int) -> m.Submit:
     """The first request of a sequence."""
     return m.Submit(sequence, 1, b"", 0, 0, 0, 0, b"w", "", START, sequence, "")
