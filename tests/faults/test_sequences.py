@@ -4,6 +4,7 @@ else notices.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -138,11 +139,9 @@ def test_a_worker_is_killed_under_load(server: Server, client: shmserve.client.S
     with Others(server) as others:
         victim = server.one("worker summing.0")
         victim.kill()
-        try:
-            assert ask(client, 70, 3, start=True, end=True) == 3
-        except ShmserveError as error:  # the scheduler had not heard of the death yet
-            assert "is lost with it" in str(error)
-            assert ask(client, 70, 3, start=True, end=True) == 3
+        with contextlib.suppress(shmserve.client.Internal):  # the scheduler may not know it yet
+            ask(client, 69, 3, start=True, end=True)
+        assert ask(client, 70, 3, start=True, end=True) == 3
         wait_replaced(server, victim, "worker summing.0")
         until("it is ready", lambda: server.answers("/v2/health/ready"), within_s=RECOVERY_S * 5)
     assert not others.wrong and others.lost <= 2
