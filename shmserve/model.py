@@ -40,11 +40,10 @@ computes for long between two of them looks at `Context.cancelled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 __all__ = [
     "BF16",
@@ -130,7 +129,19 @@ else:
 IS_CANCELLED: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 
 
-def _no_workspace(byte_size: int) -> AbstractContextManager[Any]:
+class Lease(Protocol):
+    """So many bytes of a workspace, for a `with` block, or in a coroutine an `async with` block."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+def _no_workspace(byte_size: int) -> Lease:
     raise RuntimeError("only a model that a server runs has a workspace")
 
 
@@ -147,11 +158,9 @@ class Context:
     device: str
     directory: Path
     parameters: Mapping[str, str] = field(default_factory=dict)
-    lease: Callable[[int], AbstractContextManager[Any]] = field(
-        default=_no_workspace, repr=False, compare=False
-    )
+    lease: Callable[[int], Lease] = field(default=_no_workspace, repr=False, compare=False)
 
-    def workspace(self, byte_size: int) -> AbstractContextManager[Any]:
+    def workspace(self, byte_size: int) -> Lease:
         """So many bytes of the device's shared workspace, as a torch tensor of uint8, for a with
         block in `predict`:
 
@@ -160,7 +169,8 @@ class Context:
 
         It waits until the pool has them; who leaves the block gives them back, and must not use the
         buffer any more. What is in it at first is anybody's. Ask for all that an execution needs at
-        once, and call no other model meanwhile. The pool's size is the server's flag
+        once, and call no other model meanwhile. In a coroutine it is `async with`: the others of
+        the model go on while it waits. The pool's size is the server's flag
         `--workspace-byte-size`; raises ShmserveError without one, or for more than all of it.
         """
         return self.lease(byte_size)

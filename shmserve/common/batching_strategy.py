@@ -1,13 +1,19 @@
-"""How the dynamic batcher decides: a model's parameters `batching_strategy` and `target_p99_ms`."""
+"""How requests are scheduled: a model's parameters `batching_strategy`, `target_p99_ms` and
+`max_streams`."""
 
 from __future__ import annotations
 
 import math
+import re
 from enum import StrEnum
 
 STRATEGY = "batching_strategy"
 TARGET = "target_p99_ms"
+MAX_STREAMS = "max_streams"
+MOST_STREAMS = 65_536
+SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
+_NUMBER = re.compile(r"[-+.0-9eE]+")  # no more of what Python takes for one
 
 
 class Strategy(StrEnum):
@@ -24,9 +30,16 @@ def strategy(text: str) -> Strategy | None:
 
 
 def target_ms(text: str) -> float | None:
-    """A target in milliseconds, above 0 and of a day at most, if it is one."""
+    """A target in milliseconds, of a microsecond at least and of a day at most, if it is one."""
     try:
-        value = float(text)
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
     except ValueError:
         return None
-    return value if math.isfinite(value) and 0 < value <= LONGEST_TARGET_MS else None
+    return value if SHORTEST_TARGET_MS <= value <= LONGEST_TARGET_MS else None
+
+
+def max_streams(text: str) -> int | None:
+    """How many requests of a decoupled model an instance has at a time, if it is such a number."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_STREAMS))):
+        return None
+    return int(text) if 1 <= int(text) <= MOST_STREAMS else None

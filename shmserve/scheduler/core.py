@@ -77,7 +77,7 @@ class Scheduler:
         self._responses = Responses(clients, workers, self._statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
         self._grants = Grants(control) if settings.rate_limited else None
-        self._pool = Pool(settings.execution_limit_ns, self._grants)
+        self._pool = Pool(settings.execution_limit_ns, self._grants, settings.most_open)
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self._statistics
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shmserve.common import batching_strategy
-from shmserve.common.batching_strategy import Strategy
+from shmserve.common.batching_strategy import MAX_STREAMS, Strategy, max_streams
 from shmserve.common.metrics import first_response
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
@@ -128,6 +128,7 @@ class Settings:
     sequences: Sequencing | None = None
     request_limit_ns: int = 0  # from a request's arrival to its last response; 0: none
     decoupled: bool = False  # any number of responses to a request
+    most_open: int = 0  # requests that an instance of a decoupled model has at a time; 0: any
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
     padding: Padding | None = None
@@ -147,7 +148,7 @@ class Settings:
             version=version,
             max_batch_size=max_batch_size,
             batching=None if dynamic is None else _strategy(config, dynamic),
-            policies=_policies(dynamic or {}, limits.max_queue_size),
+            policies=_policies(dynamic or {}, limits.max_queue_size, ordered),
             # What may never end cannot be waited for.
             preserve_ordering=ordered and not decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
@@ -156,6 +157,7 @@ class Settings:
             request_limit_ns=limits.request_timeout_us * _NS_PER_US,
             sequences=_sequencing(config, limits),
             decoupled=decoupled,
+            most_open=_most_open(config) if decoupled else 0,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
             padding=Padding.of(config),
@@ -223,6 +225,11 @@ def _id_control(sequences: dict[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+def _most_open(config: dict[str, Any]) -> int:
+    parameter = (config.get("parameters") or {}).get(MAX_STREAMS) or {}
+    return max_streams(parameter.get("string_value", "")) or 0
+
+
 def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     for control in (config.get("model_metrics") or {}).get("metric_control") or ():
         identifier = control.get("metric_identifier") or {}
@@ -232,25 +239,29 @@ def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     return first_response.BUCKETS_MS
 
 
-def _policies(dynamic: dict[str, Any], default_bound: int) -> QueuePolicies:
+def _policies(dynamic: dict[str, Any], default_bound: int, ordered: bool) -> QueuePolicies:
     default = dynamic.get("default_queue_policy") or {}
     levels = int(dynamic.get("priority_levels") or 0)
     by_level = (dynamic.get("priority_queue_policy") or {}) if levels else {}
     return QueuePolicies(
-        default=_policy(default, default_bound),
+        default=_policy(default, default_bound, ordered),
         levels=levels,
         default_level=int(dynamic.get("default_priority_level") or 0) if levels else 0,
-        by_level={int(level): _policy(each, default_bound) for level, each in by_level.items()},
+        by_level={
+            int(level): _policy(each, default_bound, ordered) for level, each in by_level.items()
+        },
         limited=levels > 1 or any(map(_limits, (default, *by_level.values()))),
     )
 
 
-def _policy(policy: dict[str, Any], default_bound: int) -> QueuePolicy:
+def _policy(policy: dict[str, Any], default_bound: int, ordered: bool) -> QueuePolicy:
+    delays = policy.get("timeout_action") == "DELAY"
     return QueuePolicy(
         max_size=int(policy.get("max_queue_size") or 0) or default_bound,
         timeout_ns=int(policy.get("default_timeout_microseconds") or 0) * _NS_PER_US,
-        override=bool(policy.get("allow_timeout_override", False)),
-        delays=policy.get("timeout_action") == "DELAY",
+        # A request that is put behind the others would hold up the responses of all of them.
+        override=bool(policy.get("allow_timeout_override", False)) and not (ordered and delays),
+        delays=delays,
     )
 
 

@@ -134,7 +134,8 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)
-        logger.info("the server is ready after %.2f s", time.monotonic() - began)
+        ready = "is ready" if self.health.current.ready else "serves, and is not ready,"
+        logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         _give_memory_back()
         if self.context.config.model_control_mode == "poll":
             self.context.background(self.poller.run())

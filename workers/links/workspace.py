@@ -1,18 +1,28 @@
-"""A worker's end of its device's workspace pool: memory for the time of an execution."""
+"""A worker's end of its device's workspace pool: memory for the time of an execution.
+
+with lease:           the thread waits until the pool has it
+async with lease:     the coroutine does, and the others of its event loop go on
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import LeaseWorkspace, ReturnWorkspace
-from shmserve.ipc.tensors.descriptors import unpack_place
+from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.workers.links.supervisor import Control
+
+# Whether the execution that runs here, a thread's or a coroutine's, has a workspace.
+_HOLDS: ContextVar[bool] = ContextVar("holds_workspace", default=False)
 
 
 class Workspace:
@@ -30,34 +40,134 @@ class Workspace:
         self._mappings = mappings
         self._device = device
         self._settle = settle
-        self._held = threading.local()
+        self.coroutines = 0  # of the event loop, that have a lease
 
-    @contextlib.contextmanager
-    def lease(self, byte_size: int) -> Iterator[Any]:
-        """So many bytes in the with block, as a writable memoryview, or a tensor of uint8 on the
-        device; what is in them is anybody's. Waits until the pool has them.
+    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = lambda view: view) -> Lease:
+        """So many bytes for a with block, `seen_as` what that makes of a writable memoryview, or of
+        a tensor of uint8 on the device; what is in them is anybody's."""
+        return Lease(self, byte_size, seen_as)
 
-        Raises InvalidArgument for what is no positive integer or more than the whole pool,
-        Unavailable where the device has no pool, Internal for a second lease of the same thread:
-        two such, each waiting for what the other has, would wait for ever.
-        """
-        if type(byte_size) is not int or byte_size < 1:
-            raise InvalidArgument(f"a workspace has a positive number of bytes, not {byte_size!r}")
-        if getattr(self._held, "here", False):
+    def ask(self, byte_size: int) -> Place:
+        """Wait until the pool has so many bytes. Raises Internal, Unavailable."""
+        try:
+            granted = self._control.ask(
+                lambda number: LeaseWorkspace(number, self._device, byte_size)
+            )
+        except InvalidArgument as error:  # the model's fault, and no client's
+            raise Internal(error.message) from None
+        return replace(unpack_place(granted["place"]), byte_size=byte_size)
+
+    def view(self, place: Place) -> Any:
+        """The bytes of a lease."""
+        return self._mappings.view(place)
+
+    def give_back(self, place: Place, used: bool = True) -> None:
+        """End a lease. Raises DeviceLost."""
+        if used and place.memory.cuda is not None:
+            # Who has it next may be another process, whose work is in no order with ours.
+            self._settle(place.memory.cuda.device)
+        self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
+
+
+class Lease:
+    """One lease, of a with block, or in a coroutine of an `async with` block.
+
+    Entering raises Internal for what is no positive integer or more than the whole pool, for a
+    second lease of the same execution (two such, each waiting for what the other has, would wait
+    for ever), and where a coroutine would stop the event loop in which another one has a lease;
+    Unavailable where the device has no pool.
+    """
+
+    def __init__(self, workspace: Workspace, byte_size: int, seen_as: Callable[[Any], Any]) -> None:
+        self._workspace = workspace
+        self._byte_size = byte_size
+        self._seen_as = seen_as
+        self._place: Place | None = None
+        self._token: Token[bool] | None = None
+        self._in_loop = False
+
+    def __enter__(self) -> Any:
+        self._check()
+        in_loop = _in_event_loop()
+        if self._workspace.coroutines and in_loop:
+            raise Internal(
+                "another coroutine of this model has a workspace, which could not go on while this "
+                "one waits: use 'async with'"
+            )
+        return self._entered(self._workspace.ask(self._byte_size), in_loop)
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    async def __aenter__(self) -> Any:
+        self._check()
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[Place] = loop.create_future()
+        # A thread for each that waits: no other work of the model's waits behind it.
+        threading.Thread(target=self._wait, args=(loop, granted), daemon=True).start()
+        try:
+            place = await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._workspace.give_back(granted.result(), used=False)
+            raise
+        return self._entered(place, in_loop=True)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _check(self) -> None:
+        if type(self._byte_size) is not int or self._byte_size < 1:
+            raise Internal(f"a workspace has a positive number of bytes, not {self._byte_size!r}")
+        if _HOLDS.get():
             raise Internal(
                 "this execution has a workspace already: ask for all that it needs at once"
             )
-        granted = self._control.ask(lambda number: LeaseWorkspace(number, self._device, byte_size))
-        self._held.here = True
-        place = replace(unpack_place(granted["place"]), byte_size=byte_size)
+
+    def _wait(self, loop: asyncio.AbstractEventLoop, granted: asyncio.Future[Place]) -> None:
         try:
-            view = self._mappings.view(place)
-            try:
-                yield view
-            finally:
-                if place.memory.cuda is not None:
-                    # Who has it next may be another process, whose work is in no order with ours.
-                    self._settle(place.memory.cuda.device)
-        finally:
-            self._held.here = False
-            self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
+            place = self._workspace.ask(self._byte_size)
+        except Exception as error:
+            tell = partial(_settle, granted, error)
+        else:
+            tell = partial(self._granted, granted, place)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the process ends
+            loop.call_soon_threadsafe(tell)
+
+    def _granted(self, granted: asyncio.Future[Place], place: Place) -> None:
+        if granted.done():  # it was cancelled meanwhile
+            self._workspace.give_back(place, used=False)
+        else:
+            granted.set_result(place)
+
+    def _entered(self, place: Place, in_loop: bool) -> Any:
+        try:
+            view = self._seen_as(self._workspace.view(place))
+        except BaseException:
+            self._workspace.give_back(place, used=False)
+            raise
+        self._place = place
+        self._token = _HOLDS.set(True)
+        self._in_loop = in_loop
+        self._workspace.coroutines += in_loop
+        return view
+
+    def _leave(self) -> None:
+        assert self._place is not None and self._token is not None
+        with contextlib.suppress(ValueError):  # a generator's, that is closed from elsewhere
+            _HOLDS.reset(self._token)
+        self._workspace.coroutines -= self._in_loop
+        self._workspace.give_back(self._place)
+
+
+def _settle(granted: asyncio.Future[Place], error: Exception) -> None:
+    if not granted.done():
+        granted.set_exception(error)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shmserve.common.batching_strategy import (
+    MAX_STREAMS,
+    MOST_STREAMS,
     STRATEGY,
     TARGET,
     Strategy,
+    max_streams,
     strategy,
     target_ms,
 )
@@ -81,10 +84,17 @@ def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         yield Problem(_STRATEGY, text)
     if target is not None and target_ms(target) is None:
         text = (
-            f"parameter '{TARGET}' must be a number of milliseconds above 0 and of a day at most "
-            f"{of}, found '{target}'"
+            f"parameter '{TARGET}' must be a number of milliseconds, 0.001 at least and of a day "
+            f"at most {of}, found '{target}'"
         )
         yield Problem(_TARGET, text)
+    streams = _parameter(config, MAX_STREAMS)
+    if streams is not None and max_streams(streams) is None:
+        text = (
+            f"parameter '{MAX_STREAMS}' must be an integer from 1 to {MOST_STREAMS} {of}, found "
+            f"'{streams}'"
+        )
+        yield Problem(("parameters", member(MAX_STREAMS)), text)
     if not complete:
         return
     if chosen is not None and not config.HasField("dynamic_batching"):

@@ -169,15 +169,14 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     steps = config.ensemble_scheduling.step
     conditional = conditions(config)
     origins: dict[str, int] = {io.name: -1 for io in config.input}
-    waiting = list(range(len(steps)))
-    while waiting:
-        for index in list(waiting):
-            reads = set(steps[index].input_map.values())
-            reads |= {conditional[index]} if index in conditional else set()
-            if not reads <= origins.keys():
-                continue
-            waiting.remove(index)
-            found = {origins[tensor] for tensor in reads} - {-1}
+    reads = [set(step.input_map.values()) for step in steps]
+    for index, condition in conditional.items():
+        reads[index].add(condition)
+    waiting = set(range(len(steps)))
+    while ready := sorted(index for index in waiting if reads[index] <= origins.keys()):
+        waiting.difference_update(ready)
+        for index in ready:
+            found = {origins[tensor] for tensor in reads[index]} - {-1}
             if len(found) > 1:
                 raise GraphProblem(
                     f"in ensemble {config.name}, step of model '{steps[index].model_name}' "

@@ -64,6 +64,13 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
             f"ensemble '{name}' step {key[len(_STEP)]}"
         )
         yield Problem(key, text, (first,))
+    inputs = {io.name for io in config.input}
+    for key, tensor in written.items():
+        if tensor in inputs:
+            text = (
+                f"ensemble input '{tensor}' can not appear in an output map for ensemble '{name}'"
+            )
+            yield Problem(key, text, (("input",),))
     yield from _unused(config, "input", config.input, read)
     yield from _unused(config, "output", config.output, set(written.values()))
 
@@ -120,6 +127,14 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
         waiting = [index for index in waiting if index not in ready]
         there.update(tensor for index in ready for tensor in steps[index].output_map.values())
     writers = {t: i for i, step in enumerate(steps) for t in step.output_map.values()}
+    if there.issuperset(output.name for output in config.output):
+        for index in waiting:  # in a circle, or behind one
+            missing = next(tensor for tensor in reads[index] if tensor not in there)
+            text = (
+                f"step {index} of ensemble '{name}', of model '{steps[index].model_name}', can "
+                f"never run: its tensor '{missing}' is made only by steps that wait for it"
+            )
+            yield Problem((*_STEP, index), text)
     for index, output in enumerate(config.output):
         if output.name not in there:
             missing = next(t for t in reads[writers[output.name]] if t not in there)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from shmserve.common.duplicate_keys import members
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 PADDING = "padding"
 _AT: Key = ("parameters", member(PADDING))
 _OF_INPUT = ("value", "buckets", "lengths", "mask", "max_waste")
+_MOST_ELEMENTS = 1 << 28  # of a row in a bucket
+_LONGEST_SHOWN = 64
+# The largest finite number of each floating type.
+_LARGEST: dict[int, float] = {
+    DataType.TYPE_FP16: 65504.0,
+    DataType.TYPE_BF16: 3.3895313892515355e38,
+    DataType.TYPE_FP32: 3.4028234663852886e38,
+    DataType.TYPE_FP64: 1.7976931348623157e308,
+}
 # Whole numbers: (lowest, highest).
 _RANGES = {
     DataType.TYPE_BOOL: (0, 1),
@@ -32,9 +43,12 @@ def padding_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem
 
 def _problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
     try:
-        said = json.loads(text)
+        said = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
         yield f"must be a JSON object, and cannot be read: {error}"
+        return
+    except RecursionError:
+        yield "must be a JSON object, and cannot be read: it is nested too deeply"
         return
     if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
@@ -86,10 +100,21 @@ def _value(value: Any, data_type: int) -> Iterator[str]:
     low, high = _RANGES.get(data_type, (None, None))
     kind = DataType.Name(data_type)
     if low is None or high is None:
+        largest = _LARGEST[data_type]
         if isinstance(value, bool) or not isinstance(value, int | float):
             yield f"must have as 'value' a number for {kind}, found {value!r}"
+        elif abs(value) > largest and value not in (math.inf, -math.inf):
+            yield (
+                f"must have as 'value' a number from {-largest:.6g} to {largest:.6g}, or an "
+                f"infinite one, for {kind}, found {_shown(value)}"
+            )
     elif not isinstance(value, int) or not low <= value <= high:
         yield f"must have as 'value' an integer from {low} to {high} for {kind}, found {value!r}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
@@ -103,6 +128,11 @@ def _buckets(buckets: Any, dims: list[int]) -> Iterator[str]:
             yield f"has the bucket {bucket!r}, which is no shape of {len(dims)} sizes"
         elif any(dim not in (-1, size) for dim, size in zip(dims, sizes, strict=True)):
             yield f"has the bucket {bucket!r}, which does not agree with the input's dims {dims}"
+        elif math.prod(sizes) > _MOST_ELEMENTS:
+            yield (
+                f"has the bucket {_shown(bucket)} of more elements than a row may have, "
+                f"{_MOST_ELEMENTS}"
+            )
 
 
 def _of_output(

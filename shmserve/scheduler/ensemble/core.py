@@ -100,6 +100,7 @@ class Ensemble:
         self._control = control
         self._memory = memory
         self._cache = cache
+        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that have served
         self._to_clients = clients
         self._clients: ClientTable[EnsembleRequest] = ClientTable()
         self._draining = False
@@ -181,8 +182,7 @@ class Ensemble:
         self._live.now_ns = now_ns
         match message:
             case ModelPublished():
-                self._targets.publish(message)
-                self._planner.plan()
+                self._published(message)
                 if message.acknowledge:
                     self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
@@ -210,6 +210,16 @@ class Ensemble:
                 self.misplaced()  # there are no instances
             case _:
                 assert_never(message)
+
+    def _published(self, message: ModelPublished) -> None:
+        key = (message.name, message.version)
+        if self._endpoints.get(key) != message.endpoint:
+            self._endpoints[key] = message.endpoint
+            # Any model may be under a step, of an ensemble that is one, too.
+            if self._cache is not None:
+                self._cache.clear()
+        self._targets.publish(message)
+        self._planner.plan()
 
     def _process_exited(self, pid: int) -> None:
         self._memory.process_exited(pid)

@@ -201,6 +201,7 @@ class Executions:
                 self.misplaced += 1
             elif reply.code == RESCHEDULED and ended.state in AT_WORK and self._again(ended):
                 del slot.requests[reply.key]
+                self._pool.ended(slot)
             else:
                 self._ended(slot, ended, reply, now_ns)
         for request in execution.requests:
@@ -233,6 +234,7 @@ class Executions:
         self, slot: Slot, request: Request, last: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         del slot.requests[request.key]
+        self._pool.ended(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
             self._responses.end(request, last, now_ns)

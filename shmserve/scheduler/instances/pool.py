@@ -143,13 +143,17 @@ class Grants(Protocol):
 class Pool:
     """All slots of a model version. With `grants` each execution needs one.
 
-    `free` are the instances that can take a batch, the one that has been free for longest first.
+    `free` are the instances that can take a batch, the one that has been free for longest first; of
+    a decoupled model those alone that have less than `most_open` requests (0: any number).
     `failure` says why nothing can run and nothing is worth waiting for; it is empty while something
     may.
     """
 
-    def __init__(self, execution_limit_ns: int, grants: Grants | None = None) -> None:
+    def __init__(
+        self, execution_limit_ns: int, grants: Grants | None = None, most_open: int = 0
+    ) -> None:
         self._limit_ns = execution_limit_ns
+        self._most_open = most_open
         self._slots: dict[int, Slot] = {}
         self._by_peer: dict[bytes, Slot] = {}
         self.free: deque[Slot] = deque()
@@ -269,7 +273,7 @@ class Pool:
         if credit > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
-                if batches < credit and slot.state is SlotState.BUSY and not slot.retiring:
+                if batches < credit and slot.state is SlotState.BUSY and self._may_take(slot):
                     found, credit = slot, batches
         return found
 
@@ -283,7 +287,7 @@ class Pool:
             slot = wanted
         else:
             slot = wanted
-            if not slot.retiring:
+            if slot in self.free:
                 self.free.remove(slot)
             if self._grants is not None:
                 self._grants.use(slot)
@@ -306,8 +310,17 @@ class Pool:
             slot.executions[0].started_ns = now_ns
             return
         slot.meet("finish")
-        if slot.state is SlotState.IDLE and not slot.retiring:
+        self.ended(slot)
+
+    def ended(self, slot: Slot) -> None:
+        """An execution of an instance, or a request that was open there, has ended: it may be able
+        to take a batch again."""
+        if slot.state is SlotState.IDLE and self._may_take(slot) and slot not in self.free:
             self.free.append(slot)
+
+    def _may_take(self, slot: Slot) -> bool:
+        open_ = len(slot.requests)
+        return not slot.retiring and (not self._most_open or open_ < self._most_open)
 
     def doom(self, slot: Slot) -> None:
         """The instance's end was asked for: it keeps its batch and gets no other."""

@@ -189,6 +189,10 @@ class ResponseCache:
             assert self._arena is not None
             self._arena.free(offset)
 
+    def clear(self) -> None:
+        """Forget all responses: they would be others now."""
+        self._entries.clear()
+
     # --- size -------------------------------------------------------------------------------------
 
     def resize(self, byte_size: int) -> None:

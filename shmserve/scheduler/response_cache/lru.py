@@ -41,6 +41,11 @@ class LruCache(Generic[T]):
         self.used += byte_size
         return True
 
+    def clear(self) -> None:
+        """Keep nothing of it."""
+        self._entries.clear()
+        self.used = 0
+
     def resize(self, bound: int) -> None:
         """Have another bound from now on."""
         self.bound = bound

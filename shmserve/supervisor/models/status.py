@@ -240,7 +240,7 @@ class ModelRegistry:
             config=version.config,
             metadata={
                 **metadata,
-                "labels": version.spec.labels,
+                "labels": version.instances.labels,
                 "checks_ready": version.instances.checks_ready,
             },
             endpoint=version.endpoint,

@@ -104,6 +104,24 @@ def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     assert stats(http, "pipeline")["inference_stats"]["cache_hit"]["count"] == 6
 
 
+def test_an_ensemble_forgets_what_steps_have_made_that_are_loaded_again(tmp_path: Path) -> None:
+    """Those of an ensemble that is a step, too."""
+    times = "return self.response(Y=self.input(request, 'X') * np.float32({}))"
+    add_model(tmp_path, "plain", times.format(2))
+    add_ensemble(tmp_path, "inner", [step("plain", {"X": "IN"}, {"Y": "OUT"})])
+    add_ensemble(tmp_path, "pipeline", [step("inner", {"IN": "IN"}, {"OUT": "OUT"})], more=CACHED)
+    flags = [f"--cache-config=local,size={SIZE}", "--model-control-mode=explicit"]
+    with running(tmp_path, *flags, "--load-model=pipeline") as server:
+        array = np.ones(3, np.float32)
+        for _ in range(2):
+            assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [2, 2, 2]
+        source = tmp_path / "plain" / "1" / "model.py"
+        source.write_text(source.read_text().replace("np.float32(2)", "np.float32(1000)"))
+        with server.http() as http:
+            http.post("/v2/repository/models/plain/load", {}).ok()
+        assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
+
+
 def test_a_model_that_does_not_ask_for_it_has_none(server: Server, http: Http) -> None:
     array = np.full(3, 9, np.float32)
     assert (

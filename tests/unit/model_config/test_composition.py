@@ -293,3 +293,32 @@ def test_a_graph_that_is_a_circle_or_lacks_an_edge(steps: str, missing: str) -> 
         "output[0].name: output 'O' for ensemble 'm' is not written: at least one of its depending "
         f"tensors, '{missing}', is not connected" in problems(text)
     )
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (
+            'step { model_name: "x" input_map { key: "a" value: "q" } output_map { key: "b" value: '
+            '"r" } } step { model_name: "y" input_map { key: "a" value: "r" } output_map { key: "b"'
+            ' value: "q" } }',
+            "step 0 of ensemble 'm', of model 'x', can never run: its tensor 'q' is made only by "
+            "steps that wait for it",
+        ),
+        (
+            'step { model_name: "x" input_map { key: "a" value: "q" } output_map { key: "b" value: '
+            '"q" } }',
+            "step 0 of ensemble 'm', of model 'x', can never run: its tensor 'q' is made only by "
+            "steps that wait for it",
+        ),
+        (
+            'step { model_name: "x" input_map { key: "a" value: "O" } output_map { key: "b" value: '
+            '"I" } }',
+            "ensemble input 'I' can not appear in an output map for ensemble 'm'",
+        ),
+    ],
+)
+def test_a_circle_beside_what_the_outputs_need(steps: str, text: str) -> None:
+    way = 'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
+    found = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {way} "O" }} }} }}')
+    assert text in found

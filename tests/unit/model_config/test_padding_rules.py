@@ -29,6 +29,7 @@ def said(padding: Any, most: int = 8, complete: bool = True) -> str:
         name: "m" backend: "python" max_batch_size: {most}
         input {{ name: "IMAGE" data_type: TYPE_UINT8 dims: [ 3, -1, -1 ] }}
         input {{ name: "TEXT" data_type: TYPE_STRING dims: [ -1 ] }}
+        input {{ name: "RATES" data_type: TYPE_FP16 dims: [ -1 ] }}
         input {{ name: "FIXED" data_type: TYPE_FP32 dims: [ 2 ] }}
         input {{ name: "FLAT" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }}
         output {{ name: "FEATURES" data_type: TYPE_FP32 dims: [ 3, -1, -1 ] }}
@@ -66,6 +67,14 @@ def test_a_whole_one_is_in_order() -> None:
         ({"IMAGE": {"buckets": [[3, 4]]}}, "the bucket [3, 4], which is no shape of 3 sizes"),
         ({"IMAGE": {"buckets": [[3, 4, -1]]}}, "bucket [3, 4, -1], which is no shape of 3 sizes"),
         ({"IMAGE": {"buckets": [[1, 4, 4]]}}, "does not agree with the input's dims [3, -1, -1]"),
+        (
+            {"IMAGE": {"buckets": [[3, 1 << 40, 1 << 40]]}},
+            "of more elements than a row may have, 268435456",
+        ),
+        ("[" * 5000, "cannot be read: it is nested too deeply"),
+        ('{"IMAGE": {}, "IMAGE": {"value": 1}}', "duplicate key 'IMAGE' in an object"),
+        ({"RATES": {"value": 10**400}}, "a number from -65504 to 65504, or an infinite one, for "),
+        ({"RATES": {"value": 1e10}}, "TYPE_FP16, found 10000000000.0"),
         ({"IMAGE": {"max_waste": 2}}, "must have as 'max_waste' a share, from 0 to 1, found 2"),
         ({"IMAGE": {"lengths": ""}}, "must have as 'lengths' the name of an input, found ''"),
         ({"IMAGE": {"mask": "TEXT"}}, "makes the input 'TEXT' as 'mask', which is another input's"),

@@ -148,10 +148,10 @@ RULES = [
         (
             DYNAMIC + "} " + STRATEGY % "adaptive" + " @" + TARGET % value,
             'parameters["target_p99_ms"]',
-            "parameter 'target_p99_ms' must be a number of milliseconds above 0 and of a day at "
-            f"most for m, found '{value}'",
+            "parameter 'target_p99_ms' must be a number of milliseconds, 0.001 at least and of "
+            f"a day at most for m, found '{value}'",
         )
-        for value in ("", "soon", "0", "-1", "nan", "inf", "1e9")
+        for value in ("", "soon", "0", "-1", "nan", "inf", "1e9", "1e-300", "1_000", " 30 ")
     ),
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",

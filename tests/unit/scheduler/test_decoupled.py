@@ -350,3 +350,23 @@ def test_a_request_is_counted_once_in_either_order(first: str) -> None:
     assert stats["queue"] == {"count": 1, "ns": MS - 4}
     assert stats["compute_infer"] == {"count": 1, "ns": 2}
     assert report["shmserve"]["histograms"]["queue_seconds"]["count"] == 1
+
+
+def test_one_request_too_many_waits_in_the_queue() -> None:
+    """Of a model that answers so many side by side: what waits is no execution."""
+    rig = Rig(
+        decoupled=True, max_batch_size=0, parameters={"max_streams": "2"}, execution_timeout_s=1
+    )
+    peer = rig.start()
+    rig.submit(3, batch_size=0)
+    keys = []
+    for _ in range(2):
+        _, batch = rig.execute()
+        (work,) = batch.requests
+        keys.append(work.key)
+        rig.returned(peer, batch)
+    assert rig.executes() == []
+    rig.pass_time(5_000 * MS)
+    assert to_worker(rig) == rig.control.posted == []  # nobody is killed
+    rig.respond(peer, keys[0], final=True)
+    rig.execute()

@@ -278,3 +278,19 @@ def test_one_that_dies_while_it_retires_is_gone() -> None:
     pool.expect(0, 101)
     pool.offer(0, b"0.101", 101)
     assert pool.free
+
+
+def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
+    """Of a decoupled model: the others wait in the queue."""
+    pool = Pool(0, most_open=2)
+    ready(pool)
+    batches = [execution(1), execution(2)]
+    for batch in batches:
+        slot = pool.assign(batch)
+        pool.finish(slot, 0)
+    assert len(slot.requests) == 2 and slot.idle
+    assert not pool.free and pool.room(9) is None
+    slot.requests.popitem()
+    pool.ended(slot)
+    pool.ended(slot)
+    assert list(pool.free) == [slot]

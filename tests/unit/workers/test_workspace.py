@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory
@@ -79,10 +80,10 @@ def supervise(router: Router, made: OnDevice, memory: Memory, ended: threading.E
     pools.close()
 
 
-def settled(worker: OnDevice, count: int) -> None:
-    """So many leases have come back."""
+def settled(worker: OnDevice, count: int, kind: type = m.ReturnWorkspace) -> None:
+    """So many leases have come back, or were asked for."""
     for _ in range(500):
-        if len(worker.returned()) == count:
+        if sum(isinstance(message, kind) for message, _ in worker.came) == count:
             return
         threading.Event().wait(0.01)
     raise AssertionError(worker.came)
@@ -121,7 +122,7 @@ def test_a_device_that_fails_takes_the_worker_with_it(worker: OnDevice) -> None:
 
 
 def test_more_than_there_is_and_a_second_one(worker: OnDevice) -> None:
-    with pytest.raises(InvalidArgument, match="pool has 2097152"), worker.workspace.lease(3 * MB):
+    with pytest.raises(Internal, match="pool has 2097152"), worker.workspace.lease(3 * MB):
         pass
     with (
         worker.workspace.lease(64),
@@ -129,4 +130,71 @@ def test_more_than_there_is_and_a_second_one(worker: OnDevice) -> None:
         worker.workspace.lease(64),
     ):
         pass
+    settled(worker, 1)
+
+
+def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
+    """Each has its own lease, and those that wait stop nobody: all of it is 2 MB."""
+    order: list[int] = []
+
+    async def use(number: int) -> bool:
+        async with worker.workspace.lease(MB) as buffer:
+            buffer.fill_(number)
+            order.append(number)
+            await asyncio.sleep(0.01)
+            return bool((buffer == number).all())
+
+    async def all_of_them() -> list[bool]:
+        return await asyncio.gather(*map(use, range(8)))
+
+    assert asyncio.run(all_of_them()) == [True] * 8
+    settled(worker, 8)
+    assert sorted(order) == list(range(8))
+
+
+def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(worker: OnDevice) -> None:
+    async def run() -> None:
+        holds = asyncio.Event()
+        leave = asyncio.Event()
+
+        async def hold() -> None:
+            async with worker.workspace.lease(2 * MB):
+                holds.set()
+                await leave.wait()
+
+        async def use() -> None:
+            async with worker.workspace.lease(2 * MB):
+                raise AssertionError
+
+        holder = asyncio.ensure_future(hold())
+        await holds.wait()
+        waiting = asyncio.ensure_future(use())
+        await asyncio.to_thread(settled, worker, 2, m.LeaseWorkspace)  # its question is there
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        leave.set()
+        await holder
+        await asyncio.to_thread(settled, worker, 2)
+
+    asyncio.run(run())
+    with worker.workspace.lease(2 * MB):
+        pass
+
+
+def test_a_coroutine_that_would_stop_the_others_is_told(worker: OnDevice) -> None:
+    async def run() -> None:
+        async with worker.workspace.lease(64):
+            await asyncio.ensure_future(other())
+
+    async def other() -> None:
+        from contextvars import Context
+
+        with pytest.raises(Internal, match="use 'async with'"):
+            Context().run(worker.workspace.lease(64).__enter__)
+        with pytest.raises(Internal, match="has a workspace already"):
+            async with worker.workspace.lease(64):
+                pass
+
+    asyncio.run(run())
     settled(worker, 1)

@@ -16,10 +16,9 @@ otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
+from shmserve.workers.links.workspace import Lease
 from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
@@ -51,6 +51,7 @@ from shmserve.workers.user_code import import_file, says_ready
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 32
+_MAX_STREAMS = "max_streams"
 _DEFAULT_MAX_STREAMS = 64
 
 
@@ -88,6 +89,9 @@ class NativeBackend(Backend):
             completed["max_batch_size"] = _whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
+            # For the scheduler, where others wait.
+            most = max(1, _whole(model, _MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            completed["parameters"].setdefault(_MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
@@ -130,7 +134,7 @@ class NativeBackend(Backend):
         if plan is not None:
             logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
-            most = max(1, _whole(kind, "max_streams", _DEFAULT_MAX_STREAMS))
+            most = int(parameters(config).get(_MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
         self.checks_ready = hasattr(self._model, "is_ready")
 
@@ -150,10 +154,8 @@ class NativeBackend(Backend):
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
 
-    @contextlib.contextmanager
-    def _workspace(self, byte_size: int) -> Iterator[torch.Tensor]:
-        with self.context.workspace.lease(byte_size) as view:
-            yield as_bytes(view)
+    def _workspace(self, byte_size: int) -> Lease:
+        return self.context.workspace.lease(byte_size, as_bytes)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))

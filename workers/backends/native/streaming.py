@@ -1,7 +1,8 @@
 """Generators as `predict`: each `yield` is a response, sent at once.
 
 A generator runs in a thread of its own, an asynchronous one in an event loop that all share, so
-requests are served side by side, up to `most` of them; others wait in the scheduler's queue. When
+requests are served side by side, up to `most` of them; others wait in the scheduler's queue, and
+here those of the last batch that were one too many. When
 its client has gone a generator is closed at its next `yield` (GeneratorExit), an asynchronous one
 is cancelled where it waits. Until then `shmserve.model.Context.cancelled` tells it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,15 +35,25 @@ class GeneratorStreams:
     def __init__(self, predict: Callable[..., Any], respond: Respond, most: int) -> None:
         self._predict = predict
         self._respond = respond
-        self._places = threading.Semaphore(most)
+        self._places = most
+        self._waiting: deque[tuple[ResponseStream, Mapping[str, Any]]] = deque()
+        self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # A thread for each stream that waits for credit: those of clients that do not read must not
         # keep the others' responses waiting for a thread.
         self._senders = ThreadPoolExecutor(most, "send")
 
     def start(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """Begin to respond to a request; waits where `most` are being served."""
-        self._places.acquire()
+        """Begin to respond to a request, or where `most` are being served as soon as one ends."""
+        with self._lock:
+            if not self._places:
+                self._waiting.append((stream, inputs))
+                return
+            self._places -= 1
+        self._begin(stream, inputs)
+
+    def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
+        """It has a place."""
         try:
             with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
@@ -53,9 +65,22 @@ class GeneratorStreams:
                 threading.Thread(
                     target=self._serve, args=(iter(iterator), stream), name="stream", daemon=True
                 ).start()
-        except BaseException:
-            self._places.release()
-            raise
+        except BaseException as error:  # SystemExit too: a model does not end its worker so
+            stream.fail(stream.explain(error))
+            self._leave()
+
+    def _leave(self) -> None:
+        """A place is free: the next has it."""
+        with self._lock:
+            if not self._waiting:
+                self._places += 1
+                return
+            stream, inputs = self._waiting.popleft()
+        if stream.is_cancelled():
+            stream.abandon()
+            self._leave()
+        else:
+            self._begin(stream, inputs)
 
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the event loop that all share, and wait for what it returns."""
@@ -73,8 +98,8 @@ class GeneratorStreams:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, stream: ResponseStream) -> None:
-        self._places.release()
         stream.abandon()  # where it was cancelled before its end
+        self._leave()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:

@@ -24,6 +24,7 @@ from shmserve.workers.bls.calls import Call
 from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
+from shmserve.workers.links.workspace import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -208,22 +209,45 @@ def get_model_dir() -> str:
     return str(current().context.version_dir)
 
 
-@contextlib.contextmanager
-def workspace(byte_size: int) -> Iterator[Any]:
+def workspace(byte_size: int) -> _Workspace:
     """So many bytes of the device's shared workspace in the with block, as a numpy array of uint8,
     or on a GPU as a torch tensor; it waits until the pool has them. What is in them at first is
-    anybody's.
+    anybody's. In a coroutine it is `async with`.
 
     Ours, not Triton's. Ask for all that an execution needs at once, and call no other model in the
     block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
     it, and for a second workspace of the same execution.
     """
-    with contextlib.ExitStack() as stack:
+    return _Workspace(current().context.workspace.lease(byte_size, _as_array))
+
+
+def _as_array(view: Any) -> Any:
+    return np.frombuffer(view, np.uint8) if isinstance(view, memoryview) else view
+
+
+class _Workspace:
+    """A lease, in the terms of this API."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def __enter__(self) -> Any:
         try:
-            view = stack.enter_context(current().context.workspace.lease(byte_size))
+            return self._lease.__enter__()
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-        yield np.frombuffer(view, np.uint8) if isinstance(view, memoryview) else view
+
+    def __exit__(self, *_: object) -> None:
+        self._lease.__exit__()
+
+    async def __aenter__(self) -> Any:
+        try:
+            return await self._lease.__aenter__()
+        except ShmserveError as error:
+            raise TritonModelException(error.message) from None
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._lease.__aexit__()
 
 
 class Logger:

@@ -48,6 +48,7 @@ class SequenceDispatch(Dispatcher):
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
         self._name = settings.name
+        self._rows = 1 if settings.max_batch_size else 0  # of a request
         self._queue = queue
         self._pool = pool
         self._grants = grants
@@ -77,7 +78,7 @@ class SequenceDispatch(Dispatcher):
             flags |= SEQUENCE_START
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
-        if message.batch_size > 1:
+        if message.batch_size != self._rows:
             raise InvalidArgument(
                 f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             )

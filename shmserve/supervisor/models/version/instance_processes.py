@@ -107,6 +107,11 @@ class InstanceProcesses:
         """Whether the model says itself whether it is ready."""
         return any(instance.checks_ready for instance in self._all)
 
+    @property
+    def labels(self) -> dict[str, list[str]]:
+        """The texts for the indices of each output that has any."""
+        return self._spec.labels
+
     # --- start
 
     async def complete_config(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from shmserve.ipc.messages import ModelPublished
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
@@ -31,6 +32,7 @@ class StepModels:
         self._scheduler = scheduler
         self._models = models
         self.config = spec.config
+        self.labels = spec.labels
 
     @property
     def any_ready(self) -> bool:
@@ -61,10 +63,11 @@ class StepModels:
     async def complete_config(self) -> None:
         """Have the graph checked with the models that serve now; raises InvalidArgument."""
         find, steps = self._models.published_now, self._spec.steps
-        found = map(find, steps)
+        found = list(map(find, steps))
         configs = [None if model is None else model.config for model in found]
         elsewhere = [find(step._replace(version="")) is not None for step in steps]
         self.config = self._spec.complete({"steps": configs, "elsewhere": elsewhere})
+        self.labels = {**_inherited(self.config, found), **self._spec.labels}
 
     async def load(self) -> None:
         """They are loaded."""
@@ -90,3 +93,17 @@ class StepModels:
 
     async def stop(self) -> None:
         """They serve on."""
+
+
+def _inherited(
+    config: dict[str, Any], models: Sequence[ModelPublished | None]
+) -> dict[str, list[str]]:
+    """The labels of an ensemble's outputs: those that the model has which makes one."""
+    outputs = {each["name"] for each in config["output"]}
+    found: dict[str, list[str]] = {}
+    for step, model in zip(config["ensemble_scheduling"]["step"], models, strict=True):
+        labels = {} if model is None else model.metadata.get("labels", {})
+        for name, tensor in step["output_map"].items():
+            if tensor in outputs and name in labels:
+                found[tensor] = labels[name]
+    return found

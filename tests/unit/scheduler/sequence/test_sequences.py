@@ -43,8 +43,9 @@ def test_3_3_an_id_is_needed(rig: SequenceRig, sequence: int | str) -> None:
     )
 
 
-def test_3_3_batch_size_must_be_one(rig: SequenceRig) -> None:
-    rig.ask(1, START, batch_size=2)
+@pytest.mark.parametrize("rows", [0, 2])
+def test_3_3_batch_size_must_be_one(rig: SequenceRig, rows: int) -> None:
+    rig.ask(1, START, batch_size=rows)
     assert error(rig) == (
         "inference request to model 'm' must specify batch-size 1 due to requirements of sequence "
         "batcher"
