@@ -25,6 +25,7 @@ from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.batch.unpack import Unpacker
 
 _FOLDER = "warmup"
+_MOST_BYTES = 1 << 34  # of a tensor
 _STRING_HEAD = 4  # the bytes of an empty text
 _LARGEST_INTEGER = 127  # of random data: in the range of every type
 
@@ -69,6 +70,11 @@ def _tensor(name: str, given: dict[str, Any], batch: tuple[int, ...], folder: Pa
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
         )
     size = element_count(dims) * (ITEM_SIZE[datatype] or _STRING_HEAD)
+    if size > _MOST_BYTES:
+        raise InvalidArgument(
+            f"warmup setting of input '{name}' has dims {list(dims)}, which are {size} bytes: at "
+            f"most {_MOST_BYTES} may be"
+        )
     if given.get("input_data_file"):
         data = _file(folder, given["input_data_file"], name)
         if ITEM_SIZE[datatype]:

@@ -75,10 +75,11 @@ class SupervisorContext:
             self.local_clients.tell(message)
         self.control.broadcast(message, *roles)
 
-    def tell(self, message: Any) -> None:
+    def tell(self, message: Any, ensembles: bool = True) -> None:
         """Send news of models, or of the server's health, to every gateway and local client; those
-        of models that serve to ensembles, too."""
-        self.broadcast(message, *_callers(message), LOCAL_CLIENT)
+        of models that serve to `ensembles`, too."""
+        roles = _callers(message) if ensembles else ("gateway",)
+        self.broadcast(message, *roles, LOCAL_CLIENT)
 
     async def publish(self, make: Callable[[int], Any]) -> None:
         """Tell every gateway and local client, and every ensemble of a model that serves, what

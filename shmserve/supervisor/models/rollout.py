@@ -51,6 +51,8 @@ class Rollout:
         self._registry = registry
         self._planner = planner
         self._on_change = on_change
+        # Where ensembles were told that a version is, by model and number.
+        self._endpoints: dict[tuple[str, str], str] = {}
 
     async def switch(self, model: Model, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
@@ -88,8 +90,13 @@ class Rollout:
     async def published_again(self, model: Model) -> None:
         """What serves is another in what is told of it: returns once every gateway knows."""
         for version in model.serving.values():
-            await self._context.publish(partial(self._registry.publication, model, version))
+            await self._publish(model, version)
         self._on_change()
+
+    async def _publish(self, model: Model, version: ModelVersion) -> None:
+        """Returns once every gateway and ensemble knows."""
+        self._endpoints[model.name, version.spec.version] = version.endpoint
+        await self._context.publish(partial(self._registry.publication, model, version))
 
     async def _announce(self, model: Model, version: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
@@ -97,8 +104,7 @@ class Rollout:
         for _ in range(_MOST_ANNOUNCEMENTS):
             await version.until_ready()
             changes = version.changes
-            publication = partial(self._registry.publication, model, version)
-            await self._context.publish(publication)
+            await self._publish(model, version)
             if version.ready and version.changes == changes:
                 return
         raise Unavailable("its processes end as soon as they are ready")
@@ -107,6 +113,7 @@ class Rollout:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for number in leaving.keys() - model.serving.keys():
+            self._endpoints.pop((model.name, number), None)
             await self._context.publish(partial(m.ModelWithdrawn, model.name, number))
             self._context.broadcast(m.ModelWithdrawn(model.name, number, 0), "worker")
         self._on_change()
@@ -146,7 +153,11 @@ class Rollout:
     def changed(self, model: Model, version: ModelVersion) -> None:
         """A version's readiness, endpoint or failure is another one now."""
         if model.serving.get(version.spec.version) is version:
-            self._context.tell(self._registry.publication(model, version, 0))
+            news = self._registry.publication(model, version, 0)
+            # Ensembles are many, and it is nothing to them whether a model is ready.
+            moved = self._endpoints.get((news.name, news.version)) != news.endpoint
+            self._context.tell(news, ensembles=moved)
+            self._endpoints[news.name, news.version] = news.endpoint
             if version.failure:
                 model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
             self._steps_changed(model)

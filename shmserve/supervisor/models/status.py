@@ -164,6 +164,12 @@ class ModelRegistry:
         found = None if model is None else model.serving.get(step.version or model.latest)
         return None if model is None or found is None else self.publication(model, found, 0)
 
+    def ready_now(self, step: StepModel) -> bool:
+        """Whether a model version takes requests now."""
+        model = self._models.get(step.name)
+        found = None if model is None else model.serving.get(step.version or model.latest)
+        return found is not None and found.ready
+
     def configurations(self, name: str) -> dict[str, dict[str, Any]]:
         """Of the versions that serve, apart from what may change while they do."""
         model = self._models.get(name)

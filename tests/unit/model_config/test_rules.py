@@ -153,6 +153,14 @@ RULES = [
         )
         for value in ("", "soon", "0", "-1", "nan", "inf", "1e9", "1e-300", "1_000", " 30 ")
     ),
+    *(
+        (
+            BATCH + '@parameters { key: "max_streams" value { string_value: "%s" } }' % value,
+            'parameters["max_streams"]',
+            f"parameter 'max_streams' must be an integer from 1 to 65536 for m, found '{value}'",
+        )
+        for value in ("", "0", "65537", "many", "1.5")
+    ),
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
         'parameters["target_p99_ms"]',

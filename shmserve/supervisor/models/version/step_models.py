@@ -18,6 +18,9 @@ class ServingModels(Protocol):
     def published_now(self, step: StepModel) -> ModelPublished | None:
         """What is told of a model version now, or None where it does not serve."""
 
+    def ready_now(self, step: StepModel) -> bool:
+        """Whether a model version takes requests now."""
+
 
 class StepModels:
     """The models of an ensemble's steps. It has no process: what concerns those has no effect."""
@@ -37,8 +40,7 @@ class StepModels:
     @property
     def any_ready(self) -> bool:
         """Whether each of them takes requests."""
-        found = map(self._models.published_now, self._spec.steps)
-        return all(model is not None and model.ready for model in found)
+        return all(map(self._models.ready_now, self._spec.steps))
 
     def states(self) -> list[InstanceState]:
         """None has a state."""

@@ -126,6 +126,10 @@ class NoModels:
     def published_now(self, step: StepModel) -> None:
         """Not this one."""
 
+    def ready_now(self, step: StepModel) -> bool:
+        """None serves."""
+        return False
+
 
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""

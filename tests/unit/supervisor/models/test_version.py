@@ -19,6 +19,10 @@ class NoModels:
     def published_now(self, step: StepModel) -> None:
         """Not this one."""
 
+    def ready_now(self, step: StepModel) -> bool:
+        """None serves."""
+        return False
+
 
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
