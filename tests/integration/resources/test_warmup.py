@@ -249,6 +249,11 @@ def test_nothing_of_it_is_counted(server: Server) -> None:
             "warmup setting expects all variable-size dimensions are specified for input 'X'",
         ),
         (
+            "huge",
+            (_SAMPLE % (1, 1, "zero_data: true")).replace("[ 3 ]", "[ 1000000000000 ]"),
+            "warmup setting of input 'X' has dims [1000000000000], which are 4000000000000 bytes",
+        ),
+        (
             "nothing",
             _SAMPLE % (1, 1, ""),
             "warmup setting expects input 'X' to have input_data_type set",

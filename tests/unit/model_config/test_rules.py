@@ -26,6 +26,7 @@ BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
 SORTED = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
+STREAMS = 'parameters { key: "max_streams" value { string_value: "%s" } }'
 WARMUP = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
 RULES = [
     (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
@@ -155,11 +156,11 @@ RULES = [
     ),
     *(
         (
-            BATCH + '@parameters { key: "max_streams" value { string_value: "%s" } }' % value,
+            BATCH + "@" + STREAMS % value,
             'parameters["max_streams"]',
             f"parameter 'max_streams' must be an integer from 1 to 65536 for m, found '{value}'",
         )
-        for value in ("", "0", "65537", "many", "1.5")
+        for value in ("0", "65537", "many", "1.5")
     ),
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
