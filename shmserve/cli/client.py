@@ -85,6 +85,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
         "--input",
         action="append",
         default=[],
+        required=True,
         dest="inputs",
         metavar="NAME=VALUE",
         help="an input (repeatable): a JSON number, text or list, or @FILE.npy; a value with one "

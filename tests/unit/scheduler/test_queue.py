@@ -122,6 +122,17 @@ def test_a_requests_own_timeout_counts_where_it_may_and_is_shorter(
     assert admit(backlog(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
 
 
+def test_no_request_is_put_behind_those_whose_order_is_kept() -> None:
+    """Where a timeout delays, a request's own would hold up the responses to all others."""
+    policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
+    for ordered, limit_us in ((False, 40), (True, 0)):
+        dynamic = {"default_queue_policy": policy, "preserve_ordering": ordered}
+        config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic}
+        queue = RequestQueue(Settings.read(config, "1", SchedulingLimits()))
+        request = admit(queue, timeout_us=40)
+        assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)
+
+
 def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
     request = admit(backlog({"allow_timeout_override": True}), timeout_us=40)
     assert request.queue_limit_ns == NOW + 40_000
