@@ -45,9 +45,7 @@ class Models:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
-        self._loader = ModelLoader(
-            context, planner, registry, self._rollout, on_states, self._states_changed
-        )
+        self._loader = ModelLoader(context, planner, registry, self._rollout, self._states_changed)
         self._dependencies = Dependencies(planner, registry, self.load)
 
     def _states_changed(self) -> None:

@@ -28,7 +28,7 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models. `on_loading` hears when one begins, `on_change` when one fails."""
+    """Loads models. `on_change` hears when one begins, and when one fails."""
 
     def __init__(
         self,
@@ -36,14 +36,12 @@ class ModelLoader:
         planner: LoadPlanner,
         registry: ModelRegistry,
         rollout: Rollout,
-        on_loading: Callable[[], None],
         on_change: Callable[[], None],
     ) -> None:
         self._context = context
         self._planner = planner
         self._registry = registry
         self._rollout = rollout
-        self._on_loading = on_loading
         self._on_change = on_change
 
     async def load(self, model: Model, config: str, files: dict[str, bytes], unloads: int) -> None:
@@ -93,7 +91,7 @@ class ModelLoader:
         for version in new:
             if version.spec.version not in model.serving:
                 model.status[version.spec.version] = Status(ModelState.LOADING)
-        self._on_loading()
+        self._on_change()
         for spec in specs:
             logger.info("loading: %s:%s", model.name, spec.version)
         try:

@@ -30,7 +30,7 @@ def test_everything_is_read() -> None:
         "priority_levels": 2,
         "default_priority_level": 1,
         "default_queue_policy": {
-            "timeout_action": "DELAY",
+            "timeout_action": "REJECT",
             "default_timeout_microseconds": 50,
             "allow_timeout_override": True,
             "max_queue_size": 10,
@@ -48,7 +48,7 @@ def test_everything_is_read() -> None:
         delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
-    default = QueuePolicy(10, 50_000, True, True)
+    default = QueuePolicy(10, 50_000, override=True, delays=False)
     assert settings.policies == QueuePolicies(default, 2, 1, {1: QueuePolicy(1)}, True)
     assert settings.request_limit_ns == 5_000
     assert settings.preserve_ordering
