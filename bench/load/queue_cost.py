@@ -10,6 +10,7 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.settings import Settings
 
@@ -59,7 +60,7 @@ class BusyQueue:
 
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
         self._worker = _Outbox()
-        settings = Settings.read(config or CONFIG, "1", SchedulingLimits())
+        settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         outboxes = (_Outbox(), self._worker, _Outbox())
         self.scheduler = Scheduler(settings, *outboxes, time.time_ns)
         self._choice = random.Random(queued)

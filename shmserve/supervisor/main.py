@@ -143,7 +143,7 @@ def compose(
     """
     found = accelerators.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
-    registry = ModelRegistry(planner.metadata)
+    registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))

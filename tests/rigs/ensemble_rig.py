@@ -8,6 +8,7 @@ from typing import Any
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -99,8 +100,8 @@ class EnsembleRig:
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
         self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
         self.ensemble = Ensemble(
-            Settings.read(config, "1", SchedulingLimits()),
-            config,
+            Settings.read(ModelSpec.of(config), "1", SchedulingLimits()),
+            ModelSpec.of(config),
             self.clients,
             self.steps,
             self.control,
@@ -115,7 +116,9 @@ class EnsembleRig:
         """A model serves, at its own name unless it says otherwise."""
         name = config["name"]
         self.control_says(
-            m.ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
+            m.ModelPublished(
+                name, "1", ModelSpec.of(config), {}, endpoint or name, True, True, 0.0, 0
+            )
         )
 
     def submit(

@@ -16,6 +16,7 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.publisher import EventPublisher
@@ -38,7 +39,7 @@ _HIGHEST_PID = 1 << 22
 def plan(version: str = "1") -> VersionSpec:
     """A version of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, CONFIG, lambda completed: completed)
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG), ModelSpec.of)
 
 
 class Made(Child):
@@ -99,7 +100,7 @@ class Processes:
         """As the supervisor's socket does."""
         answer: Any = None
         if isinstance(message, m.CompleteConfig):
-            answer = m.ConfigCompleted(message.config)
+            answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance) and not self.hanging:
             answer = m.InstanceLoaded(0.0)
         elif isinstance(message, m.Drain):

@@ -7,6 +7,7 @@ from typing import Any
 from shmserve.common.metrics import first_response
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -81,7 +82,7 @@ class Rig:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.scheduler = Scheduler(
-            Settings.read(config, "1", SchedulingLimits(**server)),
+            Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
             self.clients,
             self.workers,
             self.control,

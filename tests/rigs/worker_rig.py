@@ -16,6 +16,7 @@ import numpy as np
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import CancelExecution, Execute, GrantExecution, ReleaseOutputs, Work
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -158,8 +159,9 @@ class Rig:
 
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
         """Load a model into the instance."""
-        backend.load(config)
-        self.instance = Instance(self.context, backend, config, 0, os.getpid())
+        decoded = ModelSpec.of(config)
+        backend.load(decoded)
+        self.instance = Instance(self.context, backend, decoded, 0, os.getpid())
         self._timers.append(self.instance.link._timer)
         return self.attach()
 
@@ -255,7 +257,7 @@ class FunctionBackend(Backend):
         super().__init__(context)
         self._call = execute
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Nothing to load."""
 
     def execute(self, requests: list[Request]) -> list[Response]:

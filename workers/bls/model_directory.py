@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.ipc.messages import FindModel
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.links.supervisor import Control
 
@@ -73,7 +74,5 @@ class ModelDirectory:
 
 
 def _target(found: dict[str, Any]) -> Target:
-    config = found["config"]
-    policy = config.get("model_transaction_policy") or {}
-    signature = Signature(config, found["version"])
-    return Target(found["endpoint"], signature, bool(policy.get("decoupled", False)))
+    config = ModelSpec.of(found["config"])
+    return Target(found["endpoint"], Signature(config, found["version"]), config.decoupled)

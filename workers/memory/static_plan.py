@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.signature import Signature, TensorSpec
+from shmserve.ipc.tensors.signature import Signature
 
 _MB = 1_000_000
 
@@ -32,7 +32,7 @@ class StaticPlan:
     workspace: int | None = None
 
     @classmethod
-    def of(cls, config: dict[str, Any], signature: Signature, weights: int) -> StaticPlan | None:
+    def of(cls, config: ModelSpec, signature: Signature, weights: int) -> StaticPlan | None:
         """The plan of a model whose parameters take `weights` bytes; None where the size of an
         input or output is only known when it is there."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
@@ -84,23 +84,16 @@ class StaticPlan:
         )
 
 
-def buckets(config: dict[str, Any]) -> tuple[int, ...]:
+def buckets(config: ModelSpec) -> tuple[int, ...]:
     """The batch sizes to prepare, ascending, the largest last: those that `optimization.cuda`'s
     `graph_spec` names, or else the preferred ones and the powers of two."""
-    most = max(1, config["max_batch_size"])
-    cuda = (config.get("optimization") or {}).get("cuda") or {}
-    named = {int(spec.get("batch_size") or 0) for spec in cuda.get("graph_spec") or ()}
+    most = max(1, config.max_batch_size)
+    named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
     if not named:
-        batching = config.get("dynamic_batching") or {}
-        named = set(batching.get("preferred_batch_size") or ())
+        batching = config.dynamic_batching
+        named = set(batching.preferred_batch_size if batching is not None else ())
         named |= {1 << power for power in range(most.bit_length())}
     return (*sorted(size for size in named if 0 < size < most), most)
-
-
-def wants_graphs(config: dict[str, Any]) -> bool:
-    """Whether a configuration asks for a CUDA graph of each bucket."""
-    cuda = (config.get("optimization") or {}).get("cuda") or {}
-    return bool(cuda.get("graphs"))
 
 
 def _fixed(spec: TensorSpec) -> bool:

@@ -42,6 +42,7 @@ from shmserve.ipc.messages import (
     Submit,
     SupervisorToEnsemble,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission
@@ -73,7 +74,7 @@ class Ensemble:
     def __init__(
         self,
         settings: Settings,
-        config: dict[str, Any],
+        config: ModelSpec,
         clients: Peers,
         links: StepLinks,
         control: ControlLink,
@@ -81,7 +82,7 @@ class Ensemble:
         wall_clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
-        graph = Graph.read(config)
+        graph = Graph.of(config)
         signature = Signature(config, settings.version)
         statistics = Statistics(settings)
         responses = Responses(signature, settings.decoupled, clients, memory, statistics, cache)

@@ -21,6 +21,7 @@ import zmq
 import shmserve.client
 from shmserve.common.accelerators import cuda_devices
 from shmserve.ipc import messages as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
@@ -302,7 +303,15 @@ def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
         versions = [
             m.ModelPublished(
-                "simple", version, {}, {}, f"ipc://{run_dir}/guests/{n}", True, last, 0.0, 0
+                "simple",
+                version,
+                ModelSpec.of({}),
+                {},
+                f"ipc://{run_dir}/guests/{n}",
+                True,
+                last,
+                0.0,
+                0,
             )
             for version, n, last in (("3", 1, True), ("2", 2, False))
         ]

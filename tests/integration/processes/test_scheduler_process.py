@@ -21,6 +21,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import KEY_SIZE
 from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -66,7 +67,7 @@ class Stage:
         start = SchedulerStart(
             number=NUMBER,
             version="1",
-            config=MODEL,
+            config=ModelSpec.of(MODEL),
             run_dir=run_dir,
             capability_key=bytes(KEY_SIZE),
             limits=SchedulingLimits(max_queue_size=4),

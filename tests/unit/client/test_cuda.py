@@ -32,6 +32,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -68,7 +69,7 @@ class SupervisorContext:
         self._thread.start()
         assert self._ready.wait(10)
         self.listener = LocalClientListener(
-            endpoints.local_clients(folder, 1), SEALS, Signature(CONFIG, "1")
+            endpoints.local_clients(folder, 1), SEALS, Signature(ModelSpec.of(CONFIG), "1")
         )
         self.link = self.listener.link
 
@@ -86,7 +87,7 @@ class SupervisorContext:
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
-            yield m.ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
+            yield m.ModelPublished("m", "1", ModelSpec.of(CONFIG), {}, endpoint, True, True, 0.0, 0)
             yield m.HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc import messages
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -48,6 +49,14 @@ EXAMPLES: dict[Any, Any] = {
     list[messages.SequenceRow]: [messages.SequenceRow(1, 2, 3, 4, "x")],
     list[messages.Reply]: [messages.Reply(1, "", "", b"x")],
     dict[str, Any]: {"a": 1},
+    ModelSpec: ModelSpec.of(
+        {
+            "name": "m",
+            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
+            "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
+            "parameters": {"a": {"string_value": "b"}},
+        }
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
@@ -74,11 +75,17 @@ A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
 def test_a_request_that_fits() -> None:
-    admission = Signature(config(), "1").admit("", [A, B], [RequestedOutput("Y")])
+    admission = Signature(ModelSpec.of(config()), "1").admit("", [A, B], [RequestedOutput("Y")])
     assert admission.batch_size == 2
-    assert admission.shape_key == Signature(config(), "1").admit("", [B, A], []).shape_key
+    assert (
+        admission.shape_key
+        == Signature(ModelSpec.of(config()), "1").admit("", [B, A], []).shape_key
+    )
     other = tensor("A", "FP32", 2, 4, 2)
-    assert admission.shape_key != Signature(config(), "1").admit("", [other, B], []).shape_key
+    assert (
+        admission.shape_key
+        != Signature(ModelSpec.of(config()), "1").admit("", [other, B], []).shape_key
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,9 @@ def test_a_request_that_fits() -> None:
 )
 def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        Signature(config(), "1").admit("r", inputs, [RequestedOutput(name) for name in outputs])
+        Signature(ModelSpec.of(config()), "1").admit(
+            "r", inputs, [RequestedOutput(name) for name in outputs]
+        )
     assert text in error.value.message
     prefixed = error.value.message.startswith("[request id: r] ")
     assert prefixed != text.startswith("unexpected inference")
@@ -136,7 +145,7 @@ def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: st
 
 
 def test_optional_inputs() -> None:
-    signature = Signature(config(optional=True), "1")
+    signature = Signature(ModelSpec.of(config(optional=True)), "1")
     without = signature.admit("", [A], [])
     with_b = signature.admit("", [A, B], [])
     assert without.shape_key != with_b.shape_key

@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends.described import Described, Description
 
 # onnxruntime's names of the datatypes.
@@ -100,7 +101,7 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Sig
             f"{TO_CONFIG[spec.datatype]} for {what} '{spec.name}', model provides "
             f"{TO_CONFIG[tensor.datatype]}"
         )
-    dims = spec.dims if spec.reshape is None else spec.reshape
+    dims = spec.model_dims
     want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
     if (what == "input" or _ranked(tensor)) and not spec.ragged and not agree(dims, want):
         raise InvalidArgument(

@@ -7,16 +7,9 @@ import sys
 from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends import (
-    Backend,
-    ModelContext,
-    Request,
-    Response,
-    ResponseStream,
-    is_decoupled,
-    parameters,
-)
+from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.execution import DecoupledExecution, Execution
@@ -44,7 +37,7 @@ class PythonBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """What the model's `auto_complete_config` makes of it; raises what that raises."""
-        kind = self._find(config)
+        kind = self._find(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
         if hasattr(kind, "auto_complete_config"):
             completed = kind.auto_complete_config(completed)
@@ -57,11 +50,11 @@ class PythonBackend(Backend):
         plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
         return plain
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Make the model and call its `initialize`; raises what that raises."""
         context = self.context
         metrics.on_change = context.control.wake
-        self.device_inputs = parameters(config).get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
+        self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(
@@ -72,7 +65,7 @@ class PythonBackend(Backend):
         if hasattr(self._model, "initialize"):
             self._model.initialize(
                 {
-                    "model_config": json.dumps(config, separators=(",", ":")),
+                    "model_config": json.dumps(config.source, separators=(",", ":")),
                     "model_instance_kind": context.kind,
                     "model_instance_name": context.instance_name,
                     "model_instance_device_id": str(context.device_id),
@@ -81,11 +74,13 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        execution = DecoupledExecution if is_decoupled(config) else Execution
-        iterative = bool((config.get("sequence_batching") or {}).get("iterative_sequence"))
+        execution = DecoupledExecution if config.decoupled else Execution
+        sequences = config.sequence_batching
+        iterative = sequences is not None and sequences.iterative_sequence
         self._execution = execution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
-        self._server.alone = _instances(config) == 1
+        groups = config.instance_group
+        self._server.alone = sum(group.count * max(1, len(group.gpus)) for group in groups) <= 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -132,12 +127,7 @@ class PythonBackend(Backend):
 
     # --- loading
 
-    def _find(self, config: dict[str, Any]) -> Any:
+    def _find(self, config: ModelSpec) -> Any:
         if self._class is None:
             self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class
-
-
-def _instances(config: dict[str, Any]) -> int:
-    groups = config.get("instance_group") or [{}]
-    return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)

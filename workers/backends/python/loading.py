@@ -12,18 +12,17 @@ from types import ModuleType
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.workers.backends import parameters
+from shmserve.ipc.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
-def file_name(config: dict[str, Any]) -> str:
+def file_name(config: ModelSpec) -> str:
     """The name of a model's file."""
-    name: str = config.get("default_model_filename") or "model.py"
-    return name
+    return config.default_model_filename or "model.py"
 
 
-def model_class(config: dict[str, Any], model_dir: Path, version_dir: Path) -> Any:
+def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
     """The `TritonPythonModel` of a model's file; raises what that raises, Unavailable without it,
     InvalidArgument for another name than a Python file's."""
     file = file_name(config)
@@ -31,7 +30,7 @@ def model_class(config: dict[str, Any], model_dir: Path, version_dir: Path) -> A
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
         raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
-    if "EXECUTION_ENV_PATH" in parameters(config):
+    if "EXECUTION_ENV_PATH" in config.parameters:
         logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
     return _import_model(model_dir, version_dir, file).TritonPythonModel
 

@@ -100,5 +100,5 @@ class Graphs:
         return whole[:rows] if self._batched else whole
 
     def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
-        dims = spec.dims if spec.reshape is None else spec.reshape
+        dims = spec.model_dims
         return (rows, *dims) if self._batched else tuple(dims)

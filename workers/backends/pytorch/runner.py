@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from shmserve.errors import Internal
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import ModelContext, Output, Request, Response, has_scheduler
+from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.in_place import InPlace
 from shmserve.workers.batch.gather import Gatherer
@@ -60,12 +61,12 @@ class Runner:
         self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
         self._in_place = InPlace(signature.name, context.mappings, device.torch)
 
-    def plan(self, config: dict[str, Any], model: object) -> StaticPlan | None:
+    def plan(self, config: ModelSpec, model: object) -> StaticPlan | None:
         """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
         for another one."""
         weights = model if isinstance(model, torch.nn.Module) else None
         plan = StaticPlan.of(config, self._signature, _byte_size(weights))
-        if plan is not None and plan.rows > 1 and has_scheduler(config):
+        if plan is not None and plan.rows > 1 and config.has_scheduler:
             for name, row in plan.inputs.items():
                 self._gatherer.reserve(name, row * plan.rows)
         return plan

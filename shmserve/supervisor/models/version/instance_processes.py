@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc import messages as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instance_restarts import InstanceRestarts
 from shmserve.supervisor.models.version.instances import (
@@ -121,7 +122,7 @@ class InstanceProcesses:
         self.completed = await self._protocol.complete_config(first, len(self._all))
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
-        first.settings = known.settings
+        first.rate_limit = known.rate_limit
         self._all[1:] = others
         self._scheduler.reserve(self.config, self._all)
 
@@ -129,12 +130,12 @@ class InstanceProcesses:
         """Load the model in every instance; raises an ExceptionGroup when one fails."""
         await self._load_all(self._all, self.config, len(self._all))
 
-    async def _load_all(self, instances: list[Instance], config: dict[str, Any], of: int) -> None:
+    async def _load_all(self, instances: list[Instance], config: ModelSpec, of: int) -> None:
         async with asyncio.TaskGroup() as group:
             for instance in instances:
                 group.create_task(self._load(instance, config, of))
 
-    async def _load(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+    async def _load(self, instance: Instance, config: ModelSpec, of: int) -> None:
         await self._protocol.load(instance, config, of)
         self._on_change()
 
@@ -143,11 +144,11 @@ class InstanceProcesses:
 
     # --- another instance_group
 
-    def change_to(self, config: dict[str, Any]) -> InstanceChange:
+    def change_to(self, config: ModelSpec) -> InstanceChange:
         """What leads to the instances that `config` asks for."""
         return change_between(self._all, config)
 
-    async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
+    async def add(self, change: InstanceChange, config: ModelSpec) -> None:
         """Load the model in what a change adds; it serves at once. Raises ShmserveError when one
         fails."""
         self._scheduler.reserve(config, change.added)
@@ -158,7 +159,7 @@ class InstanceProcesses:
         except ExceptionGroup as failures:
             raise first_of(failures) from None
 
-    def settle(self, change: InstanceChange, config: dict[str, Any]) -> None:
+    def settle(self, change: InstanceChange, config: ModelSpec) -> None:
         """What a change adds is there: from now on `config` holds, and what it does not ask for
         retires."""
         self.config = config

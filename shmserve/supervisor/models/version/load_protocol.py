@@ -15,6 +15,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instances import Instance, inbox
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
@@ -53,7 +54,7 @@ class LoadProtocol:
             raise _failure(message)
         return message.config
 
-    async def load(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+    async def load(self, instance: Instance, config: ModelSpec, of: int) -> None:
         """Load the model in a process, which is started if there is none, as one `of` so many."""
         if instance.child is None:
             await self._spawn(instance, config, of)
@@ -79,7 +80,7 @@ class LoadProtocol:
         if instance.child is not None:
             self._context.control.send(instance.child.pid, message)
 
-    async def _spawn(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+    async def _spawn(self, instance: Instance, config: ModelSpec, of: int) -> None:
         spec, server = self._spec, self._context.config
         title = f"worker {spec.name}.{instance.index} {instance.device}"
         start = WorkerStart(
@@ -94,7 +95,7 @@ class LoadProtocol:
             kind=instance.kind,
             device_id=instance.device_id,
             instance_name=instance.name,
-            backend_config=server.backend_settings(config["backend"]),
+            backend_config=server.backend_settings(config.backend),
             arena_byte_size=server.arena_byte_size,
             threads=server.worker_threads(of),
             log=self._context.log,

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.deployment import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
@@ -76,7 +76,7 @@ class ModelVersion:
         )
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ModelSpec:
         """The configuration; the final one once the model has completed it."""
         return self.instances.config
 
@@ -154,7 +154,7 @@ class ModelVersion:
             config = spec.complete(instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = immutable_config(config) == immutable_config(self.config)
+        same_rest = config.immutable_config == self.config.immutable_config
         if not same_rest or config == self.config:
             return None
         return InstanceUpdate(instances, spec, config)
@@ -198,7 +198,7 @@ class ModelVersion:
 
     async def finish_sequences(self) -> None:
         """Begin no sequence any more; returns when those that are open have ended."""
-        if self.loaded and self._scheduler.serves and "sequence_batching" in self.config:
+        if self.loaded and self._scheduler.serves and self.config.sequence_batching:
             await self._scheduler.drain(sequences=True)
 
     async def stop(self) -> None:

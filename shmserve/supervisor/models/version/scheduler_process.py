@@ -16,6 +16,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.counters import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
@@ -23,7 +24,7 @@ from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.resources.rate_limiter import instance_needs, limits
+from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class SchedulerProcess:
         """The process that was started last, if any was."""
         return [] if self._child is None else [self._child]
 
-    async def start(self, config: dict[str, Any], workers: list[int], first: bool = False) -> None:
+    async def start(self, config: ModelSpec, workers: list[int], first: bool = False) -> None:
         """Start one, in the place of the last (`first`: there was none), which knows the worker
         processes `workers`.
 
@@ -110,7 +111,7 @@ class SchedulerProcess:
         self._serving = child
         self.counts.scheduler_started()
 
-    async def _spawn(self, number: int, config: dict[str, Any], workers: list[int]) -> Child:
+    async def _spawn(self, number: int, config: ModelSpec, workers: list[int]) -> Child:
         context, server = self._context, self._context.config
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
@@ -139,10 +140,10 @@ class SchedulerProcess:
         entry = _ENSEMBLE_ENTRY if self._spec.steps else _ENTRY
         return await context.front_zygote.spawn(title, entry, encode(start))
 
-    def _cache_start(self, config: dict[str, Any]) -> CacheStart:
+    def _cache_start(self, config: ModelSpec) -> CacheStart:
         """The part of the response cache that a model version gets, if it asks for any."""
         shares = self._context.cache_shares
-        if not (config.get("response_cache") or {}).get("enable", False):
+        if not config.cached:
             return CacheStart()
         if not shares.byte_size:
             logger.warning(
@@ -192,16 +193,17 @@ class SchedulerProcess:
         self.tell(m.Drain(sequences))
         await self._context.either(self._drained, self._child.exited)
 
-    def is_limited(self, config: dict[str, Any]) -> bool:
+    def is_limited(self, config: ModelSpec) -> bool:
         """Whether the rate limiter has a say in it."""
-        return self._context.tickets.on and limits(config)
+        needs = (group.rate_limiter.limits for group in config.instance_group)
+        return self._context.tickets.on and any(needs)
 
-    def reserve(self, config: dict[str, Any], instances: Iterable[Instance]) -> None:
+    def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
         """Enter what instances need with the rate limiter, if that has a say in it. Raises
         InvalidArgument for what there will never be."""
         if self.is_limited(config):
-            places = [(each.index, each.group, each.device_id) for each in instances]
-            self._context.tickets.join(id(self), instance_needs(config, places))
+            needs = {each.index: Needs.of(each.rate_limit, each.device_id) for each in instances}
+            self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 
     def release(self, instance: Instance) -> None:
