@@ -71,7 +71,7 @@ class Dispatcher:
     def grant(self, pending: Pending, responses: int) -> None:
         """The client has read so many responses, and takes as many more."""
         if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.link.post(m.Grant(pending.submit.id, responses))
+            pending.scheduler.link.post(m.Credit(pending.submit.id, responses))
 
     def cancel(self, pending: Pending) -> None:
         """Nobody waits for this any more, or will read its response if that has come already; its

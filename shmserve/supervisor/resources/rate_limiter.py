@@ -61,7 +61,7 @@ class _Member:
     held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
 
 
-Granted = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
+GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
 
 
 class RateLimiter:
@@ -136,7 +136,7 @@ class RateLimiter:
             configured = self._configured(resource)
             self._capacity[resource] = count if configured is None else configured
 
-    def forget(self, member: Hashable) -> list[Granted]:
+    def forget(self, member: Hashable) -> list[GrantedTicket]:
         """Who asked for a member is gone, with all that it held; returns who else may go on."""
         found = self._members.get(member)
         if found is None:
@@ -147,7 +147,7 @@ class RateLimiter:
         found.held.clear()
         return self._grant()
 
-    def part(self, member: Hashable, index: int) -> list[Granted]:
+    def part(self, member: Hashable, index: int) -> list[GrantedTicket]:
         """An instance of a member ends; returns who may go on. What it holds is given back by who
         had asked for it."""
         found = self._members.get(member)
@@ -157,7 +157,7 @@ class RateLimiter:
         self._measure()
         return self._grant()
 
-    def leave(self, member: Hashable) -> list[Granted]:
+    def leave(self, member: Hashable) -> list[GrantedTicket]:
         """A model version ends; returns who else may go on."""
         if member not in self._members:
             return []
@@ -168,7 +168,7 @@ class RateLimiter:
 
     # --- grants -----------------------------------------------------------------------------------
 
-    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[Granted]:
+    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[GrantedTicket]:
         """An instance of a member would execute; returns who may go on, perhaps it itself. What
         makes no sense is ignored."""
         found = self._members.get(member)
@@ -178,7 +178,7 @@ class RateLimiter:
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
-    def give_back(self, member: Hashable, ticket: Hashable, executed: bool) -> list[Granted]:
+    def give_back(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
         """An execution has ended, or (not `executed`) nothing is to run after all; returns who may
         go on."""
         found = self._members.get(member)
@@ -193,8 +193,8 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
-    def _grant(self) -> list[Granted]:
-        granted: list[Granted] = []
+    def _grant(self) -> list[GrantedTicket]:
+        granted: list[GrantedTicket] = []
         kept: set[Resource] = set()
         for waiting in sorted(self._waiting, key=lambda each: each.rank):
             needs = waiting.instance.needs.resources
