@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import orjson
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links.dispatcher import Dispatcher
 from shmserve.gateway.links.scheduler import Scheduler
@@ -55,7 +55,7 @@ class Model:
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
-        self.deployed = orjson.dumps(deployed_part(published.config))
+        self.deployed = orjson.dumps(immutable_config(published.config))
         self.metadata = published.metadata
         self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
         self.ready = published.ready
