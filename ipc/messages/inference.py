@@ -55,7 +55,7 @@ class Cancel:
 class Credit:
     """The client has read so many responses of this request, and takes as many more."""
 
-    TAG: ClassVar[str] = "Credit"  # the protocol's name for it since its first version
+    TAG: ClassVar[str] = "Grant"  # the protocol's name for it since its first version
 
     id: int
     responses: int

@@ -19,10 +19,10 @@ from shmserve.ipc.messages import (
     Cancel,
     ClientToScheduler,
     CountsInherited,
+    Credit,
     Drain,
     Drained,
     Failed,
-    HeldCredit,
     InstanceExited,
     InstanceExpected,
     KeepStatistics,
@@ -121,7 +121,7 @@ class Ensemble:
                 if request is not None:
                     self._live.fail(request, "CANCELLED", "request cancelled")
                     self._steps.cancel(request)
-            case HeldCredit():
+            case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:
                     self._responses.credit(request, message.responses)

@@ -15,8 +15,8 @@ from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
 from shmserve.client.request.options import PLAIN, Options
-from shmserve.client.request.prepare import BuiltRequest
-from shmserve.client.server.models import Model
+from shmserve.client.request.prepare import PackedRequest
+from shmserve.client.server.models import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES
@@ -50,8 +50,8 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = m.ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
-    model = Model(published, way.connection.models)
-    built = BuiltRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
+    model = ClientModel(published, way.connection.models)
+    built = PackedRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
 
 

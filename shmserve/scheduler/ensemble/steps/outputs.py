@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
-from shmserve.ipc.messages import Cancel, Finished, HeldCredit, Release, Responded, Submit
+from shmserve.ipc.messages import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
@@ -32,7 +32,7 @@ class StepLinks(Protocol):
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
 
-    def tell(self, endpoint: str, message: Cancel | HeldCredit | Release) -> None:
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
 
     def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
@@ -74,7 +74,7 @@ class StepOutputs:
 
     def _credit(self, step: StepRequest) -> None:
         if step.submit.id in self._table.pending:
-            self._links.tell(step.endpoint, HeldCredit(step.submit.id, 1))
+            self._links.tell(step.endpoint, Credit(step.submit.id, 1))
 
     def _values(self, step: StepRequest, inferred: Inferred, more_follow: bool) -> dict[str, Value]:
         """The outputs of a response; `more_follow`: once nobody uses it, the next may come."""
