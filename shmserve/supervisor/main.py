@@ -22,7 +22,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
-from shmserve.ipc.messages import AskGrant, GrantReturned, ProcessExited, ProcessStarted
+from shmserve.ipc.messages import AskTicket, ProcessExited, ProcessStarted, TicketReturned
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
@@ -266,5 +266,5 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
-    control.serve((AskGrant, GrantReturned), tickets.handle)
+    control.serve((AskTicket, TicketReturned), tickets.handle)
     return tickets
