@@ -15,8 +15,6 @@ from shmserve.scheduler.requests.request import NEVER, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
-_CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
-
 
 class Dispatch(Dispatcher):
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
@@ -70,15 +68,13 @@ class Dispatch(Dispatcher):
             if queue.retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
-            reserve_ns = executions.service_time.reserve_ns
-            decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
+            # What must run alone waits for an instance that has nothing else.
+            decision = batcher.closed(queue.waiting()) if ahead else self._decide(now_ns)
             if isinstance(decision, WaitUntil):
                 if grants is not None:
                     grants.give_back()
-                return NEVER if ahead else decision.ns
+                return decision.ns
             if decision is None:
-                break  # what must run alone waits for an instance that has nothing else
-            if ahead and batcher.grows and decision.reason not in _CANNOT_GROW:
                 break
             executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
         if grants is not None:
@@ -87,11 +83,11 @@ class Dispatch(Dispatcher):
 
     def _would_run(self, now_ns: int) -> bool:
         """Whether a batch is there for an instance that is free."""
-        queue = self._queue
-        if queue.retries:
-            return True
+        return bool(self._queue.retries) or isinstance(self._decide(now_ns), Batch)
+
+    def _decide(self, now_ns: int) -> Batch | WaitUntil | None:
         reserve_ns = self._executions.service_time.reserve_ns
-        return isinstance(self._batcher.decide(now_ns, queue.waiting(), reserve_ns), Batch)
+        return self._batcher.decide(now_ns, self._queue.waiting(), reserve_ns)
 
 
 def batcher_of(settings: Settings) -> Batcher:
