@@ -19,7 +19,6 @@ from shmserve.ipc.messages import (
     Drain,
     Drained,
     ExecutionResponded,
-    Granted,
     InstanceExited,
     InstanceExpected,
     InstanceRetired,
@@ -32,6 +31,7 @@ from shmserve.ipc.messages import (
     SetLogging,
     Stop,
     SupervisorToScheduler,
+    TicketGranted,
     WorkerToScheduler,
 )
 from shmserve.ipc.transport.peercred_router import last_number
@@ -156,7 +156,7 @@ class Scheduler:
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
                 self._reports.keep_brief(now_ns)
-            case Granted():
+            case TicketGranted():
                 if self._grants is not None:
                     self._grants.granted(message.ticket)
             case ResizeCache():

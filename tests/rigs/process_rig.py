@@ -23,7 +23,7 @@ from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.grants import Grants
+from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 CONFIG = {
@@ -79,7 +79,7 @@ class Processes:
             local_clients=MagicMock(publish=AsyncMock()),
             events=EventPublisher(),
             cache_shares=CacheShares(0),
-            grants=Grants(False, {}, lambda pid, message: None),
+            tickets=Tickets(False, {}, lambda pid, message: None),
             workspaces=Workspaces(config.workspace_byte_sizes, MagicMock()),
         )
         self._handlers: dict[int, Callable[[Any], None]] = {}

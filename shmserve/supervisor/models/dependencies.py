@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry
 
 
 class Dependencies:

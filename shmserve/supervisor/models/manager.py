@@ -19,16 +19,16 @@ from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
+from shmserve.supervisor.models.registry import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
-from shmserve.supervisor.models.status import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.states import ModelState
 
 logger = logging.getLogger(__name__)
 
 
-class Models:
+class ModelManager:
     """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
 
     def __init__(

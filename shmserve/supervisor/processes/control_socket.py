@@ -45,7 +45,7 @@ class _Process:
     handler: Callable[[Any], None]
 
 
-class Control:
+class ControlSocket:
     """Routes messages in the event loop.
 
     A peer's identity is "role.....pid": models run foreign code, which may connect here, but not as

@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.common.tls import Tls
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages.start import (
     SchedulerStart,
     SchedulingLimits,
@@ -53,11 +53,11 @@ STARTS = [
     GatewayStart(
         name="grpc",
         run_dir=RUN_DIR,
-        settings=Settings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
+        settings=GatewaySettings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
         grpc=GrpcSettings((("::1", 8001), ("127.0.0.1", 8001)), TLS, (("grpc.x", 1),)),
         log=LOG,
     ),
-    GatewayStart(name="0", run_dir=RUN_DIR, settings=Settings(), http_sockets=2),
+    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
 ]
 
 

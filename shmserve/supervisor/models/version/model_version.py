@@ -4,7 +4,7 @@ stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
 worker dies:     its scheduler is told at once, it starts again with backoff (instance_restarts)
-reload:          where only its instances differ, some are added and others retire (in_place_update)
+reload:          where only its instances differ, some are added and others retire (instance_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
@@ -19,13 +19,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
-from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate, fits_in_place
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
+from shmserve.supervisor.models.version.instance_update import (
+    InstanceUpdate,
+    differs_in_instances_only,
+)
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -135,7 +138,7 @@ class ModelVersion:
             raise first_of(error) from None
         self.load_seconds = time.monotonic() - began
 
-    def update_to(self, spec: VersionSpec) -> InPlaceUpdate | None:
+    def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """What this version, which serves, is to be done to become `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
         instances = self.instances
@@ -145,18 +148,18 @@ class ModelVersion:
         limited = self._scheduler.is_limited(self.config)
         if limited != self._scheduler.is_limited(spec.config):
             return None
-        if not fits_in_place(self.spec, spec):
+        if not differs_in_instances_only(self.spec, spec):
             return None
         try:
             config = spec.complete(instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = deployed_part(config) == deployed_part(self.config)
+        same_rest = immutable_config(config) == immutable_config(self.config)
         if not same_rest or config == self.config:
             return None
-        return InPlaceUpdate(instances, spec, config)
+        return InstanceUpdate(instances, spec, config)
 
-    def commit(self, update: InPlaceUpdate) -> None:
+    def commit(self, update: InstanceUpdate) -> None:
         """Become what an update, whose instances have been added, leads to."""
         update.commit()
         self.spec = update.spec

@@ -97,7 +97,7 @@ class SchedulerProcess:
         child = await self._spawn(number, config, workers)
         self._child = child
         if self._rate_limited:
-            self._context.grants.speaks(child.pid, id(self))
+            self._context.tickets.bind(child.pid, id(self))
         self._context.enrol(child.pid, self._role, self._on_scheduler)
         if not self._lifetime.stopping:
             await self._context.either(ready, child.exited)
@@ -194,24 +194,24 @@ class SchedulerProcess:
 
     def is_limited(self, config: dict[str, Any]) -> bool:
         """Whether the rate limiter has a say in it."""
-        return self._context.grants.on and limits(config)
+        return self._context.tickets.on and limits(config)
 
     def reserve(self, config: dict[str, Any], instances: Iterable[Instance]) -> None:
         """Enter what instances need with the rate limiter, if that has a say in it. Raises
         InvalidArgument for what there will never be."""
         if self.is_limited(config):
             places = [(each.index, each.group, each.device_id) for each in instances]
-            self._context.grants.join(id(self), instance_needs(config, places))
+            self._context.tickets.join(id(self), instance_needs(config, places))
             self._rate_limited = True
 
     def release(self, instance: Instance) -> None:
         """An instance is gone: it needs nothing any more."""
-        self._context.grants.part(id(self), instance.index)
+        self._context.tickets.remove_instance(id(self), instance.index)
 
     def leave(self) -> None:
         """What it had of the response cache, and of the rate limiter, is for others."""
         self._context.cache_shares.leave(id(self))
-        self._context.grants.leave(id(self))
+        self._context.tickets.remove(id(self))
 
     async def stop(self) -> None:
         """End it, in order."""

@@ -1,0 +1,73 @@
+"""Tickets of the rate limiter, over the control socket: schedulers ask for them, and release them.
+
+The death of a scheduler releases all that it had, and what instances of its model execute then is
+not counted any more; that of a worker is reported by its scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
+from shmserve.supervisor.resources import rate_limiter
+from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter
+
+
+class Tickets:
+    """The rate limiter of the server; `on` where it was asked for. Members are model versions, each
+    bound to the process of its scheduler: `send` queues a message to a process."""
+
+    def __init__(
+        self,
+        on: bool,
+        explicit: Mapping[tuple[str, int | None], int],
+        send: Callable[[int, TicketGranted], None],
+    ) -> None:
+        self.on = on
+        self._send = send
+        self._limiter = RateLimiter(explicit)
+        self._members: dict[int, int] = {}  # pid -> member
+        self._pids: dict[int, int] = {}
+
+    def join(self, member: int, needs: Mapping[int, Needs]) -> None:
+        """Add instances of a model version, by index. Raises InvalidArgument when one could never
+        run."""
+        self._limiter.join(member, needs)
+
+    def remove_instance(self, member: int, index: int) -> None:
+        """Drop an instance that has ended."""
+        self._send_granted(self._limiter.remove_instance(member, index))
+
+    def bind(self, pid: int, member: int) -> None:
+        """Have this process ask for a member from now on, and its predecessor no more."""
+        before = self._pids.get(member)
+        if before is not None:
+            self.exited(before)
+        self._members[pid] = member
+        self._pids[member] = pid
+
+    def remove(self, member: int) -> None:
+        """Drop a model version that has ended."""
+        self._members.pop(self._pids.pop(member, 0), None)
+        self._send_granted(self._limiter.remove(member))
+
+    def exited(self, pid: int) -> None:
+        """Release what a process had that has ended."""
+        member = self._members.pop(pid, None)
+        if member is not None and self._pids.get(member) == pid:
+            self._send_granted(self._limiter.disconnect(member))
+
+    def handle(self, pid: int, message: AskTicket | TicketReturned) -> None:
+        """A scheduler's message."""
+        member = self._members.get(pid)
+        if member is None:
+            return
+        if isinstance(message, AskTicket):
+            self._send_granted(self._limiter.ask(member, message.index, message.ticket))
+        else:
+            self._send_granted(self._limiter.release(member, message.ticket, message.executed))
+
+    def _send_granted(self, granted: Sequence[rate_limiter.GrantedTicket]) -> None:
+        for member, ticket in granted:
+            assert isinstance(member, int) and isinstance(ticket, int)
+            self._send(self._pids[member], TicketGranted(ticket))
