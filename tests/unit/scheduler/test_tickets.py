@@ -1,4 +1,4 @@
-"""A scheduler under the rate limiter: an instance executes only with a grant."""
+"""A scheduler under the rate limiter: an instance executes only with a ticket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: A
     return rig
 
 
-def test_an_execution_waits_for_its_grant_and_gives_it_back() -> None:
+def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
@@ -68,14 +68,14 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     assert asked(rig) == [m.AskTicket(1, 0)]
 
 
-def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_grant_is() -> None:
-    """It is asked again with each request that comes before the grant, and with the grant: that
-    must not begin another wait."""
+def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
+    """It is asked again with each request that comes before the ticket, and with the ticket:
+    that must not begin another wait."""
     rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
 
     def grant() -> None:
-        asks = [each for each in asked(rig) if isinstance(each, m.AskGrant)]
-        rig.supervisor(*[m.Granted(each.ticket) for each in asks])
+        asks = [each for each in asked(rig) if isinstance(each, m.AskTicket)]
+        rig.supervisor(*[m.TicketGranted(each.ticket) for each in asks])
 
     for _ in range(60):  # bursts of 8 with 2 ms between them; a batch takes 60 ms
         for _ in range(8):
@@ -97,17 +97,17 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_grant_is()
         rig.client(m.Cancel(last))
         last, asks = new, asked(rig)
     assert 10 * MS < rig.now - began <= 62 * MS
-    for _ in range(5):  # the grant is late
+    for _ in range(5):  # the ticket is late
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
         rig.client(m.Cancel(last))
         last = new
         assert asked(rig) == []
-    rig.supervisor(m.Granted(asks[0].ticket))
+    rig.supervisor(m.TicketGranted(asks[0].ticket))
     assert len(rig.executes()) == 1
 
 
-def test_a_grant_that_is_of_no_use_any_more_is_given_back() -> None:
+def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(m.Cancel(number))
