@@ -49,8 +49,8 @@ class TensorSpec:
 
 @record
 class BatchFit:
-    """How a request that fits its model batches: `batch_size` rows (0: the model does not batch), with
-    others of an equal `shape_key`."""
+    """How a request that fits its model batches: it has `batch_size` rows (0: the model does not
+    batch), and runs with others of an equal `shape_key`."""
 
     batch_size: int
     shape_key: bytes

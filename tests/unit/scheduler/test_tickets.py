@@ -1,4 +1,4 @@
-"""A scheduler under the rate limiter: an instance executes only with a grant."""
+"""A scheduler under the rate limiter: an instance executes only with a ticket."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     assert asked(rig) == [m.AskTicket(1, 0)]
 
 
-def test_a_grant_that_is_of_no_use_any_more_is_given_back() -> None:
+def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(m.Cancel(number))

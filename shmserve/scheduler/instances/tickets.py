@@ -1,4 +1,4 @@
-"""Grants of the rate limiter, as a scheduler has them: an instance executes only with one.
+"""Tickets of the rate limiter, as a scheduler has them: an instance executes only with one.
 
 An instance is asked for once a batch could run on it, so none holds resources while requests are
 still awaited; what is granted and not used within a turn is given back. What has been used is given
@@ -16,7 +16,7 @@ from shmserve.scheduler.instances.losses import ControlLink
 from shmserve.scheduler.instances.pool import Slot
 
 
-class Grants:
+class InstanceTickets:
     """The tickets of this model version's instances, by index."""
 
     def __init__(self, control: ControlLink) -> None:
