@@ -43,7 +43,7 @@ from shmserve.scheduler.clients import Clients
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
-from shmserve.scheduler.instances.tickets import Tickets
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request, State
@@ -76,7 +76,7 @@ class Scheduler:
         self._cache = cache
         self._responses = Responses(clients, workers, self._statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
-        self._tickets = Tickets(control) if settings.rate_limited else None
+        self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self._statistics

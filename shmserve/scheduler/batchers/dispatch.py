@@ -9,7 +9,7 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
-from shmserve.scheduler.instances.tickets import Tickets
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request
 from shmserve.scheduler.requests.responses import Responses
@@ -29,7 +29,7 @@ class Dispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
-        tickets: Tickets | None = None,
+        tickets: InstanceTickets | None = None,
     ) -> None:
         self._batcher = batcher
         self._queue = queue
@@ -72,13 +72,13 @@ class Dispatch(Dispatcher):
             decision = batcher.closed(queue.waiting()) if ahead else self._decide(now_ns)
             if isinstance(decision, WaitUntil):
                 if tickets is not None:
-                    tickets.return_unused()
+                    tickets.give_back()
                 return decision.ns
             if decision is None:
                 break
             executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
         if tickets is not None:
-            tickets.return_unused()
+            tickets.give_back()
         return NEVER
 
     def _would_run(self, now_ns: int) -> bool:

@@ -127,7 +127,7 @@ class Lost(NamedTuple):
     open: list[Request]
 
 
-class Tickets(Protocol):
+class Ticketing(Protocol):
     """What an instance needs to execute, where that is limited."""
 
     def use(self, slot: Slot) -> None:
@@ -150,7 +150,7 @@ class Pool:
     """
 
     def __init__(
-        self, execution_limit_ns: int, tickets: Tickets | None = None, most_open: int = 0
+        self, execution_limit_ns: int, tickets: Ticketing | None = None, most_open: int = 0
     ) -> None:
         self._limit_ns = execution_limit_ns
         self._most_open = most_open

@@ -16,7 +16,7 @@ from shmserve.scheduler.instances.losses import ControlLink
 from shmserve.scheduler.instances.pool import Slot
 
 
-class Tickets:
+class InstanceTickets:
     """The tickets of this model version's instances, by index."""
 
     def __init__(self, control: ControlLink) -> None:
@@ -69,7 +69,7 @@ class Tickets:
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used))
 
-    def return_unused(self) -> None:
+    def give_back(self) -> None:
         """Return the tickets that are granted and were not used."""
         for ticket in self._granted.values():
             self._control.post(TicketReturned(ticket, False))

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.cuda_errors import INVALID
+from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import Memory
@@ -47,7 +47,7 @@ class HandleCheck:
         handle = memory.cuda
         assert handle is not None
         if handle.device >= self.devices:
-            raise InvalidArgument(f"{INVALID} (the server has {self.devices} CUDA devices)")
+            raise InvalidArgument(f"{CUDA_INVALID} (the server has {self.devices} CUDA devices)")
         workers = list(self._workers(handle.device))
         if not workers:
             return
@@ -66,7 +66,7 @@ class HandleCheck:
         finally:
             del self._open[number]
         if response.code == InvalidArgument.code:
-            raise InvalidArgument(f"{INVALID} ({response.message})")
+            raise InvalidArgument(f"{CUDA_INVALID} ({response.message})")
         if response.code:
             raise from_code(response.code, response.message)
 
@@ -104,4 +104,4 @@ class ExporterWatch:
 
 
 def _gone() -> ShmserveError:
-    return InvalidArgument(f"{INVALID} (the process that exported it is gone)")
+    return InvalidArgument(f"{CUDA_INVALID} (the process that exported it is gone)")

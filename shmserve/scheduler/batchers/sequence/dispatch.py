@@ -19,7 +19,7 @@ from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
-from shmserve.scheduler.instances.tickets import Tickets
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Event, Request
@@ -43,7 +43,7 @@ class SequenceDispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
-        tickets: Tickets | None = None,
+        tickets: InstanceTickets | None = None,
     ) -> None:
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
@@ -166,7 +166,7 @@ class SequenceDispatch(Dispatcher):
                 if slot is not None and slot.idle:
                     wake_ns = min(wake_ns, self._start(lane, slot, now_ns))
         if self._tickets is not None:
-            self._tickets.return_unused()
+            self._tickets.give_back()
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
