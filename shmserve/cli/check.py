@@ -109,7 +109,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         work = pack_inference(Inference(inputs))
     except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
         return "not tried: a batch of zeros is too large to be sent", 0.0
-    admission = signature.admit("check", inputs, ())
+    fit = signature.check("check", inputs, ())
     dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
     text = _ids_are_texts(where["config"])
@@ -117,8 +117,8 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         dealer.send(
             Submit(
                 id=1,
-                batch_size=admission.batch_size,
-                shape_key=admission.shape_key,
+                batch_size=fit.batch_size,
+                shape_key=fit.shape_key,
                 arrived_ns=time.monotonic_ns(),
                 deadline_ns=0,
                 timeout_us=0,

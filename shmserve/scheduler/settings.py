@@ -131,7 +131,7 @@ class Settings:
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
     first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
-    rate_limited: bool = False  # instances execute only with a grant
+    rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
