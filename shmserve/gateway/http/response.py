@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.events import error_json
 from shmserve.gateway.http.request import HttpRequest
 
@@ -108,8 +109,21 @@ def json_response(value: Any, status: int = 200) -> HttpResponse:
     return HttpResponse(status, (orjson.dumps(value),), JSON)
 
 
+# The body of a response of an error, as an API has it.
+ErrorForm = Callable[[ShmserveError], bytes]
+
+
+def triton_error(error: ShmserveError) -> bytes:
+    """{"error": message}, as Triton's API has it."""
+    return error_json(error.message)
+
+
 def error_response(
-    status: int, message: str, *, headers: bytes = b"", close: bool = False
+    error: ShmserveError,
+    form: ErrorForm = triton_error,
+    *,
+    headers: bytes = b"",
+    close: bool = False,
 ) -> HttpResponse:
-    """{"error": message}."""
-    return HttpResponse(status, (error_json(message),), JSON + headers, close=close)
+    """The response of an error, with a body in this form."""
+    return HttpResponse(error.status, (form(error),), JSON + headers, close=close)
