@@ -1,9 +1,10 @@
-"""Route tables: each route has a scope and a form for its errors."""
+"""Route tables: each route has a scope and a form for its errors; and chunked responses."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from shmserve.errors import (
     InvalidArgument,
+    NotFound,
     PermissionDenied,
     QueueFull,
     ShmserveError,
     Unauthenticated,
 )
-from shmserve.gateway.http.response import HttpResponse
+from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Route, RouteTable
 
@@ -132,3 +134,79 @@ def test_the_metrics_listener_has_a_table_of_its_own(
     assert (response.status, b"".join(response.pieces)) == (status, body)
     assert request.asked == ["metrics"]
     assert ROUTES.find("/metrics") is None
+
+
+# --- chunked responses
+
+
+class Transport:
+    """Remembers what is written; the client leaves at the write number `leaves`."""
+
+    def __init__(self, leaves: int = -1) -> None:
+        self.written: list[bytes] = []
+        self.leaves = leaves
+        self.writing_paused = False
+        self.transport = self
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+        self.writing_paused = len(self.written) == self.leaves
+
+    async def drain(self) -> None:
+        raise ConnectionResetError("the client is gone")
+
+
+class Batches:
+    """Chunks; `ended` once nobody wants more."""
+
+    def __init__(self, *batches: Sequence[bytes] | Exception) -> None:
+        self.ended = False
+        self.made = 0
+        self._batches = batches
+
+    async def generate(self) -> AsyncGenerator[Sequence[bytes], None]:
+        try:
+            for batch in self._batches:
+                if isinstance(batch, Exception):
+                    raise batch
+                self.made += 1
+                yield batch
+        finally:
+            self.ended = True
+
+
+def sent(batches: Batches, transport: Transport, *, http10: bool = False) -> bytes:
+    request: Any = SimpleNamespace(connection=transport, is_http10=http10)
+    response = ChunkedResponse(200, batches.generate(), b"Content-Type: text/plain\r\n")
+    try:
+        asyncio.run(response.send(request, 1.0))
+    finally:
+        assert batches.ended and response.close is http10
+    head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
+    assert (b"Transfer-Encoding: chunked" in head) is not http10
+    return body
+
+
+def test_chunks_that_are_there_are_written_at_once_and_an_empty_one_ends_nothing() -> None:
+    transport = Transport()
+    body = sent(Batches([b"ab", b"", b"c" * 17], [b"d"]), transport)
+    assert body == b"2\r\nab\r\n11\r\n" + b"c" * 17 + b"\r\n1\r\nd\r\n0\r\n\r\n"
+    assert len(transport.written) == 4  # the head, two batches, the end
+    assert sent(Batches([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
+
+
+def test_no_more_is_made_for_a_client_that_is_gone() -> None:
+    batches, transport = Batches([b"a"], [b"b"], [b"c"]), Transport(leaves=2)
+    with pytest.raises(ConnectionResetError):
+        sent(batches, transport)
+    assert batches.made == 1
+
+
+def test_a_body_that_fails_is_not_ended_as_a_whole_one() -> None:
+    transport = Transport()
+    with pytest.raises(NotFound):
+        sent(Batches([b"a"], NotFound("x")), transport)
+    assert not b"".join(transport.written).endswith(b"0\r\n\r\n")
