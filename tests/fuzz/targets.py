@@ -120,7 +120,7 @@ def _inference(given: _Bytes) -> None:
     if not tail_size:
         _same_with_other_numbers(body)
     assert sum(max(tensor.binary_size, 0) for tensor in wire.inputs) == tail_size
-    signature.admit(wire.id, tensors, [])
+    signature.check(wire.id, tensors, [])
 
 
 def _tensor(tensor: Any) -> TensorRef:

@@ -71,7 +71,7 @@ def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
 def read(header: Any, tail_size: int = 0) -> None:
     wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
-    Signature(SIMPLE, "1").admit(wire.id, tensors, [])
+    Signature(SIMPLE, "1").check(wire.id, tensors, [])
 
 
 def tensor(name: str, **members: Any) -> dict[str, Any]:
