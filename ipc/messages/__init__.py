@@ -34,12 +34,12 @@ from shmserve.ipc.messages.inference import (
     BatchFinished,
     Cancel,
     CancelExecution,
+    Credit,
+    CreditExecution,
     Execute,
     ExecutionResponded,
     Failed,
     Finished,
-    Grant,
-    GrantExecution,
     InstanceReady,
     MetricsReported,
     Release,
@@ -78,8 +78,8 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
-    AskGrant,
     AskReady,
+    AskTicket,
     Attach,
     ChangeLogging,
     CheckReady,
@@ -90,8 +90,6 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     FindModel,
     GatewayReady,
-    Granted,
-    GrantReturned,
     HealthChanged,
     IndexRepository,
     InstanceExited,
@@ -118,6 +116,8 @@ from shmserve.ipc.messages.supervision import (
     SetLogging,
     StatisticsKept,
     Stop,
+    TicketGranted,
+    TicketReturned,
     UnloadModel,
     WorkerStarted,
     WorkspaceAllocated,
@@ -129,8 +129,8 @@ __all__ = [
     "RESCHEDULED",
     "Acknowledged",
     "Answered",
-    "AskGrant",
     "AskReady",
+    "AskTicket",
     "Attach",
     "BatchFinished",
     "Cancel",
@@ -142,6 +142,8 @@ __all__ = [
     "CompleteConfig",
     "ConfigCompleted",
     "CountsInherited",
+    "Credit",
+    "CreditExecution",
     "Drain",
     "Drained",
     "EnsembleToSupervisor",
@@ -153,10 +155,6 @@ __all__ = [
     "Finished",
     "GatewayReady",
     "GatewayToSupervisor",
-    "Grant",
-    "GrantExecution",
-    "GrantReturned",
-    "Granted",
     "HealthChanged",
     "Hello",
     "IndexRepository",
@@ -226,6 +224,8 @@ __all__ = [
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
+    "TicketGranted",
+    "TicketReturned",
     "Timed",
     "UnloadModel",
     "UnregisterRegion",
@@ -239,9 +239,9 @@ __all__ = [
     "WorkspaceToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics | ReportTimes
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics | ReportTimes
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
-SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
+SchedulerToWorker = Execute | CancelExecution | CreditExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished
@@ -282,7 +282,7 @@ SupervisorToScheduler = (
     | CountsInherited
     | KeepStatistics
     | ResizeCache
-    | Granted
+    | TicketGranted
     | SetLogging
     | Drain
     | Stop
@@ -293,8 +293,8 @@ SchedulerToSupervisor = (
     | InstanceRetired
     | Drained
     | StatisticsKept
-    | AskGrant
-    | GrantReturned
+    | AskTicket
+    | TicketReturned
 )
 SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
@@ -339,7 +339,7 @@ SupervisorToLocalClient = (
     | Refused
 )
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
-LocalClientToScheduler = Submit | Cancel | Grant | Release
+LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = (
     ModelChanged
     | LoadRefused

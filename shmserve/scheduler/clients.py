@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailab
 from shmserve.ipc.messages import (
     Cancel,
     ClientToScheduler,
-    Grant,
+    Credit,
     Release,
     ReportStatistics,
     ReportTimes,
@@ -77,7 +77,7 @@ class Clients:
                 request = client.requests.get(message.id)
                 if request is not None:
                     self._cancel(request, now_ns)
-            case Grant():
+            case Credit():
                 request = client.requests.get(message.id)
                 if request is not None and request.state is State.RESPONDING:
                     self._executions.grant(request, message.responses)

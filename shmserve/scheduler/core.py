@@ -19,7 +19,6 @@ from shmserve.ipc.messages import (
     Drain,
     Drained,
     ExecutionResponded,
-    Granted,
     InstanceExited,
     InstanceExpected,
     InstanceRetired,
@@ -32,6 +31,7 @@ from shmserve.ipc.messages import (
     SetLogging,
     Stop,
     SupervisorToScheduler,
+    TicketGranted,
     WorkerToScheduler,
 )
 from shmserve.ipc.transport.peercred_router import last_number
@@ -41,9 +41,9 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.clients import Clients
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import ControlLink, Losses
 from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request, State
@@ -76,8 +76,8 @@ class Scheduler:
         self._cache = cache
         self._responses = Responses(clients, workers, self._statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
-        self._grants = Grants(control) if settings.rate_limited else None
-        self._pool = Pool(settings.execution_limit_ns, self._grants, settings.most_open)
+        self._tickets = InstanceTickets(control) if settings.rate_limited else None
+        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self._statistics
         )
@@ -109,7 +109,7 @@ class Scheduler:
         self.stopped = False
 
     def _dispatcher(self, settings: Settings, batcher: Batcher) -> Dispatcher:
-        parts = (self._queue, self._pool, self._executions, self._responses, self._grants)
+        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
         if settings.sequences is None:
             return Dispatch(settings, batcher, *parts)
         return SequenceDispatch(settings, *parts)
@@ -156,9 +156,9 @@ class Scheduler:
                 self._reports.inherit(message, now_ns)
             case KeepStatistics():
                 self._reports.keep_brief(now_ns)
-            case Granted():
-                if self._grants is not None:
-                    self._grants.granted(message.ticket)
+            case TicketGranted():
+                if self._tickets is not None:
+                    self._tickets.granted(message.ticket)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
@@ -218,8 +218,8 @@ class Scheduler:
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
-        if self._grants is not None:
-            self._grants.end_turn()
+        if self._tickets is not None:
+            self._tickets.end_turn()
         if self._pool.retiring:
             for index, pid in self._pool.take_retired(self._dispatch.needs):
                 self._to_control.post(InstanceRetired(index, pid))

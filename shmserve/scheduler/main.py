@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from shmserve import logs
-from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.peer_credentials import admit_group
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.capabilities import Capabilities

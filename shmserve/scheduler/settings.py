@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shmserve.common import batching_strategy
-from shmserve.common.batching_strategy import MAX_STREAMS, Strategy, max_streams
-from shmserve.common.metrics import first_response
+from shmserve.common import model_settings
+from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec
@@ -129,9 +128,9 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     most_open: int = 0  # requests that an instance of a decoupled model has at a time; 0: any
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
-    first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
+    first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
-    rate_limited: bool = False  # instances execute only with a grant
+    rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
@@ -166,13 +165,11 @@ class Settings:
 
 def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
     rules = replace(_batching(dynamic, config.max_batch_size), padding=padding)
-    match config.parameters.get(batching_strategy.STRATEGY):
+    match config.parameters.get(model_settings.STRATEGY):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = batching_strategy.target_ms(
-                config.parameters.get(batching_strategy.TARGET, "")
-            )
+            target_ms = model_settings.target_ms(config.parameters.get(model_settings.TARGET, ""))
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules
@@ -213,9 +210,9 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:
     for control in config.metric_control:
-        if control.family == first_response.FAMILY and control.buckets:
+        if control.family == model_settings.FIRST_RESPONSE_FAMILY and control.buckets:
             return control.buckets
-    return first_response.BUCKETS_MS
+    return model_settings.FIRST_RESPONSE_BUCKETS_MS
 
 
 def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:

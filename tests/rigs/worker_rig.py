@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, Execute, GrantExecution, ReleaseOutputs, Work
+from shmserve.ipc.messages import CancelExecution, CreditExecution, Execute, ReleaseOutputs, Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -199,8 +199,8 @@ class Rig:
     def execute(self, works: Sequence[Work]) -> None:
         """Run a batch of these; it is `finished` then, and nobody has been told."""
         self._batches += 1
-        batch = self.instance.link.opened(Execute(self._batches, list(works)))
-        self.finished = self.instance._executor.finish(batch)
+        command = self.instance.link.opened(Execute(self._batches, list(works)))
+        self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
     def said(self, timeout_s: float = 5.0) -> list[Any]:
@@ -217,7 +217,7 @@ class Rig:
 
     def grant(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""
-        self._tell(GrantExecution(key, responses))
+        self._tell(CreditExecution(key, responses))
 
     def _tell(self, message: Any) -> None:
         self.scheduler.post(self._peer, message)

@@ -27,7 +27,7 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
-from shmserve.ipc.messages import Cancel, Failed, Finished, Grant, Release, Responded, Settled
+from shmserve.ipc.messages import Cancel, Credit, Failed, Finished, Release, Responded, Settled
 from shmserve.ipc.transport.dealer import Dealer
 
 LATE = "nobody answered within the timeout"
@@ -118,7 +118,7 @@ class RequestChannel:
     def grant(self, pending: ClientRequest, responses: int) -> None:
         """So many responses of it have been read: as many more may come."""
         if pending.submit.id in self._table.pending:
-            self._post(pending.endpoint, Grant(pending.submit.id, responses))
+            self._post(pending.endpoint, Credit(pending.submit.id, responses))
 
     def expire(self, number: int) -> None:
         """The time of a request is over: it fails, unless it was answered."""

@@ -243,7 +243,7 @@ class RequestDispatcher:
     def grant(self, pending: GatewayRequest, responses: int) -> None:
         """The client has read so many responses, and takes as many more."""
         if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.link.post(m.Grant(pending.submit.id, responses))
+            pending.scheduler.link.post(m.Credit(pending.submit.id, responses))
 
     def cancel(self, pending: GatewayRequest) -> None:
         """Nobody waits for this any more, or will read its response if that has come already; its

@@ -19,11 +19,10 @@ from shmserve.ipc.messages import (
     Cancel,
     ClientToScheduler,
     CountsInherited,
+    Credit,
     Drain,
     Drained,
     Failed,
-    Grant,
-    Granted,
     InstanceExited,
     InstanceExpected,
     KeepStatistics,
@@ -41,6 +40,7 @@ from shmserve.ipc.messages import (
     Stop,
     Submit,
     SupervisorToEnsemble,
+    TicketGranted,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
@@ -122,10 +122,10 @@ class Ensemble:
                 if request is not None:
                     self._live.fail(request, "CANCELLED", "request cancelled")
                     self._steps.cancel(request)
-            case Grant():
+            case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:
-                    self._responses.granted(request, message.responses)
+                    self._responses.credit(request, message.responses)
                     self._live.touch(request)
             case Release():
                 read = (client.pid, message.pid, message.offsets)
@@ -206,7 +206,11 @@ class Ensemble:
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case (
-                Granted() | InstanceExpected() | InstanceExited() | RetireInstance() | PoolFailed()
+                TicketGranted()
+                | InstanceExpected()
+                | InstanceExited()
+                | RetireInstance()
+                | PoolFailed()
             ):
                 self.misplaced()  # there are no instances
             case _:

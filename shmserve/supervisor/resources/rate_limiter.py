@@ -72,7 +72,7 @@ class _Member:
     held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
 
 
-Granted = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
+GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
 
 
 class RateLimiter:
@@ -147,7 +147,7 @@ class RateLimiter:
             configured = self._configured(resource)
             self._capacity[resource] = count if configured is None else configured
 
-    def disconnect(self, member: Hashable) -> list[Granted]:
+    def disconnect(self, member: Hashable) -> list[GrantedTicket]:
         """Release what a member holds, and drop what it waits for: its scheduler has ended.
         Returns who else may go on."""
         found = self._members.get(member)
@@ -159,7 +159,7 @@ class RateLimiter:
         found.held.clear()
         return self._grant()
 
-    def remove_instance(self, member: Hashable, index: int) -> list[Granted]:
+    def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
         """Drop an instance of a member that ends; returns who may go on. Whoever asked for what it
         holds releases that."""
         found = self._members.get(member)
@@ -169,7 +169,7 @@ class RateLimiter:
         self._measure()
         return self._grant()
 
-    def remove(self, member: Hashable) -> list[Granted]:
+    def remove(self, member: Hashable) -> list[GrantedTicket]:
         """Drop a model version that ends; returns who else may go on."""
         if member not in self._members:
             return []
@@ -180,7 +180,7 @@ class RateLimiter:
 
     # --- tickets ----------------------------------------------------------------------------------
 
-    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[Granted]:
+    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[GrantedTicket]:
         """An instance of a member would execute; returns who may go on, perhaps it itself. What
         makes no sense is ignored."""
         found = self._members.get(member)
@@ -190,7 +190,7 @@ class RateLimiter:
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
-    def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[Granted]:
+    def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
         """An execution has ended, or (not `executed`) nothing is to run after all; returns who may
         go on."""
         found = self._members.get(member)
@@ -205,8 +205,8 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
-    def _grant(self) -> list[Granted]:
-        granted: list[Granted] = []
+    def _grant(self) -> list[GrantedTicket]:
+        granted: list[GrantedTicket] = []
         kept: set[Resource] = set()
         for waiting in sorted(self._waiting, key=lambda each: each.rank):
             needs = waiting.instance.needs.resources

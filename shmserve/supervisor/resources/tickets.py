@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shmserve.ipc.messages import AskGrant, Granted, GrantReturned
+from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
 from shmserve.supervisor.resources import rate_limiter
 from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter
 
@@ -21,7 +21,7 @@ class Tickets:
         self,
         on: bool,
         explicit: Mapping[tuple[str, int | None], int],
-        send: Callable[[int, Granted], None],
+        send: Callable[[int, TicketGranted], None],
     ) -> None:
         self.on = on
         self._send = send
@@ -57,17 +57,17 @@ class Tickets:
         if member is not None and self._pids.get(member) == pid:
             self._send_granted(self._limiter.disconnect(member))
 
-    def handle(self, pid: int, message: AskGrant | GrantReturned) -> None:
+    def handle(self, pid: int, message: AskTicket | TicketReturned) -> None:
         """A scheduler's message."""
         member = self._members.get(pid)
         if member is None:
             return
-        if isinstance(message, AskGrant):
+        if isinstance(message, AskTicket):
             self._send_granted(self._limiter.ask(member, message.index, message.ticket))
         else:
             self._send_granted(self._limiter.release(member, message.ticket, message.executed))
 
-    def _send_granted(self, granted: Sequence[rate_limiter.Granted]) -> None:
+    def _send_granted(self, granted: Sequence[rate_limiter.GrantedTicket]) -> None:
         for member, ticket in granted:
             assert isinstance(member, int) and isinstance(ticket, int)
-            self._send(self._pids[member], Granted(ticket))
+            self._send(self._pids[member], TicketGranted(ticket))

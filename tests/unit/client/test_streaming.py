@@ -80,7 +80,7 @@ def test_what_was_read_is_granted_together(
         assert values([next(stream)]) == [n]
     assert scheduler.silent()  # the last is its reader's until the next is asked for
     assert values([next(stream)]) == [TOGETHER]
-    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     assert not ended
     scheduler.say(m.Responded(number, "", "", b"", True))
     assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
@@ -98,7 +98,7 @@ def test_what_is_large_is_granted_sooner(
         scheduler.say(responded(number, n, size=250))
         assert values([next(stream)]) == [n]
         if n:
-            assert scheduler.next(m.Grant) == m.Grant(number, 1)  # type: ignore[type-var]
+            assert scheduler.next(m.Credit) == m.Credit(number, 1)  # type: ignore[type-var]
     scheduler.say(responded(number, 3, final=True))
     assert values(stream) == [3]
 
@@ -207,7 +207,7 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
     scheduler.say(*(responded(number, n) for n in range(TOGETHER + 1)))
     for n in range(TOGETHER + 1):
         assert values([next(stream)]) == [n]
-    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     stream.close()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 

@@ -208,7 +208,7 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, False),
     ]
     assert [message for message in posted if not isinstance(message, m.Submit)] == [
-        *(m.Grant(1, 4), m.Grant(2, 4), m.Cancel(2)),
+        *(m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2)),
         m.Release(4321, [4096]),
     ]
     assert released == ["of 1", "of 2"]

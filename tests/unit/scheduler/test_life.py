@@ -135,7 +135,7 @@ class Life(RuleBasedStateMachine):
         """A client says that it has read some."""
         if self.stories:
             peer, number = data.draw(st.sampled_from(sorted(self.stories)))
-            self.rig.client(m.Grant(number, responses), peer)
+            self.rig.client(m.Credit(number, responses), peer)
             self.look()
 
     @rule(who=st.integers(0, 2))

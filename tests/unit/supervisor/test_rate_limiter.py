@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import AskGrant, Granted, GrantReturned
+from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
@@ -210,14 +210,14 @@ def test_the_death_of_who_holds_gives_back() -> None:
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
-    tickets.handle(100, AskGrant(7, 0))
-    tickets.handle(200, AskGrant(8, 0))
+    tickets.handle(100, AskTicket(7, 0))
+    tickets.handle(200, AskTicket(8, 0))
     assert told == [(100, 7)]
     tickets.exited(100)
     assert told == [(100, 7), (200, 8)]
     tickets.bind(101, 1)  # its successor
-    tickets.handle(101, AskGrant(1, 0))
-    tickets.handle(100, GrantReturned(8, True))  # a frame of who is dead
+    tickets.handle(101, AskTicket(1, 0))
+    tickets.handle(100, TicketReturned(8, True))  # a frame of who is dead
     tickets.remove(2)
     assert told[2:] == [(101, 1)]
-    assert isinstance(Granted(1), Granted)
+    assert isinstance(TicketGranted(1), TicketGranted)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from shmserve.ipc.messages import (
     Cancel,
-    Grant,
+    Credit,
     Release,
     ReportTimes,
     SchedulerToClient,
@@ -47,7 +47,7 @@ class StepSchedulers:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
         self._links.open(endpoint).post(message)
 
-    def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
         while endpoint in self._moved:
             endpoint = self._moved[endpoint]

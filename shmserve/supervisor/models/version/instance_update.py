@@ -8,7 +8,7 @@ commit   those that are not asked for any more finish what they have, and end
 from __future__ import annotations
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec
 
@@ -24,7 +24,7 @@ class InstanceUpdate:
     """Leads from the instances that a version has to those of `config`, the final configuration of
     `spec`."""
 
-    def __init__(self, instances: InstanceProcesses, spec: VersionSpec, config: ModelSpec) -> None:
+    def __init__(self, instances: Instances, spec: VersionSpec, config: ModelSpec) -> None:
         self.spec = spec
         self._instances = instances
         self._config = config

@@ -135,7 +135,7 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
     assert len(rig.told()) == m.FIRST_CREDIT
-    rig.client_says(m.Grant(1, 1))
+    rig.client_says(m.Credit(1, 1))
     only(rig.told(), m.Responded)
     rig.respond("a", number, b"", final=True)
     assert only(rig.told(), m.Responded).final

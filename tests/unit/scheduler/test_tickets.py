@@ -1,0 +1,155 @@
+"""A scheduler under the rate limiter: an instance executes only with a ticket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.ipc import messages as m
+from tests.rigs.scheduler_rig import MS, Rig
+
+ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
+
+
+def asked(rig: Rig) -> list[Any]:
+    """What the supervisor was asked, and given back."""
+    kinds = (m.AskTicket, m.TicketReturned)
+    return [message for _, message in rig.control.take() if isinstance(message, kinds)]
+
+
+def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: Any) -> Rig:
+    rig = Rig(dynamic, rate_limited=True, **more)
+    for index in range(instances):
+        rig.start(index, 100 + index)
+    return rig
+
+
+def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
+    """Section 3.9."""
+    rig = limited({})
+    rig.submit()
+    assert (asked(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
+    rig.submit(2)  # the batch grows meanwhile
+    assert asked(rig) == []
+    rig.supervisor(m.TicketGranted(1))
+    peer, batch = rig.execute()
+    assert len(batch.requests) == 3
+    rig.finish(peer, batch)
+    assert asked(rig) == [m.TicketReturned(1, True)]
+
+
+def test_who_goes_on_asks_before_it_gives_back() -> None:
+    """Rule 3.9.3: else who waits would be next, however much it has had."""
+    rig = limited()
+    rig.submit(2)
+    rig.supervisor(m.TicketGranted(1))
+    peer, batch = rig.execute()
+    asked(rig)
+    rig.finish(peer, batch)
+    assert asked(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
+
+
+def test_no_instance_is_asked_for_without_a_request() -> None:
+    assert asked(limited({}, 3)) == []
+
+
+def test_as_many_are_asked_for_as_could_run() -> None:
+    rig = limited(None, 3)
+    rig.submit(2)
+    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    rig.supervisor(m.TicketGranted(2))
+    assert rig.execute()[0] == b"1.101"
+
+
+def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
+    rig = limited({"max_queue_delay_microseconds": 1000})
+    rig.submit()
+    assert asked(rig) == []
+    rig.pass_time(2 * MS)
+    assert asked(rig) == [m.AskTicket(1, 0)]
+
+
+def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
+    """It is asked again with each request that comes before the ticket, and with the ticket:
+    that must not begin another wait."""
+    rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
+
+    def grant() -> None:
+        asks = [each for each in asked(rig) if isinstance(each, m.AskTicket)]
+        rig.supervisor(*[m.TicketGranted(each.ticket) for each in asks])
+
+    for _ in range(60):  # bursts of 8 with 2 ms between them; a batch takes 60 ms
+        for _ in range(8):
+            rig.pass_time(2 * MS)
+            rig.submit()
+        while rig.scheduler.live:
+            grant()
+            for peer, batch in rig.executes():
+                rig.pass_time(60 * MS)
+                rig.finish(peer, batch)
+    rig.scheduler._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    asked(rig)
+    began = rig.now
+    last = rig.submit(2)[1]
+    asks: list[Any] = []
+    while not asks:  # there always seem to be more to come, since others go
+        rig.pass_time(2 * MS)
+        (new,) = rig.submit()
+        rig.client(m.Cancel(last))
+        last, asks = new, asked(rig)
+    assert 10 * MS < rig.now - began <= 62 * MS
+    for _ in range(5):  # the ticket is late
+        rig.pass_time(2 * MS)
+        (new,) = rig.submit()
+        rig.client(m.Cancel(last))
+        last = new
+        assert asked(rig) == []
+    rig.supervisor(m.TicketGranted(asks[0].ticket))
+    assert len(rig.executes()) == 1
+
+
+def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
+    rig = limited()
+    (number,) = rig.submit()
+    rig.client(m.Cancel(number))
+    rig.supervisor(m.TicketGranted(1))
+    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+
+
+def test_a_worker_that_dies_gives_back_what_it_had() -> None:
+    rig = limited(None, 2)
+    rig.submit()
+    rig.supervisor(m.TicketGranted(1))
+    rig.execute()
+    asked(rig)
+    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]  # and it is run again
+    rig.supervisor(m.TicketGranted(2))
+    assert rig.execute()[0] == b"1.101"
+
+
+def test_who_dies_while_it_is_asked_for_is_not_granted() -> None:
+    rig = limited()
+    rig.submit()
+    rig.supervisor(m.InstanceExited(0, "signal 9"), m.TicketGranted(1))
+    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
+    rig.start(0, 105)
+    assert asked(rig) == [m.AskTicket(2, 0)]
+
+
+def test_sequences_ask_for_the_instance_of_their_slot() -> None:
+    rig = limited(None, 2, max_batch_size=1, sequences={"direct": {}})
+    rig.submit(correlation_id=1, flags=1)
+    rig.submit(correlation_id=2, flags=1)
+    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    rig.supervisor(m.TicketGranted(2))
+    assert rig.execute()[0] == b"1.101"
+    rig.supervisor(m.TicketGranted(1))
+    assert rig.execute()[0] == b"0.100"
+
+
+def test_without_the_limiter_nobody_is_asked() -> None:
+    rig = Rig()
+    rig.start()
+    rig.submit()
+    rig.execute()
+    assert asked(rig) == []
