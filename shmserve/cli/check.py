@@ -25,10 +25,9 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.main import compose, hold_signals
 from shmserve.supervisor.supervisor import Supervisor
 
