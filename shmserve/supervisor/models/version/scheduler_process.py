@@ -152,7 +152,7 @@ class SchedulerProcess:
             )
             return CacheStart()
         share = shares.join(id(self), self.tell)
-        return CacheStart(share, self._context.config.arena_byte_size, os.getpid())
+        return CacheStart(share, os.getpid())
 
     @property
     def _role(self) -> str:
