@@ -46,13 +46,11 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Reply,
     ReportStatistics,
-    ReportTimes,
     Responded,
     SequenceRow,
     Settled,
     StatisticsReported,
     Submit,
-    Timed,
     Work,
 )
 from shmserve.ipc.messages.local_clients import (
@@ -93,6 +91,7 @@ from shmserve.ipc.messages.supervision import (
     Granted,
     GrantReturned,
     HealthChanged,
+    HostReady,
     IndexRepository,
     InstanceExited,
     InstanceExpected,
@@ -106,6 +105,7 @@ from shmserve.ipc.messages.supervision import (
     LoadModel,
     ModelPublished,
     ModelWithdrawn,
+    OpenScheduler,
     PoolFailed,
     ProcessExited,
     ReadyChecked,
@@ -115,6 +115,7 @@ from shmserve.ipc.messages.supervision import (
     ReturnWorkspace,
     SchedulerLost,
     SchedulerReady,
+    SchedulerRefused,
     SetLogging,
     StatisticsKept,
     Stop,
@@ -159,6 +160,8 @@ __all__ = [
     "Granted",
     "HealthChanged",
     "Hello",
+    "HostReady",
+    "HostToSupervisor",
     "IndexRepository",
     "InstanceExited",
     "InstanceExpected",
@@ -181,6 +184,7 @@ __all__ = [
     "ModelCounted",
     "ModelPublished",
     "ModelWithdrawn",
+    "OpenScheduler",
     "PoolFailed",
     "ProcessEnded",
     "ProcessExited",
@@ -201,13 +205,13 @@ __all__ = [
     "ReleaseOutputs",
     "Reply",
     "ReportStatistics",
-    "ReportTimes",
     "ResizeCache",
     "Responded",
     "RetireInstance",
     "ReturnWorkspace",
     "SchedulerLost",
     "SchedulerReady",
+    "SchedulerRefused",
     "SchedulerToClient",
     "SchedulerToSupervisor",
     "SchedulerToWorker",
@@ -221,12 +225,13 @@ __all__ = [
     "StatisticsReported",
     "Stop",
     "Submit",
+    "SupervisorToBatching",
     "SupervisorToEnsemble",
     "SupervisorToGateway",
+    "SupervisorToHost",
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
-    "Timed",
     "UnloadModel",
     "UnregisterRegion",
     "Welcome",
@@ -239,8 +244,8 @@ __all__ = [
     "WorkspaceToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics | ReportTimes
-SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
+ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
@@ -274,19 +279,12 @@ GatewayToSupervisor = (
     | Drained
 )
 SupervisorToScheduler = (
-    InstanceExpected
-    | InstanceExited
-    | RetireInstance
-    | PoolFailed
-    | ProcessExited
-    | CountsInherited
-    | KeepStatistics
-    | ResizeCache
-    | Granted
-    | SetLogging
-    | Drain
-    | Stop
+    ProcessExited | CountsInherited | KeepStatistics | ResizeCache | Drain | Stop
 )
+SupervisorToBatching = InstanceExpected | InstanceExited | RetireInstance | PoolFailed | Granted
+SupervisorToEnsemble = ModelPublished | SchedulerLost
+SupervisorToHost = OpenScheduler | SetLogging | Stop
+HostToSupervisor = HostReady | SchedulerRefused
 SchedulerToSupervisor = (
     SchedulerReady
     | KillInstance
@@ -296,7 +294,6 @@ SchedulerToSupervisor = (
     | AskGrant
     | GrantReturned
 )
-SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     CompleteConfig

@@ -16,7 +16,7 @@ from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.control_socket import Address, Control
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
@@ -58,15 +58,15 @@ class SupervisorContext:
         """The log settings for a process that starts now."""
         return self.logging.settings
 
-    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+        """Route messages from `address` to `handler`; `role` is "gateway", "host", "scheduler",
         "ensemble", "worker" or "workspace"."""
 
         def handle(message: Any) -> None:
-            self.logging.on_message(pid, message)
+            self.logging.on_message(address, message)
             handler(message)
 
-        self.control.enrol(pid, role, handle)
+        self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
@@ -81,6 +81,13 @@ class EnsembleRequest:
         self.responses = 0
         self.responded_ns = now_ns
         self.untimed = False
+
+    def add_times(self, message: Finished | Responded) -> None:
+        """A step's execution took so long."""
+        times_ns = self.times_ns
+        times_ns[0] += message.input_ns
+        times_ns[1] += message.infer_ns
+        times_ns[2] += message.output_ns
 
     @property
     def over(self) -> bool:

@@ -9,25 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from shmserve.ipc.messages import AskGrant, Granted, GrantReturned
+from shmserve.supervisor.processes.control_socket import Address, pid_of
 from shmserve.supervisor.resources import rate_limiter
 from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter
 
 
 class Grants:
     """The rate limiter of the server; `on` where it was asked for. Members are model versions, and
-    the process of each one's scheduler speaks for it: `send` queues a message to a process."""
+    each one's scheduler speaks for it: `send` queues a message to it."""
 
     def __init__(
         self,
         on: bool,
         explicit: Mapping[tuple[str, int | None], int],
-        send: Callable[[int, Granted], None],
+        send: Callable[[Address, Granted], None],
     ) -> None:
         self.on = on
         self._send = send
         self._limiter = RateLimiter(explicit)
-        self._speakers: dict[int, int] = {}  # pid -> member
-        self._pids: dict[int, int] = {}
+        self._members: dict[Address, int] = {}
+        self._schedulers: dict[int, Address] = {}
 
     def join(self, member: int, needs: Mapping[int, Needs]) -> None:
         """Instances of a model version load, by index. Raises InvalidArgument when one could never
@@ -38,28 +39,32 @@ class Grants:
         """An instance is gone."""
         self._tell(self._limiter.part(member, index))
 
-    def speaks(self, pid: int, member: int) -> None:
-        """From now on this process asks for a member."""
-        before = self._pids.get(member)
+    def speaks(self, scheduler: Address, member: int) -> None:
+        """From now on this scheduler asks for a member."""
+        before = self._schedulers.get(member)
         if before is not None:
-            self.exited(before)
-        self._speakers[pid] = member
-        self._pids[member] = pid
+            self._forget(before)
+        self._members[scheduler] = member
+        self._schedulers[member] = scheduler
 
     def leave(self, member: int) -> None:
         """A model version is gone."""
-        self._speakers.pop(self._pids.pop(member, 0), None)
+        self._members.pop(self._schedulers.pop(member, 0), None)
         self._tell(self._limiter.leave(member))
 
     def exited(self, pid: int) -> None:
         """A process is gone."""
-        member = self._speakers.pop(pid, None)
-        if member is not None and self._pids.get(member) == pid:
+        for scheduler in [each for each in self._members if pid_of(each) == pid]:
+            self._forget(scheduler)
+
+    def _forget(self, scheduler: Address) -> None:
+        member = self._members.pop(scheduler, None)
+        if member is not None and self._schedulers.get(member) == scheduler:
             self._tell(self._limiter.forget(member))
 
-    def handle(self, pid: int, message: AskGrant | GrantReturned) -> None:
+    def handle(self, scheduler: Address, message: AskGrant | GrantReturned) -> None:
         """A scheduler's message."""
-        member = self._speakers.get(pid)
+        member = self._members.get(scheduler)
         if member is None:
             return
         if isinstance(message, AskGrant):
@@ -70,4 +75,4 @@ class Grants:
     def _tell(self, granted: Sequence[rate_limiter.Granted]) -> None:
         for member, ticket in granted:
             assert isinstance(member, int) and isinstance(ticket, int)
-            self._send(self._pids[member], Granted(ticket))
+            self._send(self._schedulers[member], Granted(ticket))

@@ -35,8 +35,8 @@ class StepLinks(Protocol):
     def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
-        """The scheduler at `endpoint` is gone; `hear_out` takes its last words."""
+    def lose(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` is gone: what it sent last is taken."""
 
 
 class StepOutputs:
