@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Cancel, Grant, Release, Submit
+from shmserve.ipc.messages import Cancel, Credit, Release, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
 
-Message = Submit | Cancel | Grant | Release
+Message = Submit | Cancel | Credit | Release
 
 
 class SchedulerLinks:

@@ -34,12 +34,12 @@ from shmserve.ipc.messages.inference import (
     BatchFinished,
     Cancel,
     CancelExecution,
+    Credit,
+    CreditExecution,
     Execute,
     ExecutionResponded,
     Failed,
     Finished,
-    Grant,
-    GrantExecution,
     InstanceReady,
     MetricsReported,
     Release,
@@ -76,8 +76,8 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.messages.supervision import (
     Acknowledged,
     Answered,
-    AskGrant,
     AskReady,
+    AskTicket,
     Attach,
     ChangeLogging,
     CheckReady,
@@ -88,8 +88,6 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     FindModel,
     GatewayReady,
-    Granted,
-    GrantReturned,
     HealthChanged,
     HostReady,
     IndexRepository,
@@ -113,12 +111,14 @@ from shmserve.ipc.messages.supervision import (
     ResizeCache,
     RetireInstance,
     ReturnWorkspace,
+    SchedulerClosed,
     SchedulerLost,
     SchedulerReady,
-    SchedulerRefused,
     SetLogging,
     StatisticsKept,
     Stop,
+    TicketGranted,
+    TicketReturned,
     UnloadModel,
     WorkerStarted,
     WorkspaceAllocated,
@@ -130,8 +130,8 @@ __all__ = [
     "RESCHEDULED",
     "Acknowledged",
     "Answered",
-    "AskGrant",
     "AskReady",
+    "AskTicket",
     "Attach",
     "BatchFinished",
     "Cancel",
@@ -143,6 +143,8 @@ __all__ = [
     "CompleteConfig",
     "ConfigCompleted",
     "CountsInherited",
+    "Credit",
+    "CreditExecution",
     "Drain",
     "Drained",
     "EnsembleToSupervisor",
@@ -154,10 +156,6 @@ __all__ = [
     "Finished",
     "GatewayReady",
     "GatewayToSupervisor",
-    "Grant",
-    "GrantExecution",
-    "GrantReturned",
-    "Granted",
     "HealthChanged",
     "Hello",
     "HostReady",
@@ -209,9 +207,9 @@ __all__ = [
     "Responded",
     "RetireInstance",
     "ReturnWorkspace",
+    "SchedulerClosed",
     "SchedulerLost",
     "SchedulerReady",
-    "SchedulerRefused",
     "SchedulerToClient",
     "SchedulerToSupervisor",
     "SchedulerToWorker",
@@ -232,6 +230,8 @@ __all__ = [
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
+    "TicketGranted",
+    "TicketReturned",
     "UnloadModel",
     "UnregisterRegion",
     "Welcome",
@@ -244,9 +244,9 @@ __all__ = [
     "WorkspaceToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Grant | Release | ReportStatistics
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
-SchedulerToWorker = Execute | CancelExecution | GrantExecution | ReleaseOutputs
+SchedulerToWorker = Execute | CancelExecution | CreditExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished
@@ -281,18 +281,20 @@ GatewayToSupervisor = (
 SupervisorToScheduler = (
     ProcessExited | CountsInherited | KeepStatistics | ResizeCache | Drain | Stop
 )
-SupervisorToBatching = InstanceExpected | InstanceExited | RetireInstance | PoolFailed | Granted
+SupervisorToBatching = (
+    InstanceExpected | InstanceExited | RetireInstance | PoolFailed | TicketGranted
+)
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Stop
-HostToSupervisor = HostReady | SchedulerRefused
+HostToSupervisor = HostReady | SchedulerClosed
 SchedulerToSupervisor = (
     SchedulerReady
     | KillInstance
     | InstanceRetired
     | Drained
     | StatisticsKept
-    | AskGrant
-    | GrantReturned
+    | AskTicket
+    | TicketReturned
 )
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
@@ -336,7 +338,7 @@ SupervisorToLocalClient = (
     | Refused
 )
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
-LocalClientToScheduler = Submit | Cancel | Grant | Release
+LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = (
     ModelChanged
     | LoadRefused

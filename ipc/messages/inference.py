@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 from shmserve.ipc.transport.frames import message
 from shmserve.ipc.transport.records import record
 
 # Of a model that gives any number of responses, so many of one request may be on their way before
-# its client has granted more (`Grant`), and no more bytes than this, one response excepted. Where
+# its client has granted more (`Credit`), and no more bytes than this, one response excepted. Where
 # outputs go to places of the client's, each response goes over the one before it: then it is one.
 FIRST_CREDIT = 32
 MOST_UNREAD_BYTES = 8 << 20
@@ -52,8 +52,10 @@ class Cancel:
 
 
 @message
-class Grant:
+class Credit:
     """The client has read so many responses of this request, and takes as many more."""
+
+    TAG: ClassVar[str] = "Grant"  # the protocol's name for it since its first version
 
     id: int
     responses: int
@@ -198,7 +200,7 @@ class CancelExecution:
 
 
 @message
-class GrantExecution:
+class CreditExecution:
     """The client of this request takes so many more responses."""
 
     key: int

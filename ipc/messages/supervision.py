@@ -33,8 +33,8 @@ class ProcessExited:
 
 
 @message
-class AskGrant:
-    """Instance `index` of the sender's model would execute: respond with `Granted` once its
+class AskTicket:
+    """Instance `index` of the sender's model would execute: respond with `TicketGranted` once its
     resources are free."""
 
     ticket: int
@@ -42,14 +42,14 @@ class AskGrant:
 
 
 @message
-class Granted:
-    """The resources that were asked for are the sender's, until `GrantReturned`."""
+class TicketGranted:
+    """The resources that were asked for are the sender's, until `TicketReturned`."""
 
     ticket: int
 
 
 @message
-class GrantReturned:
+class TicketReturned:
     """What was granted, or only asked for, is not needed any more; `executed`: it was used."""
 
     ticket: int
@@ -205,8 +205,8 @@ class OpenScheduler:
 
 
 @message
-class SchedulerRefused:
-    """The scheduler of this number cannot be hosted, for a reason of the host's."""
+class SchedulerClosed:
+    """The scheduler of this number is hosted no more, or, for a `reason`, has never been."""
 
     number: int
     reason: str

@@ -29,7 +29,7 @@ _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
 # the types of a class's fields, how many of them must be there, closer checks, lists of records
 _Kind = tuple[type[Any], list[type[Any]], int, _Checks, tuple[tuple[int, "_Record"], ...]]
 _BY_TAG: dict[str, _Kind] = {}
-_GETTERS: dict[type[Any], Callable[[Any], Any]] = {}
+_GETTERS: dict[type[Any], tuple[str, Callable[[Any], Any]]] = {}  # tag, field values
 
 
 def _plain(kind: Any) -> type[Any]:
@@ -82,7 +82,7 @@ def _checker(kind: Any) -> Callable[[Any], bool]:
 def message(cls: type[T]) -> type[T]:
     """A record that frames carry; its fields are int, str, bytes, bool, float, dict, or lists, also
     of records whose fields are all but the last of these. Fields with a default may be left out
-    at the end."""
+    at the end. Its tag is its name, or `TAG` where the wire has another one."""
     made = record(cls)
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]  # type: ignore[arg-type]
@@ -95,17 +95,19 @@ def message(cls: type[T]) -> type[T]:
         if typing.get_origin(kind) is list and index not in nested
     )
     needed = sum(f.default is MISSING for f in fields(made))  # type: ignore[arg-type]
-    _BY_TAG[made.__name__] = (made, list(map(_plain, kinds)), needed, closer, records)
-    if records:
-        _GETTERS[made] = _with_records(attrgetter(*names), records)
-    elif len(names) > 1:
-        _GETTERS[made] = attrgetter(*names)
-    elif names:
-        only = attrgetter(names[0])
-        _GETTERS[made] = lambda message: (only(message),)
-    else:
-        _GETTERS[made] = lambda message: ()
+    tag = getattr(made, "TAG", made.__name__)
+    _BY_TAG[tag] = (made, list(map(_plain, kinds)), needed, closer, records)
+    _GETTERS[made] = tag, _with_records(_getter(names), records) if records else _getter(names)
     return made
+
+
+def _getter(names: list[str]) -> Callable[[Any], Any]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    if not names:
+        return lambda message: ()
+    only = attrgetter(names[0])
+    return lambda message: (only(message),)
 
 
 def _with_records(
@@ -121,17 +123,17 @@ def _with_records(
     return values
 
 
-def tags() -> list[str]:
-    """The tags of all messages, in the order in which they were declared."""
-    return list(_BY_TAG)
+def tags() -> dict[type[Any], str]:
+    """The tag of each class of message, in the order in which they were declared."""
+    return {cls: tag for cls, (tag, _) in _GETTERS.items()}
 
 
 def pack(messages: Iterable[Any]) -> bytes:
     """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
     items: list[Any] = [VERSION]
     for each in messages:
-        kind = type(each)
-        items.append((kind.__name__, *_GETTERS[kind](each)))
+        tag, values = _GETTERS[type(each)]
+        items.append((tag, *values(each)))
     frame: bytes
     try:
         frame = _PACKER.pack(items)

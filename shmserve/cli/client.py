@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from shmserve.cli.client_tensors import WrongInput, encode, load
-from shmserve.cli.transports import Failed, Request, Tensor, Transport
+from shmserve.cli.transports import InputTensor, OutgoingRequest, Transport, TransportError
 from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.errors import Disconnected
 from shmserve.client.server.discovery import VARIABLE
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(response), flush=True)
     except (WrongInput, UnicodeError) as error:  # of a name or a text that is none
         return _complain(str(error), _USAGE)
-    except Failed as error:
+    except TransportError as error:
         return _complain(str(error), _FAILED)
     except ShmserveError as error:
         return _complain(error.message, _FAILED)
@@ -135,9 +135,9 @@ def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if name not in model:
                 raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
             shape, raw = encode(model[name], value)
-            inputs.append(Tensor(name, model[name].datatype, shape, raw))
+            inputs.append(InputTensor(name, model[name].datatype, shape, raw))
         yield from transport.infer(
-            Request(
+            OutgoingRequest(
                 args.model,
                 args.model_version,
                 args.request_id,

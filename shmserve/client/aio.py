@@ -13,11 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from shmserve.client.connection import Connection
+from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import TimedOut
 from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
-from shmserve.client.inflight.pending import Pending
-from shmserve.client.inflight.streaming import StreamPending
+from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
@@ -28,7 +28,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 class _Turns:
     """A channel in an event loop: what is submitted in one turn of it leaves as one."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
@@ -74,14 +74,14 @@ class ResponseStream:
 
     def __init__(
         self,
-        start: Callable[[Callable[[], None]], Awaitable[tuple[_Turns, StreamPending]]],
+        start: Callable[[Callable[[], None]], Awaitable[tuple[_Turns, ClientStream]]],
     ) -> None:
-        self._start: Callable[..., Awaitable[tuple[_Turns, StreamPending]]] | None = start
+        self._start: Callable[..., Awaitable[tuple[_Turns, ClientStream]]] | None = start
         self._turns: _Turns
-        self._pending: StreamPending | None = None
+        self._pending: ClientStream | None = None
         self._arrived = asyncio.Event()
 
-    async def _begun(self) -> StreamPending | None:
+    async def _begun(self) -> ClientStream | None:
         if self._start is not None:
             start, self._start = self._start, None
             self._turns, self._pending = await start(self._arrived.set)
@@ -104,7 +104,7 @@ class ResponseStream:
                 raise StopAsyncIteration
         return pending.take()
 
-    async def _attend(self, pending: StreamPending) -> None:
+    async def _attend(self, pending: ClientStream) -> None:
         deadline_ns = pending.built.options.deadline_ns
         left_s = (deadline_ns - time.monotonic_ns()) / 1e9 if deadline_ns else None
         try:
@@ -183,7 +183,7 @@ class Server:
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def answered(_: Pending) -> None:
+        def answered(_: ClientRequest) -> None:
             if not future.done():
                 future.set_result(None)
 
@@ -204,7 +204,7 @@ class Server:
         return pending.result()
 
     @staticmethod
-    def _cancel(turns: _Turns, pending: Pending) -> None:
+    def _cancel(turns: _Turns, pending: ClientRequest) -> None:
         turns.channel.cancel(pending)
         turns.flush_soon()
 
@@ -232,12 +232,12 @@ class Server:
         """
         options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
 
-        async def begin(on_item: Callable[[], None]) -> tuple[_Turns, StreamPending]:
+        async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
             turns = await self._connected()
             built = self._session.built(
                 model, inputs, outputs, version, options, tensors, stream=True
             )
-            pending = turns.channel.start(StreamPending(turns.channel, built, on_item))
+            pending = turns.channel.start(ClientStream(turns.channel, built, on_item))
             turns.flush_soon()
             return turns, pending
 

@@ -26,7 +26,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.transport.records import MalformedMessage
 
 
-class Connection(ServerState):
+class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
     def __init__(

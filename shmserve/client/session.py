@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from shmserve.client.connection import Connection
+from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import FULL
 from shmserve.client.inflight.pending import DECOUPLED
@@ -18,7 +18,7 @@ from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.options import Options
-from shmserve.client.request.prepare import BuiltRequest, prepare
+from shmserve.client.request.prepare import PackedRequest, prepare
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
@@ -49,23 +49,23 @@ class Session:
         )
         self._connection = self._connect()
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> ServerConnection:
         run_dir = discovery.find(self._run_dir)
         try:
-            return Connection(run_dir, self._timeout_s, self.memories.settle_if_free)
+            return ServerConnection(run_dir, self._timeout_s, self.memories.settle_if_free)
         except Disconnected:
             raise
         except OSError as error:
             raise Unavailable(FULL) from error
 
-    def connection(self) -> Connection:
+    def connection(self) -> ServerConnection:
         """The connection, made anew if the server has ended. Raises Disconnected."""
         connection = self._connection
         if connection.alive and connection.pid == os.getpid() and not self._closed:
             return connection
         return self._reconnect(connection)
 
-    def _reconnect(self, old: Connection) -> Connection:
+    def _reconnect(self, old: ServerConnection) -> ServerConnection:
         if old.pid != os.getpid():
             raise InvalidArgument("a forked process cannot use its parent's connection: connect")
         with self._lock:
@@ -97,7 +97,7 @@ class Session:
         tensors: Tensors,
         *,
         stream: bool = False,
-    ) -> BuiltRequest:
+    ) -> PackedRequest:
         """A request that can be sent; without `stream`, one that has exactly one response."""
         found = self.connection().models.resolve(model, version)
         if found.decoupled and not stream:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from shmserve.client.connection import Connection
+from shmserve.client.connection import ServerConnection
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.client.memory.region import Region, Specs
@@ -178,7 +178,7 @@ class Server:
             return self._new_channel(thread, connection)
         return waiter
 
-    def _new_channel(self, thread: threading.Thread, connection: Connection) -> Waiting:
+    def _new_channel(self, thread: threading.Thread, connection: ServerConnection) -> Waiting:
         with self._lock:
             for other, waiter in list(self._channels.items()):
                 over = waiter.connection is not connection and not other.is_alive()

@@ -9,6 +9,6 @@ from typing import Any
 _CHANGES_IN_PLACE = frozenset({"instance_group", "version_policy"})
 
 
-def deployed_part(config: dict[str, Any]) -> dict[str, Any]:
+def immutable_config(config: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration, as `model_config.to_dict` gives it, a deployment is made for."""
     return {key: value for key, value in config.items() if key not in _CHANGES_IN_PLACE}

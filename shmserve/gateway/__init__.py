@@ -8,9 +8,9 @@ An HTTP request, file by file:
     http/body/                      the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else
     http/json/infer_request.py      JSON -> inference/request.py, checked
-    inference/builder.py            its tensors placed (resources.py), admitted to its model
-    inference/pipeline.py           its regions authorised; the message to the scheduler
-    links/dispatcher.py             submitted, in flight until the scheduler has responded
+    inference/builder.py            its tensors placed (resources.py), checked against its model
+    inference/submit.py             its regions authorised; the message to the scheduler
+    links/schedulers.py             submitted, in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
     http/response.py                written
 

@@ -1,6 +1,6 @@
 """Client identity and authorisation of a connection: found out once, cached for every request.
 
-Listener         one listening socket, and what its clients may do there
+ListenerRules    one listening socket, and what its clients may do there
 ClientIdentity   the client of one connection through it
 """
 
@@ -39,7 +39,7 @@ class MisdirectedHost(PermissionDenied):
     status = 421
 
 
-class Listener:
+class ListenerRules:
     """The access rules of one listening socket, the same for every connection that it accepts.
 
     `allow_shm`: over every listener, none, or (None) those that only this host reaches. `names` are
@@ -74,7 +74,7 @@ class ClientIdentity:
 
     __slots__ = ("_header", "_host", "_on_gone", "_peer", "_scopes", "_sock", "known", "listener")
 
-    def __init__(self, listener: Listener, sock: Any) -> None:
+    def __init__(self, listener: ListenerRules, sock: Any) -> None:
         self.listener = listener
         self._sock = sock
         self._peer: Peer | None = None

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.dispatcher import Dispatcher
-from shmserve.gateway.links.supervisor import Supervisor
+from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.links.supervisor import SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import HealthChanged
@@ -24,11 +24,11 @@ class Gateway:
     `health` is the supervisor's verdict. `draining`: connections end with their next response.
     """
 
-    settings: Settings
-    dispatcher: Dispatcher
+    settings: GatewaySettings
+    dispatcher: RequestDispatcher
     models: ModelTable
     regions: RegionTable
-    supervisor: Supervisor
+    supervisor: SupervisorLink
     arena: Arena
     body_budget: BodyBudget
     malloc_trim: MallocTrim

@@ -8,10 +8,9 @@ from typing import Any, Never
 
 import orjson
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links.dispatcher import Dispatcher
-from shmserve.gateway.links.scheduler import Scheduler
+from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerLink
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
@@ -23,7 +22,7 @@ _MOST_PREPARED = 256
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class Model:
+class GatewayModel:
     """One version of a model, with its cache of prepared requests.
 
     `published`: it was neither withdrawn nor replaced. `ready` is for health: a model that is
@@ -50,12 +49,12 @@ class Model:
         "version",
     )
 
-    def __init__(self, published: ModelPublished, scheduler: Scheduler) -> None:
+    def __init__(self, published: ModelPublished, scheduler: SchedulerLink) -> None:
         self.published = True
         self.name = published.name
         self.version = published.version
         self.config: bytes = orjson.dumps(published.config)
-        self.deployed = orjson.dumps(deployed_part(published.config))
+        self.deployed = orjson.dumps(immutable_config(published.config))
         self.metadata = published.metadata
         self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
         self.ready = published.ready
@@ -77,12 +76,12 @@ def _tags(config: dict[str, Any]) -> dict[str, str]:
 
 
 class ModelTable:
-    """name -> version -> `Model`."""
+    """name -> version -> `GatewayModel`."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: RequestDispatcher) -> None:
         self._dispatcher = dispatcher
-        self._models: dict[str, dict[str, Model]] = {}
-        self._latest: dict[str, Model] = {}
+        self._models: dict[str, dict[str, GatewayModel]] = {}
+        self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
 
     def publish(self, message: ModelPublished) -> None:
@@ -91,7 +90,7 @@ class ModelTable:
         scheduler.use()
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
-        model = versions[message.version] = Model(message, scheduler)
+        model = versions[message.version] = GatewayModel(message, scheduler)
         self._withdrawn.get(message.name, set()).discard(message.version)
         if message.latest or (old is not None and self._latest.get(message.name) is old):
             self._latest[message.name] = model
@@ -112,19 +111,19 @@ class ModelTable:
                 del self._latest[name]
             model.scheduler.leave()
 
-    def resolve(self, name: str, version: str) -> Model:
+    def resolve(self, name: str, version: str) -> GatewayModel:
         """The model for a request; version "" means the latest. Raises NotFound or Unavailable."""
         model = self.find(name, version) if version else self._latest.get(name)
         return model if model is not None else self._absent(name, version)
 
-    def find(self, name: str, version: str) -> Model | None:
+    def find(self, name: str, version: str) -> GatewayModel | None:
         """Like `resolve`, None when there is none."""
         if not version:
             return self._latest.get(name)
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(whole_version(version))
 
-    def current(self, model: Model) -> Model:
+    def current(self, model: GatewayModel) -> GatewayModel:
         """The version that serves now what was resolved to `model` when its request began to
         arrive.
 
@@ -159,7 +158,7 @@ class ModelTable:
         """The versions of a model, ascending."""
         return sorted(self._models.get(name, ()), key=int)
 
-    def all(self) -> list[Model]:
+    def all(self) -> list[GatewayModel]:
         """Every version of every model, in order."""
         return [
             self._models[name][version]
@@ -193,7 +192,7 @@ def whole_version(text: str) -> str:
     return str(int(text))
 
 
-def describe(model: Model, versions: list[str]) -> dict[str, Any]:
+def describe(model: GatewayModel, versions: list[str]) -> dict[str, Any]:
     """GET /v2/models/NAME: the metadata, with the versions that this request is to see."""
     metadata = model.metadata
     return {

@@ -19,11 +19,11 @@ from shmserve import logs
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.dispatcher import Dispatcher
-from shmserve.gateway.links.supervisor import Supervisor
+from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.links.supervisor import SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _LAST_RESPONSES_S = 1.0
 
 
-class Front(ABC):
+class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ def prepare(role: str, title: str, log: LogSettings) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def serve(start: GatewayStart, make_front: Callable[[Gateway], Front]) -> None:
+async def serve(start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
     """Be a gateway until the supervisor says `Stop`."""
     await _Process(start.name, start.run_dir, start.settings, make_front).run()
 
@@ -73,13 +73,17 @@ class _Process:
     """A gateway, wired; a state machine driven by the supervisor's messages."""
 
     def __init__(
-        self, name: str, run_dir: Path, settings: Settings, make_front: Callable[[Gateway], Front]
+        self,
+        name: str,
+        run_dir: Path,
+        settings: GatewaySettings,
+        make_front: Callable[[Gateway], Frontend],
     ) -> None:
         self._informed = asyncio.Event()
         self._stopped = asyncio.Event()
-        dispatcher = Dispatcher()
+        dispatcher = RequestDispatcher()
         trim = MallocTrim()
-        supervisor = Supervisor(
+        supervisor = SupervisorLink(
             endpoints.control(run_dir),
             f"gateway.{name}.{os.getpid()}",
             self._take,

@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 logger = logging.getLogger(__name__)
 
 
-class Region:
+class GatewayRegion:
     """One generation of a name. `requests` is its reference count: those in flight that use it."""
 
     __slots__ = (
@@ -130,9 +130,11 @@ class Uses:
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
-        self.regions: list[Region] = []
-        self._spans: list[tuple[Region, tuple[int, int]]] = []  # all output ranges
-        self._writes: list[tuple[Region, tuple[int, int]]] = []  # those that overlap no other
+        self.regions: list[GatewayRegion] = []
+        self._spans: list[tuple[GatewayRegion, tuple[int, int]]] = []  # all output ranges
+        self._writes: list[
+            tuple[GatewayRegion, tuple[int, int]]
+        ] = []  # those that overlap no other
 
     def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
         """Use a range; raises NotFound or InvalidArgument."""
@@ -146,7 +148,9 @@ class Uses:
         return place
 
     def renew(
-        self, regions: Iterable[Region], spans: Iterable[tuple[Region, tuple[int, int]]]
+        self,
+        regions: Iterable[GatewayRegion],
+        spans: Iterable[tuple[GatewayRegion, tuple[int, int]]],
     ) -> None:
         """Refer to what another request did, which was checked then. Raises AlreadyExists."""
         self.regions += regions
@@ -155,7 +159,7 @@ class Uses:
         for region, span in spans:
             self._write(region, span)
 
-    def _write(self, region: Region, span: tuple[int, int]) -> None:
+    def _write(self, region: GatewayRegion, span: tuple[int, int]) -> None:
         if span[0] == span[1] or self._table.overlap == "ignore":
             return
         self._spans.append((region, span))
@@ -168,7 +172,7 @@ class Uses:
         """What is referred to, for a prepared request."""
         return Pattern(self._table, tuple(self.regions), tuple(self._spans))
 
-    def _overlaps(self, region: Region) -> None:
+    def _overlaps(self, region: GatewayRegion) -> None:
         # Two requests that write to the same bytes: both succeed, and one finds the other's result.
         if self._table.overlap == "error":
             raise AlreadyExists(
@@ -202,8 +206,8 @@ class Pattern:
     def __init__(
         self,
         table: RegionTable,
-        regions: tuple[Region, ...],
-        spans: tuple[tuple[Region, tuple[int, int]], ...],
+        regions: tuple[GatewayRegion, ...],
+        spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...],
     ) -> None:
         self._table = table
         self._version = table.version
@@ -238,16 +242,18 @@ class RegionTable:
         self.version = 0  # changes with the meaning of any name
         self.overlap = overlap
         self._spans: dict[int | bytes, Spans] = {}  # by the object
-        self._by_name: dict[str, Region] = {}
-        self._draining: dict[int, Region] = {}  # listed only: without a name, and in use somewhere
-        self._by_id: dict[int, Region] = {}
+        self._by_name: dict[str, GatewayRegion] = {}
+        self._draining: dict[
+            int, GatewayRegion
+        ] = {}  # listed only: without a name, and in use somewhere
+        self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
         """Add a region under its name, or list one that only requests in flight use."""
         if message.draining:
-            self._draining[message.memory_id] = Region(message)
+            self._draining[message.memory_id] = GatewayRegion(message)
         elif message.memory_id not in self._by_id:
-            region = self._by_id[message.memory_id] = Region(message)
+            region = self._by_id[message.memory_id] = GatewayRegion(message)
             # Two names for one object share what is written in it.
             region.spans = self._spans.setdefault(region.memory.object, region.spans)
             region.spans.regions += 1
@@ -271,7 +277,7 @@ class RegionTable:
         """No request refers to a withdrawn generation any more, here or in another gateway."""
         self._draining.pop(memory_id, None)
 
-    def released(self, region: Region) -> None:
+    def released(self, region: GatewayRegion) -> None:
         """Nothing refers to a withdrawn generation any more."""
         if self._by_id.pop(region.memory.id, None) is not None:
             region.spans.regions -= 1
@@ -279,7 +285,7 @@ class RegionTable:
                 del self._spans[region.memory.object]
         self._on_released(region.memory.id)
 
-    def find(self, name: str) -> Region:
+    def find(self, name: str) -> GatewayRegion:
         """The region of a name, for a request. Raises NotFound."""
         region = self._by_name.get(name)
         if region is None:
@@ -290,7 +296,7 @@ class RegionTable:
             )
         return region
 
-    def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[Region]:
+    def visible(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
         """The regions that the status call of a kind of memory shows `peer`; all for an empty name.
 
         Raises NotFound with Triton's texts for an unknown name and for one of the other kind.
@@ -310,16 +316,16 @@ class RegionTable:
             )
         return [region]
 
-    def _listed(self) -> dict[str, Region]:
+    def _listed(self) -> dict[str, GatewayRegion]:
         """By name, those that may be used, and those that only requests in flight use."""
         return {**{region.name: region for region in self._draining.values()}, **self._by_name}
 
-    def all(self) -> Iterable[Region]:
+    def all(self) -> Iterable[GatewayRegion]:
         """Every region that has a name, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
 
-def admit(regions: Iterable[Region], peer: Peer) -> None:
+def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:
     """Raise NotFound unless all these regions are this user's to use."""
     for region in regions:
         if not region.admits(peer):

@@ -11,7 +11,7 @@ from shmserve.logs import LogSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GatewaySettings:
     """Settings of the server that matter to a gateway.
 
     `max_input_size` bounds JSON, raw input and decompressed bodies, in bytes
@@ -54,7 +54,7 @@ class GatewayStart:
 
     name: str
     run_dir: Path
-    settings: Settings
+    settings: GatewaySettings
     http_sockets: int = 0
     grpc: GrpcSettings | None = None
     log: LogSettings = field(default_factory=LogSettings)

@@ -11,7 +11,7 @@ from shmserve.model_config.diagnostics import Source, located
 from shmserve.model_config.syntax.json_format import tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
 from shmserve.model_config.syntax.text_format import parse
-from shmserve.model_config.syntax.tree import Block, Malformed
+from shmserve.model_config.syntax.tree import Malformed, MessageValue
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 
@@ -65,7 +65,7 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
     return config
 
 
-def _filled(builder: Builder, tree: Block, origin: str) -> tuple[ModelConfig, Source]:
+def _filled(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
     builder.fill(config, tree)
     return config, Source(origin, builder.places, tuple(builder.problems))

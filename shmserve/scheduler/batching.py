@@ -17,7 +17,6 @@ from shmserve.errors import QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
     BatchFinished,
     ExecutionResponded,
-    Granted,
     InstanceExited,
     InstanceExpected,
     InstanceReady,
@@ -27,6 +26,7 @@ from shmserve.ipc.messages import (
     RetireInstance,
     Submit,
     SupervisorToBatching,
+    TicketGranted,
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
@@ -203,7 +203,7 @@ class BatchingCore(Core[Request]):
                 self._pool.retire(message.index)
             case PoolFailed():
                 self._pool.fail(message.reason)
-            case Granted():
+            case TicketGranted():
                 if self._grants is not None:
                     self._grants.granted(message.ticket)
             case _:

@@ -1,7 +1,7 @@
 """The client front of a scheduler, the same for every kind: clients and dead peers, submit, cancel,
 credit, release, drain, stop, restore, reports. No clock, no socket.
 
-    client       Submit Cancel Grant Release ReportStatistics ─┐
+    client       Submit Cancel Credit Release ReportStatistics ─┐
                                                                ├─> Front ──> Core
     supervisor   Drain Stop ProcessExited KeepStatistics ... ──┘
 
@@ -19,10 +19,10 @@ from shmserve.ipc.messages import (
     Cancel,
     ClientToScheduler,
     CountsInherited,
+    Credit,
     Drain,
     Drained,
     Failed,
-    Grant,
     KeepStatistics,
     MetricsReported,
     ProcessExited,
@@ -168,7 +168,7 @@ class Front(Generic[R]):
                 request = client.requests.get(message.id)
                 if request is not None:
                     self._core.cancel(request, now_ns)
-            case Grant():
+            case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)

@@ -15,7 +15,7 @@ import time
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import HostReady, OpenScheduler, SchedulerRefused, SetLogging, Stop
+from shmserve.ipc.messages import HostReady, OpenScheduler, SchedulerClosed, SetLogging, Stop
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.hosted import KINDS, HostedScheduler
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Host:
-    """Runs schedulers on their sockets until it is told to stop, or has lost the supervisor."""
+    """Runs schedulers on their sockets until it is told to stop."""
 
     def __init__(self, start: HostStart) -> None:
         self._waiter = Waiter()
@@ -70,6 +70,7 @@ class Host:
             if scheduler.stopped:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
+                self._control.send(SchedulerClosed(scheduler.number, ""))
         return wake_ns
 
     def _from_supervisor(self) -> None:
@@ -90,7 +91,7 @@ class Host:
         except (ShmserveError, OSError) as error:
             # Of no descriptor or memory left: others here go on.
             logger.error("a scheduler cannot be opened: %s", error)
-            self._control.send(SchedulerRefused(start.number, str(error)))
+            self._control.send(SchedulerClosed(start.number, str(error)))
             return
         self._schedulers.append(scheduler)
         gc.freeze()  # what is here now stays: no collection needs to look at it

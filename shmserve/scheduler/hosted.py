@@ -68,6 +68,7 @@ class HostedScheduler(ABC):
 
     def __init__(self, start: SchedulerStart, waiter: Waiter, neighbours: InProcessLinks) -> None:
         number, run_dir = start.number, start.run_dir
+        self.number = number
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.touched = True
         self.wake_ns = NEVER

@@ -12,7 +12,7 @@ Its rooms:
     processes/          the process table, zygotes that fork, the control socket, backoff
     models/             what is loaded: planning, loads, versions, rollout, the repository index
     regions/            the registry of shared memory, its quotas
-    resources/          what models share: cache bytes, the rate limiter's grants, workspaces
+    resources/          what models share: cache bytes, tickets of the rate limiter, workspaces
     local_clients/      programs on this host that use shmserve.client
     events/             the event stream: who subscribes, what is published
     host/               listeners, the run directory, the log file, the start-up report

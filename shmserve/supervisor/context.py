@@ -16,12 +16,13 @@ from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import Address, Control
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.grants import Grants
+from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"
@@ -40,7 +41,7 @@ class SupervisorContext:
 
     config: ServerConfig
     run_dir: Path
-    control: Control
+    control: ControlSocket
     front_zygote: Zygote
     worker_zygote: Zygote
     capabilities: Capabilities
@@ -48,8 +49,9 @@ class SupervisorContext:
     local_clients: LocalClientServer
     events: EventPublisher
     cache_shares: CacheShares
-    grants: Grants
+    tickets: Tickets
     workspaces: Workspaces
+    hosts: SchedulerHosts
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

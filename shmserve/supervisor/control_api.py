@@ -12,9 +12,9 @@ from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.registry import RegionRegistry
 
@@ -44,7 +44,7 @@ class ControlApi:
         context: SupervisorContext,
         regions: RegionRegistry,
         handles: HandleCheck,
-        models: Models,
+        models: ModelManager,
         registry: ModelRegistry,
         readiness: ReadinessCheck,
     ) -> None:

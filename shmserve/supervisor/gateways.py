@@ -14,7 +14,7 @@ from shmserve.common.access.auth_tokens import encode_restrictions
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
@@ -161,8 +161,8 @@ class Gateways:
         await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children.values()))
 
 
-def _settings(config: ServerConfig) -> Settings:
-    return Settings(
+def _settings(config: ServerConfig) -> GatewaySettings:
+    return GatewaySettings(
         id=config.server_id,
         max_input_size=config.http.max_input_size,
         request_timeout_us=config.request_timeout_us,

@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.ipc.messages import HealthChanged
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
-from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 

@@ -22,7 +22,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
-from shmserve.ipc.messages import AskGrant, GrantReturned, ProcessExited, ProcessStarted
+from shmserve.ipc.messages import AskTicket, ProcessExited, ProcessStarted, TicketReturned
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
@@ -35,12 +35,13 @@ from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.status import ModelRegistry
-from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
@@ -48,7 +49,7 @@ from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.grants import Grants
+from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
 from shmserve.supervisor.workspace_holders import WorkspaceHolders
@@ -147,7 +148,7 @@ def compose(
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))
-    control = Control(endpoints.control(run_dir.path))
+    control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = _regions(control, opener, events)
@@ -163,7 +164,9 @@ def compose(
         registry.publish_counters,
     )
     announcer = Announcer(context, health, feed)
-    models = Models(context, planner, registry, announcer.health_changed, announcer.states_changed)
+    models = ModelManager(
+        context, planner, registry, announcer.health_changed, announcer.states_changed
+    )
     readiness = ReadinessCheck(control.send)
     ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
@@ -191,7 +194,9 @@ def _region_policy(config: ServerConfig) -> ShmPolicy:
     return replace(config.shm, max_regions=most)
 
 
-def _regions(control: Control, opener: RegionOpener, events: EventPublisher) -> RegionRegistry:
+def _regions(
+    control: ControlSocket, opener: RegionOpener, events: EventPublisher
+) -> RegionRegistry:
     return RegionRegistry(
         lambda make: control.publish(make, "gateway"),
         partial(control.pids, "gateway"),
@@ -204,21 +209,23 @@ def _regions(control: Control, opener: RegionOpener, events: EventPublisher) -> 
 def _context(
     config: ServerConfig,
     run_dir: RunDirectory,
-    control: Control,
+    control: ControlSocket,
     processes: ProcessTable,
     events: EventPublisher,
     lent: LentRegions,
     snapshot: Snapshot,
 ) -> SupervisorContext:
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    logging = LogControl(control, config.log)
+    front_zygote = _front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=_front_zygote(processes, run_dir),
+        front_zygote=front_zygote,
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=LogControl(control, config.log),
+        logging=logging,
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,
@@ -229,12 +236,13 @@ def _context(
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
-        grants=_grants(config, control),
+        tickets=_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
+        hosts=SchedulerHosts(control, front_zygote, run_dir.path, lambda: logging.settings),
     )
 
 
-def _local_client_left(control: Control, lent: LentRegions, number: int) -> None:
+def _local_client_left(control: ControlSocket, lent: LentRegions, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
     control.broadcast(ProcessExited(number), "scheduler", "ensemble")
     lent.give_back(number)
@@ -259,8 +267,8 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     return Zygote(processes, run_dir, "worker zygote", preloads, copying)
 
 
-def _grants(config: ServerConfig, control: Control) -> Grants:
+def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
-    grants = Grants(config.rate_limit == "execution_count", resources, control.send)
-    control.serve((AskGrant, GrantReturned), grants.handle)
-    return grants
+    tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
+    control.serve((AskTicket, TicketReturned), tickets.handle)
+    return tickets

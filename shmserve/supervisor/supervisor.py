@@ -23,10 +23,10 @@ from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.startup_report import StartupReport, model_table
-from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
-from shmserve.supervisor.models.status import ModelRegistry
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -50,7 +50,7 @@ class Supervisor:
     lent: LentRegions
     gateways: Gateways
     workspace_holders: WorkspaceHolders
-    models: Models
+    models: ModelManager
     registry: ModelRegistry
     readiness: ReadinessCheck
     poller: Poller
@@ -151,7 +151,7 @@ class Supervisor:
         context = self.context
         context.control.dismiss(child.pid)
         context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
-        context.grants.exited(child.pid)
+        context.tickets.exited(child.pid)
         self.regions.draining.gateway_exited(child.pid)
         context.background(self.regions.abandoned(child.pid))
         self.gateways.process_exited(child)

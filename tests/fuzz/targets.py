@@ -16,7 +16,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
-from shmserve.gateway.http.body.inference import header_size
+from shmserve.gateway.http.body.read_request import header_size
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.http.handlers import shared_memory
 from shmserve.gateway.http.json import tensors
@@ -26,8 +26,8 @@ from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.routes import find_route
 from shmserve.gateway.inference.builder import raw_request
-from shmserve.gateway.inference.request import RegionRange, WireRequest
-from shmserve.gateway.region_table import Region, Spans
+from shmserve.gateway.inference.request import InferRequest, RegionRange
+from shmserve.gateway.region_table import GatewayRegion, Spans
 from shmserve.ipc import messages
 from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
@@ -137,7 +137,7 @@ def _tensor(tensor: Any) -> TensorRef:
     return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
 
 
-def _same_in_steps(body: bytes, tail_size: int, wire: WireRequest) -> None:
+def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     """A large JSON is read another way, to the same end."""
     again = parse_request(loads_large(body), tail_size, "m", _LIMIT)
     assert (again.id, len(again.inputs)) == (wire.id, len(wire.inputs))
@@ -233,7 +233,7 @@ def ranges(data: bytes) -> None:
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
     start, extent = max(start, 0), max(extent, 0)
-    region = Region(
+    region = GatewayRegion(
         messages.RegionPublished(
             *("r", "/k", 1, 2, 3, 4, start + extent, start, extent, 0, -1, False, 0)
         )

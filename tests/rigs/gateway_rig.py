@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode
@@ -185,7 +185,7 @@ class Rig:
         start = GatewayStart(
             name="grpc" if grpc else "0",
             run_dir=run_dir,
-            settings=Settings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
+            settings=GatewaySettings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
             http_sockets=0 if grpc else 1,
             grpc=ours,
         )

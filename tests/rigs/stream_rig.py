@@ -84,7 +84,7 @@ class Streams:
 
     def grant(self, key: int, responses: int) -> None:
         """The client of the request takes so many more."""
-        self.tell(m.GrantExecution(key, responses))
+        self.tell(m.CreditExecution(key, responses))
 
     def tell(self, message: Any) -> None:
         """As the scheduler."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, Execute, GrantExecution, ReleaseOutputs, Work
+from shmserve.ipc.messages import CancelExecution, CreditExecution, Execute, ReleaseOutputs, Work
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -215,7 +215,7 @@ class Rig:
 
     def grant(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""
-        self._tell(GrantExecution(key, responses))
+        self._tell(CreditExecution(key, responses))
 
     def _tell(self, message: Any) -> None:
         self.scheduler.post(self._peer, message)

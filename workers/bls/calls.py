@@ -24,9 +24,9 @@ from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import (
     Cancel,
+    Credit,
     Failed,
     Finished,
-    Grant,
     ModelWithdrawn,
     ProcessExited,
     Responded,
@@ -217,14 +217,14 @@ class CallRouter:
                 self._tell(call, Cancel(call.number))
             self._links.flush()
 
-    def _tell(self, call: Call, message: Cancel | Grant) -> None:
+    def _tell(self, call: Call, message: Cancel | Credit) -> None:
         if call.number in self._table.pending:
             self._links.tell(call.endpoint, message)
 
     def grant(self, call: Call, responses: int) -> None:
         """So many responses of a call were taken: as many more may come."""
         with self._lock:
-            self._tell(call, Grant(call.number, responses))
+            self._tell(call, Credit(call.number, responses))
         self.flush()
 
     def cancel_soon(self, call: Call) -> None:

@@ -1,6 +1,6 @@
 """A worker's link to the scheduler that feeds its instance: thread-safe, with credit for responses.
 
-    Execute ──> batches (for the loop)      CancelExecution, GrantExecution ──> OpenRequest
+    Execute ──> batches (for the loop)      CancelExecution, CreditExecution ──> OpenRequest
 
 Whoever needs to know something reads the socket: the loop when it waits, a model's thread when it
 asks whether its request was cancelled, or waits for credit. What a thread takes that is the loop's
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from shmserve.ipc.messages import (
     CancelExecution,
+    CreditExecution,
     Execute,
-    GrantExecution,
     InstanceReady,
     ReleaseOutputs,
     SequenceRow,
@@ -210,7 +210,7 @@ class SchedulerLink:
                 if request is not None:
                     request.cancel()
                     self._wake(request)
-            case GrantExecution(key=key, responses=responses):
+            case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
                 if request is not None:
                     request.grant(responses)

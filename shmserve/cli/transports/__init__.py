@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from shmserve.cli.client_tensors import ModelTensor
 
 
-class Failed(Exception):
+class TransportError(Exception):
     """The server cannot be reached, refused, or sent something else than a response."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class InputTensor:
     """An input as it travels: bytes, little-endian and row-major."""
 
     name: str
@@ -29,7 +29,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class OutgoingRequest:
     """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest;
     `sequence` 0 or "": none."""
 
@@ -37,7 +37,7 @@ class Request:
     version: str
     id: str
     timeout_us: int
-    inputs: list[Tensor]
+    inputs: list[InputTensor]
     outputs: list[str]
     sequence: int | str = ""
     start: bool = False
@@ -56,7 +56,7 @@ class Transport(Protocol):
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """What a model takes; raises Failed."""
 
-    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """The responses as JSON has them, each when it comes, their outputs' data as nested lists;
         raises Failed."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import Failed, Request, response
+from shmserve.cli.transports import OutgoingRequest, TransportError, response
 from shmserve.proto import grpc_service_pb2
 
 pb: Any = grpc_service_pb2
@@ -35,7 +35,7 @@ class GrpcTransport:
             for tensor in metadata.inputs
         }
 
-    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """ModelStreamInfer, which any model takes."""
         asked = pb.ModelInferRequest(
             model_name=request.model, model_version=request.version, id=request.id
@@ -63,7 +63,7 @@ class GrpcTransport:
         with self._failing():
             for told in call(iter([asked])):
                 if told.error_message:
-                    raise Failed(told.error_message)
+                    raise TransportError(told.error_message)
                 yield _response(told.infer_response)
 
     def _call(self, method: str, request: Any, response: Any) -> Any:
@@ -81,7 +81,7 @@ class GrpcTransport:
             text = error.details() or str(error.code())
             if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
                 text = f"no answer from {self._target}: {text}"
-            raise Failed(text) from error
+            raise TransportError(text) from error
 
     def close(self) -> None:
         """Close the channel."""
@@ -100,7 +100,7 @@ def _response(found: Any) -> dict[str, Any]:
             for output, raw in zip(found.outputs, found.raw_output_contents, strict=True)
         ]
     except (KeyError, ValueError) as error:
-        raise Failed("the server's response is malformed") from error
+        raise TransportError("the server's response is malformed") from error
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in found.parameters.items()

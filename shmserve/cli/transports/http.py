@@ -14,7 +14,7 @@ from urllib.parse import quote
 import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import Failed, Request, response
+from shmserve.cli.transports import OutgoingRequest, TransportError, response
 
 _LINES = "application/x-ndjson"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -51,9 +51,9 @@ class HttpTransport:
                 for tensor in metadata["inputs"]
             }
         except (KeyError, TypeError) as error:
-            raise Failed("the server did not answer with a model's metadata") from error
+            raise TransportError("the server did not answer with a model's metadata") from error
 
-    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
         path = _path(request.model, request.version)
         config = _json(self._exchange("GET", f"{path}/config")[0])
@@ -99,11 +99,11 @@ class HttpTransport:
                 found = connection.getresponse()
                 if found.status != http.HTTPStatus.OK:
                     text = _error_text(found.read())
-                    raise Failed(text or f"{found.status} {found.reason}")
+                    raise TransportError(text or f"{found.status} {found.reason}")
                 yield found
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise Failed(f"no answer from {where}: {reason}") from error
+            raise TransportError(f"no answer from {where}: {reason}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._unix_socket:
@@ -116,7 +116,7 @@ def _path(model: str, version: str) -> str:
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
-def _header(request: Request, binary: bool) -> dict[str, Any]:
+def _header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
@@ -145,7 +145,7 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
     """The response with each output's data as nested lists of its shape."""
     found = _json(body if header_length is None else body[:header_length])
     if "error" in found:
-        raise Failed(str(found["error"]))
+        raise TransportError(str(found["error"]))
     rest = memoryview(body)[len(body) if header_length is None else header_length :]
     try:
         for output in found["outputs"]:
@@ -163,16 +163,16 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
             found["outputs"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Failed("the server's response is malformed") from error
+        raise TransportError("the server's response is malformed") from error
 
 
 def _json(content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
     except ValueError as error:
-        raise Failed("the server did not answer in JSON") from error
+        raise TransportError("the server did not answer in JSON") from error
     if not isinstance(found, dict):
-        raise Failed("the server did not answer with a JSON object")
+        raise TransportError("the server did not answer with a JSON object")
     return found
 
 

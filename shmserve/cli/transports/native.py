@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import Failed, Request, Tensor, response
+from shmserve.cli.transports import InputTensor, OutgoingRequest, TransportError, response
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
@@ -32,14 +32,14 @@ class NativeTransport:
         try:
             signature = self._session.connection().models.resolve(model, version).signature
         except ShmserveError as error:
-            raise Failed(error.message) from error
+            raise TransportError(error.message) from error
         batch = (-1,) if signature.max_batch_size else ()
         return {
             name: ModelTensor(name, spec.datatype, (*batch, *spec.dims))
             for name, spec in signature.inputs.items()
         }
 
-    def infer(self, request: Request) -> Iterator[dict[str, Any]]:
+    def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """One request to the model's scheduler, which any model takes for a stream."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
@@ -61,14 +61,14 @@ class NativeTransport:
                     named = (request.model, model.version, request.id)
                     yield response(*named, result.parameters, outputs)
         except ShmserveError as error:
-            raise Failed(error.message) from error
+            raise TransportError(error.message) from error
 
     def close(self) -> None:
         """Leave the server."""
         self._server.close()
 
 
-def _array(tensor: Tensor, model: str) -> Array:
+def _array(tensor: InputTensor, model: str) -> Array:
     if tensor.datatype == "BYTES":
         return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
     return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)

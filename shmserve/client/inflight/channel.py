@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.links import Links
-from shmserve.client.inflight.pending import Pending
-from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.state import ServerState
 from shmserve.errors import (
     InvalidArgument,
@@ -27,7 +27,7 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
-from shmserve.ipc.messages import Cancel, Failed, Finished, Grant, Release, Responded, Settled
+from shmserve.ipc.messages import Cancel, Credit, Failed, Finished, Release, Responded, Settled
 from shmserve.ipc.transport.dealer import Dealer
 
 LATE = "nobody answered within the timeout"
@@ -35,7 +35,7 @@ ENDED = "the connection to the server ended before it answered"
 FULL = "this program has no descriptor left for another link"
 _TWICE = "the server ended the connection, twice"
 
-P = TypeVar("P", bound=Pending)
+P = TypeVar("P", bound=ClientRequest)
 
 
 class RequestChannel:
@@ -51,7 +51,7 @@ class RequestChannel:
         self._unwatch = unwatch
         identity = f"{server.identity}.{server.next_link_name()}"
         self._links = Links(identity, watch, unwatch)
-        self._table: InflightTable[Pending] = InflightTable()
+        self._table: InflightTable[ClientRequest] = InflightTable()
         self._numbers = itertools.count(1)
         self._losses = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -62,12 +62,12 @@ class RequestChannel:
     # --- out
 
     def submit(
-        self, built: BuiltRequest, on_done: Callable[[Pending], None] | None = None
-    ) -> Pending:
+        self, built: PackedRequest, on_done: Callable[[ClientRequest], None] | None = None
+    ) -> ClientRequest:
         """Queue a request for the next `flush`. Raises Disconnected once this is closed, or the
         server that it was made for gone, InvalidArgument when it is too large,
         Unavailable when it cannot be sent."""
-        return self.start(Pending(self, built, on_done))
+        return self.start(ClientRequest(self, built, on_done))
 
     def start(self, pending: P) -> P:
         """`submit` what stands for a request already."""
@@ -102,23 +102,23 @@ class RequestChannel:
             raise Unavailable(FULL) from error
         return pending
 
-    def send(self, pending: Pending) -> None:
+    def send(self, pending: ClientRequest) -> None:
         """Queue it for its endpoint, perhaps again. Raises OSError without a descriptor."""
         link = self._links.get(pending.endpoint) or self._link(pending.endpoint)
         # Before it leaves: its memory is kept until it is answered, wherever we are interrupted.
         self._table.add(pending)
         self._links.queue(link, pending.submit, len(pending.submit.work))
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, pending: ClientRequest) -> None:
         """Nobody waits for it any more; its memory is in use until the scheduler answers."""
         pending.abandoned = True
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
 
-    def grant(self, pending: Pending, responses: int) -> None:
+    def grant(self, pending: ClientRequest, responses: int) -> None:
         """So many responses of it have been read: as many more may come."""
         if pending.submit.id in self._table.pending:
-            self._post(pending.endpoint, Grant(pending.submit.id, responses))
+            self._post(pending.endpoint, Credit(pending.submit.id, responses))
 
     def expire(self, number: int) -> None:
         """The time of a request is over: it fails, unless it was answered."""
@@ -187,7 +187,7 @@ class RequestChannel:
             if settling is not None:  # a worker goes on with what has failed here
                 settling.discard(message)
 
-    def moved(self, pending: Pending) -> bool:
+    def moved(self, pending: ClientRequest) -> bool:
         """Submit to who serves the model now, if that is another scheduler than had it."""
         model = pending.built.model
         now = self.server.models.find(model.name, model.version)
@@ -198,7 +198,7 @@ class RequestChannel:
         self._resubmit(pending, now.endpoint)
         return True
 
-    def _resubmit(self, pending: Pending, endpoint: str) -> None:
+    def _resubmit(self, pending: ClientRequest, endpoint: str) -> None:
         pending.endpoint = endpoint
         self.send(pending)
 

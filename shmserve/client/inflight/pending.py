@@ -9,7 +9,7 @@ from typing import Protocol
 
 from shmserve.client.errors import TimedOut
 from shmserve.client.memory.views import nothing
-from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, discard, read
 from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
@@ -21,36 +21,36 @@ from shmserve.ipc.transport.records import MalformedMessage
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
 
 
-class Channel(Protocol):
+class RequestSender(Protocol):
     """What a request is submitted by: see `RequestChannel`."""
 
     @property
     def server(self) -> ServerState:
         """What is known of the server."""
 
-    def send(self, pending: Pending) -> None:
+    def send(self, pending: ClientRequest) -> None:
         """Queue it, perhaps again."""
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, pending: ClientRequest) -> None:
         """Nobody waits for it any more."""
 
-    def moved(self, pending: Pending) -> bool:
+    def moved(self, pending: ClientRequest) -> bool:
         """Submit it to who serves the model now, if that is another."""
 
     def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
         """Tell a worker that its outputs have been read."""
 
 
-class Pending(InflightRequest):
+class ClientRequest(InflightRequest):
     """A request that was submitted. `outcome`: None until it is answered; `on_done` hears of it."""
 
     __slots__ = ("abandoned", "again", "built", "channel", "end", "on_done", "outcome")
 
     def __init__(
         self,
-        channel: Channel,
-        built: BuiltRequest,
-        on_done: Callable[[Pending], None] | None,
+        channel: RequestSender,
+        built: PackedRequest,
+        on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = built.model.endpoint
         self.responses = 0

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.pending import ClientRequest
 from shmserve.client.memory.views import nothing
-from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import Response
@@ -30,7 +30,7 @@ _GRANTED_TOGETHER = FIRST_CREDIT // 2
 _BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
 
-class StreamPending(Pending):
+class ClientStream(ClientRequest):
     """A request with any number of responses. `items` are those that have come and were not read;
     `on_item` hears of each, and of the end; `over`: no more will come."""
 
@@ -46,7 +46,7 @@ class StreamPending(Pending):
     )
 
     def __init__(
-        self, channel: RequestChannel, built: BuiltRequest, on_item: Callable[[], None] = nothing
+        self, channel: RequestChannel, built: PackedRequest, on_item: Callable[[], None] = nothing
     ) -> None:
         super().__init__(channel, built, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
@@ -147,7 +147,7 @@ class ResponseStream:
     `close`, or the end of a `with`, or of this object, cancels what has not ended.
     """
 
-    def __init__(self, way: Attending, pending: StreamPending, owner: object) -> None:
+    def __init__(self, way: Attending, pending: ClientStream, owner: object) -> None:
         self._way = way
         self._pending = pending
         self._owner = owner  # the client is not closed meanwhile, though nobody else may have it
@@ -183,7 +183,7 @@ class ResponseStream:
         self.close()
 
 
-def _is_placed(built: BuiltRequest) -> bool:
+def _is_placed(built: PackedRequest) -> bool:
     """Whether outputs go to places of the client's: each response to the same."""
     if not built.segments:
         return False

@@ -12,12 +12,12 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol
 
-from shmserve.client.connection import Connection
+from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.channel import LATE, RequestChannel
-from shmserve.client.inflight.pending import Pending
-from shmserve.client.inflight.streaming import StreamPending
-from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.streaming import ClientStream
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.errors import ShmserveError
 
@@ -25,9 +25,9 @@ from shmserve.errors import ShmserveError
 class Waiting(Protocol):
     """How a thread's requests go out, and how it waits for what comes."""
 
-    connection: Connection
+    connection: ServerConnection
 
-    def submit(self, built: BuiltRequest) -> Any:
+    def submit(self, built: PackedRequest) -> Any:
         """Queue a request; what stands for it from then on."""
 
     def send(self, at_least: int) -> None:
@@ -36,7 +36,7 @@ class Waiting(Protocol):
     def wait(self, submitted: Any) -> Result:
         """The result; raises the error that it ended with, or TimedOut."""
 
-    def open(self, built: BuiltRequest) -> StreamPending:
+    def open(self, built: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
 
     def attend(self, pending: Any) -> None:
@@ -52,10 +52,10 @@ class Waiting(Protocol):
 class ThreadChannel:
     """A thread's channel, and how it waits."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.lock = threading.Lock()  # held while the thread is in it: others may only close it
-        self._left: deque[Pending] = deque()  # to be cancelled
+        self._left: deque[ClientRequest] = deque()  # to be cancelled
         self.leaving = False  # to be closed by its thread, as soon as that is out of it
         self._poll = select.epoll()
         self.channel = RequestChannel(connection, self._watch, self._poll.unregister)
@@ -63,7 +63,7 @@ class ThreadChannel:
     def _watch(self, fd: int) -> None:
         self._poll.register(fd, select.EPOLLIN)
 
-    def submit(self, built: BuiltRequest) -> Pending:
+    def submit(self, built: PackedRequest) -> ClientRequest:
         try:
             with self.lock:
                 return self.channel.submit(built)
@@ -76,26 +76,26 @@ class ThreadChannel:
             with self.lock:
                 self.channel.flush()
 
-    def open(self, built: BuiltRequest) -> StreamPending:
+    def open(self, built: PackedRequest) -> ClientStream:
         try:
             with self.lock:
-                pending = self.channel.start(StreamPending(self.channel, built))
+                pending = self.channel.start(ClientStream(self.channel, built))
                 self.channel.flush()
                 return pending
         finally:
             if self.leaving:
                 self.close()
 
-    def grant(self, pending: StreamPending, responses: int) -> None:
+    def grant(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
             self.channel.grant(pending, responses)
             self.channel.flush()
 
-    def wait(self, pending: Pending) -> Result:
+    def wait(self, pending: ClientRequest) -> Result:
         self.attend(pending)
         return pending.result()
 
-    def attend(self, pending: Pending) -> None:
+    def attend(self, pending: ClientRequest) -> None:
         try:
             with self.lock:
                 try:
@@ -108,7 +108,7 @@ class ThreadChannel:
             if self.leaving:
                 self.close()
 
-    def cancel(self, left: Iterable[Pending]) -> None:
+    def cancel(self, left: Iterable[ClientRequest]) -> None:
         self._left.extend(left)
         # A generator that is collected may find its thread, or another, in the middle of a wait.
         if self.lock.acquire(blocking=False):
@@ -124,7 +124,7 @@ class ThreadChannel:
             self.channel.cancel(self._left.popleft())
         self.channel.flush()
 
-    def until(self, pending: Pending) -> None:
+    def until(self, pending: ClientRequest) -> None:
         """Return when it is `ready`; raises TimedOut when its deadline passes first."""
         channel = self.channel
         if pending.ready():
@@ -152,13 +152,13 @@ class SharedChannel:
     """A thread that has no channel, since others have all that there may be, or it waits in its
     own: the connection's own thread sends, and waits, for it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         # Locked until something has come for the stream that this was opened for: see
         # `ControlRequest` for why it is no Event.
         self._arrived = threading.Lock()
 
-    def submit(self, built: BuiltRequest) -> Future[Result]:
+    def submit(self, built: PackedRequest) -> Future[Result]:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
         connection = self.connection
@@ -175,8 +175,8 @@ class SharedChannel:
             future.cancel()
             del future  # no cycle of it and its error's traceback
 
-    def open(self, built: BuiltRequest) -> StreamPending:
-        future: Future[StreamPending] = Future()
+    def open(self, built: PackedRequest) -> ClientStream:
+        future: Future[ClientStream] = Future()
         arrived = self._arrived
         arrived.acquire()
 
@@ -186,14 +186,14 @@ class SharedChannel:
 
         def start(channel: RequestChannel) -> None:
             try:
-                future.set_result(channel.start(StreamPending(channel, built, on_item)))
+                future.set_result(channel.start(ClientStream(channel, built, on_item)))
             except ShmserveError as error:
                 future.set_exception(error)
 
         self.connection.call(start)
         return future.result()
 
-    def attend(self, pending: StreamPending) -> None:
+    def attend(self, pending: ClientStream) -> None:
         deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
             timeout_s = -1.0
@@ -203,11 +203,11 @@ class SharedChannel:
                 self.cancel((pending,))
                 raise TimedOut(LATE)
 
-    def grant(self, pending: StreamPending, responses: int) -> None:
+    def grant(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
             self.connection.call(lambda channel: channel.grant(pending, responses))
 
-    def cancel(self, left: Iterable[Future[Result] | StreamPending]) -> None:
+    def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
         for each in left:
             if isinstance(each, Future):
                 each.cancel()
@@ -223,7 +223,10 @@ def _notified(future: Future[Result]) -> None:
 
 
 def _submit(
-    connection: Connection, channel: RequestChannel, built: BuiltRequest, future: Future[Result]
+    connection: ServerConnection,
+    channel: RequestChannel,
+    built: PackedRequest,
+    future: Future[Result],
 ) -> None:
     if future.cancelled():
         built.end()
@@ -246,7 +249,7 @@ def _submit(
     future.add_done_callback(over)
 
 
-def _resolve(future: Future[Result], done: Pending) -> None:
+def _resolve(future: Future[Result], done: ClientRequest) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
         if isinstance(done.outcome, Result):
             future.set_result(done.outcome)

@@ -16,7 +16,7 @@ import numpy as np
 
 from shmserve.client.errors import Released
 from shmserve.client.memory import dlpack
-from shmserve.client.memory.views import Lease
+from shmserve.client.memory.views import MemoryLease
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
@@ -67,7 +67,9 @@ class DeviceSegment:
         assert self.memory is not None
         return Place(self.memory, offset, byte_size)
 
-    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> DeviceView:
+    def view(
+        self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
+    ) -> DeviceView:
         """The tensor at `offset`. Raises Released."""
         if self._allocation is None:
             raise Released("this client is closed")
@@ -103,7 +105,7 @@ class DeviceView:
         offset: int,
         shape: tuple[int, ...],
         datatype: str,
-        lease: Lease,
+        lease: MemoryLease,
     ) -> None:
         self.segment = segment
         self._allocation = allocation

@@ -8,9 +8,9 @@ from typing import Any
 
 from shmserve.client.errors import Released
 from shmserve.client.memory.segments import AnySegment, Memories, aligned
-from shmserve.client.memory.views import Lease, nothing
-from shmserve.client.request.prepared import Form
-from shmserve.client.server.models import Model
+from shmserve.client.memory.views import MemoryLease, nothing
+from shmserve.client.request.prepared import TensorTemplate
+from shmserve.client.server.models import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -46,7 +46,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
             self._block = block = memories.add(make(max(1, total)))
-        self.lease = Lease(lambda: memories.part_with(block))
+        self.lease = MemoryLease(lambda: memories.part_with(block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset
@@ -54,7 +54,7 @@ class Region(Mapping[str, Any]):
             self._offsets[form.name] = at
             at += aligned(max(1, form.byte_size))
         # What a request of a model with these tensors comes to.
-        self.requests: dict[Model, tuple[bytes, int, bytes]] = {}
+        self.requests: dict[ClientModel, tuple[bytes, int, bytes]] = {}
 
     @property
     def segment(self) -> Any:
@@ -70,7 +70,7 @@ class Region(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._forms)
 
-    def remember(self, model: Model, request: tuple[bytes, int, bytes]) -> None:
+    def remember(self, model: ClientModel, request: tuple[bytes, int, bytes]) -> None:
         """Keep what a request of `model` comes to; nothing of models that are not there any more,
         as after each reload."""
         for known in [known for known in list(self.requests) if known.closed]:
@@ -116,7 +116,7 @@ class Region(Mapping[str, Any]):
         self.lease.released = True
         self.requests.clear()
         # The memory itself goes with the last array over it, and what is in flight.
-        self.lease = Lease(nothing)
+        self.lease = MemoryLease(nothing)
         self.lease.released = True
         self._memories.settle()
 
@@ -138,12 +138,12 @@ def check_room(name: str, given: str, signature: Signature) -> None:
         )
 
 
-def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:
+def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, TensorTemplate]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"what to allocate is a mapping of names to (shape, datatype), got {tensors!r:.80}"
         )
-    forms: dict[str, Form] = {}
+    forms: dict[str, TensorTemplate] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
             raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
@@ -151,7 +151,7 @@ def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Form]:
     return forms
 
 
-def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
+def _form(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
     item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
     if not item:
         allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)
@@ -165,4 +165,4 @@ def _form(name: str, shape: Sequence[int], datatype: str) -> Form:
     size = element_count(dims) * item
     if size > LARGEST:
         raise InvalidArgument(f"'{name}': shape {dims} is too large")
-    return Form(name, datatype, dims, size)
+    return TensorTemplate(name, datatype, dims, size)

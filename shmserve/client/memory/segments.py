@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import Lease, View
+from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
 from shmserve.ipc import messages as m
@@ -82,7 +82,7 @@ class Segment:
         """The server knows it, as this."""
         self.memory = Memory(*memory)
 
-    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: Lease) -> View:
+    def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """The tensor at `offset`."""
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
@@ -104,7 +104,7 @@ class Segment:
 AnySegment = Segment | DeviceSegment
 
 
-class Block:
+class MemoryBlock:
     """Bytes [offset, offset + size) of a segment. One that nobody gives back, since its program was
     interrupted, goes back when it is collected."""
 
@@ -157,7 +157,7 @@ class Memories:
         self.returned: deque[tuple[AnySegment, int]] = deque()
         self._keepers: weakref.WeakKeyDictionary[Keeper, None] = weakref.WeakKeyDictionary()
 
-    def allocate(self, byte_size: int, *, alone: bool = False) -> Block:
+    def allocate(self, byte_size: int, *, alone: bool = False) -> MemoryBlock:
         """A block, in a segment of its own if `alone`.
 
         Raises Unavailable when that were more than the client may use, or than there is.
@@ -181,19 +181,19 @@ class Memories:
         self._tell(block.segment)
         return block
 
-    def _in_another(self, size: int, byte_size: int | None = None) -> Block:
+    def _in_another(self, size: int, byte_size: int | None = None) -> MemoryBlock:
         """A block in a new segment, or all of it."""
         self._check_limit(self._used(), size)
         made = Segment(size)
         return self._first_block(made, made.size if byte_size is None else byte_size)
 
-    def _found(self, byte_size: int) -> Block | None:
+    def _found(self, byte_size: int) -> MemoryBlock | None:
         for segment in self._segments:
             if segment.memory is None:
                 continue  # the server does not know it yet
             offset = segment.free.allocate(byte_size)
             if offset is not None:
-                return Block(segment, offset, byte_size, self)
+                return MemoryBlock(segment, offset, byte_size, self)
         return None
 
     def _make_room(self, byte_size: int) -> bool:
@@ -213,7 +213,7 @@ class Memories:
         with self._lock:
             self._keepers[keeper] = None
 
-    def add(self, segment: AnySegment) -> Block:
+    def add(self, segment: AnySegment) -> MemoryBlock:
         """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""
         with self._lock:
             if not self._steps.locked():
@@ -242,11 +242,11 @@ class Memories:
                 "larger memory_limit)"
             )
 
-    def _first_block(self, segment: AnySegment, byte_size: int) -> Block:
+    def _first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
         offset = segment.free.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
-        return Block(segment, offset, byte_size, self)
+        return MemoryBlock(segment, offset, byte_size, self)
 
     def _tell(self, segment: AnySegment) -> None:
         # Without the lock: the response is read by a thread that may want memory itself.
@@ -260,7 +260,7 @@ class Memories:
             raise
         self.settle()
 
-    def part_with(self, block: Block) -> None:
+    def part_with(self, block: MemoryBlock) -> None:
         """Give a whole segment back: the server, and the machine, have it soon."""
         block.give_back()
         self._nudge()

@@ -15,7 +15,7 @@ def nothing() -> None:
     """The end of what holds no memory."""
 
 
-class Lease:
+class MemoryLease:
     """A block on loan to whoever holds arrays over it: `on_end` runs when the last is gone.
 
     `released`: it was given back by hand, and the arrays raise.
@@ -37,7 +37,7 @@ class View(np.ndarray[Any, Any]):
     What numpy makes of it is a plain array; a plain view of it keeps the memory, whatever happens.
     """
 
-    _lease: Lease | None
+    _lease: MemoryLease | None
 
     @classmethod
     def over(
@@ -46,7 +46,7 @@ class View(np.ndarray[Any, Any]):
         offset: int,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        lease: Lease,
+        lease: MemoryLease,
     ) -> View:
         """The tensor at `offset` of `memory`."""
         made: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
@@ -127,7 +127,7 @@ class View(np.ndarray[Any, Any]):
         return self.plain().__reduce_ex__(protocol)
 
 
-def lease_of(array: object) -> Lease | None:
+def lease_of(array: object) -> MemoryLease | None:
     """The lease of the memory that an array lies in, if it is a view of a `View`, or is one."""
     while isinstance(array, np.ndarray):
         if isinstance(array, View):

@@ -14,12 +14,12 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_room
-from shmserve.client.memory.segments import AnySegment, Block, Memories, aligned
+from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
 from shmserve.client.request.options import Options
-from shmserve.client.request.prepared import Form, PreparedRequest, Slot, pack
-from shmserve.client.server.models import Model
+from shmserve.client.request.prepared import Buffer, RequestTemplate, TensorTemplate, pack
+from shmserve.client.server.models import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -28,16 +28,16 @@ from shmserve.ipc.tensors.inference import INLINE_LIMIT, RequestedOutput
 _ELSEWHERE = np.empty(0, np.uint8)  # stands for what is not in host memory
 
 
-class BuiltRequest(NamedTuple):
+class PackedRequest(NamedTuple):
     """A request that can be sent; `end` gives back the memory that it uses until its response."""
 
-    model: Model
+    model: ClientModel
     work: bytes
     batch_size: int
     shape_key: bytes
     options: Options
-    prepared: PreparedRequest | None = None
-    slot: Slot | None = None
+    prepared: RequestTemplate | None = None
+    slot: Buffer | None = None
     as_torch: bool = False
     end: Callable[[], None] = nothing
     segments: tuple[AnySegment, ...] = ()  # where its outputs may lie
@@ -46,11 +46,11 @@ class BuiltRequest(NamedTuple):
 
 def prepare(
     memories: Memories,
-    model: Model,
+    model: ClientModel,
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
     options: Options,
-) -> BuiltRequest:
+) -> PackedRequest:
     """A request of `model`. `outputs`: the names that are wanted, or a region or arrays of one
     where they are to be written.
 
@@ -103,16 +103,16 @@ def _names(outputs: Any) -> tuple[str, ...]:
 
 
 def _filled(
-    model: Model,
-    prepared: PreparedRequest,
+    model: ClientModel,
+    prepared: RequestTemplate,
     arrays: Sequence[Array],
     options: Options,
     as_torch: bool,
-) -> BuiltRequest:
+) -> PackedRequest:
     parameters = options.parameters
     if not prepared.slotted:
         work = prepared.packed(arrays, None, parameters) if parameters else prepared.joined(arrays)
-        return BuiltRequest(
+        return PackedRequest(
             model, work, prepared.batch_size, prepared.shape_key, options, prepared, None, as_torch
         )
     slot = prepared.slot()
@@ -120,7 +120,7 @@ def _filled(
         np.copyto(target, array)
     plain = slot.work and not parameters
     work = slot.work if plain else prepared.packed(arrays, slot, parameters)
-    return BuiltRequest(
+    return PackedRequest(
         model,
         work,
         prepared.batch_size,
@@ -134,7 +134,7 @@ def _filled(
     )
 
 
-def _in_place(model: Model, region: Region, options: Options) -> BuiltRequest:
+def _in_place(model: ClientModel, region: Region, options: Options) -> PackedRequest:
     known = region.requests.get(model)
     if known is None or options.parameters:
         signature = model.signature
@@ -155,7 +155,7 @@ def _in_place(model: Model, region: Region, options: Options) -> BuiltRequest:
         if not options.parameters:
             region.remember(model, known)
     lease, segment = region.lease, region.segment
-    return BuiltRequest(model, *known, options, segments=(segment,), holders=(lease,))
+    return PackedRequest(model, *known, options, segments=(segment,), holders=(lease,))
 
 
 def _encoded(array: Array, name: str) -> bytes:
@@ -171,7 +171,7 @@ class _Loose:
     def __init__(
         self,
         memories: Memories,
-        model: Model,
+        model: ClientModel,
         inputs: Mapping[str, Any],
         arrays: list[Array],
         options: Options,
@@ -184,19 +184,19 @@ class _Loose:
         self._arrays = arrays
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
-        self._forms: list[Form] = []
+        self._forms: list[TensorTemplate] = []
         self._places: list[Place | None] = []
         specs = model.signature.inputs
         for index, (name, value) in enumerate(inputs.items()):
             if type(value) is DeviceView:
-                self._forms.append(Form(name, value.datatype, value.shape, value.nbytes))
+                self._forms.append(TensorTemplate(name, value.datatype, value.shape, value.nbytes))
                 self._places.append(self._on_device(value))
                 continue
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
-            self._forms.append(Form(name, datatype, shape, array.nbytes))
+            self._forms.append(TensorTemplate(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
 
     def _on_device(self, view: DeviceView) -> Place:
@@ -225,23 +225,23 @@ class _Loose:
         strings = any(form.datatype == "BYTES" for form in self._forms)
         return not strings and not any(self._places)
 
-    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> PreparedRequest:
+    def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> RequestTemplate:
         """Prepare a request for all that are like it."""
         model = self._model
         # Each of many responses would go over the one before it.
         rooms = not model.decoupled
-        prepared = PreparedRequest(
+        prepared = RequestTemplate(
             model.signature, tuple(self._forms), outputs, self._memories, rooms=rooms
         )
         return self._model.remember(key, prepared)
 
-    def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> BuiltRequest:
+    def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """The request, packed as it is."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
         pairs = list(zip(self._forms, self._arrays, self._places, strict=True))
         loose = [array.nbytes for _, array, place in pairs if place is None]
-        block: Block | None = None
+        block: MemoryBlock | None = None
         if sum(loose) > INLINE_LIMIT:
             block = self._memories.allocate(sum(map(aligned, loose)))
         at = block.offset if block else 0
@@ -265,7 +265,7 @@ class _Loose:
             end()
             raise
         work = pack(refs, asked, self._options.parameters)
-        return BuiltRequest(
+        return PackedRequest(
             self._model,
             work,
             admission.batch_size,

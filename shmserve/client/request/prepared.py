@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmserve.client.memory.segments import Block, Memories, aligned
+from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.signature import Signature
 _NOWHERE = Memory(0, 0, 0, 0, LARGEST, True)
 
 
-class Form(NamedTuple):
+class TensorTemplate(NamedTuple):
     """A tensor without its numbers."""
 
     name: str
@@ -56,7 +56,7 @@ def pack(
     return pack_inference(Inference(tuple(inputs), tuple(outputs), dict(parameters or {})))
 
 
-class Slot:
+class Buffer:
     """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
     (b"": not the same each time)."""
 
@@ -64,8 +64,8 @@ class Slot:
 
     def __init__(
         self,
-        prepared: PreparedRequest,
-        block: Block,
+        prepared: RequestTemplate,
+        block: MemoryBlock,
         inputs: list[Array],
         places: list[Place],
         outputs: tuple[RequestedOutput, ...],
@@ -82,13 +82,13 @@ class Slot:
         self.prepared.take_back(self)
 
 
-class PreparedRequest:
+class RequestTemplate:
     """Requests with inputs of these forms."""
 
     def __init__(
         self,
         signature: Signature,
-        forms: Sequence[Form],
+        forms: Sequence[TensorTemplate],
         outputs: Sequence[str],
         memories: Memories,
         *,
@@ -109,7 +109,7 @@ class PreparedRequest:
         self._rooms = sizes if placed else {}
         self.slotted = placed or not self._inline
         self._pieces = [] if self.slotted else self._cut()
-        self._ring: deque[Slot] = deque()
+        self._ring: deque[Buffer] = deque()
         self._closed = False
         if self.slotted:
             memories.serve(self)
@@ -132,14 +132,14 @@ class PreparedRequest:
 
     # --- large
 
-    def slot(self) -> Slot:
+    def slot(self) -> Buffer:
         """A free slot; raises Unavailable when there is no memory for one more."""
         try:
             return self._ring.popleft()
         except IndexError:
             return self._new_slot()
 
-    def _new_slot(self) -> Slot:
+    def _new_slot(self) -> Buffer:
         inside = [] if self._inline else self._forms
         rooms = [size for size in self._rooms.values() if size is not None]
         sizes = [form.byte_size for form in inside] + rooms
@@ -156,19 +156,19 @@ class PreparedRequest:
             place = None if size is None else segment.place(at, size)
             outputs.append(RequestedOutput(name, place))
             at += aligned(size or 0)
-        slot = Slot(self, block, arrays, places, tuple(outputs) or self._asked)
+        slot = Buffer(self, block, arrays, places, tuple(outputs) or self._asked)
         if inside:
             slot.work = self.packed((), slot, None)
         return slot
 
-    def take_back(self, slot: Slot) -> None:
+    def take_back(self, slot: Buffer) -> None:
         """A slot is free again; at any moment, in any thread."""
         self._ring.append(slot)
         if self._closed:
             self.close()
 
     def packed(
-        self, arrays: Sequence[Array], slot: Slot | None, parameters: Mapping[str, Any] | None
+        self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> bytes:
         """The request, packed from its parts; inputs with a place in the slot are there."""
         places = slot.places if slot is not None else []

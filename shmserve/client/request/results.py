@@ -10,9 +10,9 @@ import numpy as np
 from shmserve.client.errors import Released
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
-from shmserve.client.memory.views import Lease, nothing
+from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import Array, dtype_of, to_torch
-from shmserve.client.request.prepare import BuiltRequest
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -29,7 +29,7 @@ class Result(Mapping[str, Any]):
     __slots__ = ("_lease", "_outputs", "parameters")
 
     def __init__(
-        self, outputs: dict[str, Any], parameters: dict[str, Any], lease: Lease | None
+        self, outputs: dict[str, Any], parameters: dict[str, Any], lease: MemoryLease | None
     ) -> None:
         self._outputs = outputs
         self.parameters = parameters
@@ -75,7 +75,7 @@ class _Released(dict[str, Any]):
 
 
 def read(
-    built: BuiltRequest,
+    built: PackedRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
@@ -87,7 +87,7 @@ def read(
     worker's memory is gone, Unsupported when only the server's own user may read it; the request
     has its memory still then.
     """
-    lease = None if built.slot is None else Lease(nothing)
+    lease = None if built.slot is None else MemoryLease(nothing)
     result, placed = _read(built, body, lease, copied, release)
     if lease is None or not placed:
         built.end()
@@ -97,7 +97,7 @@ def read(
 
 
 def read_one_of_many(
-    built: BuiltRequest,
+    built: PackedRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
@@ -106,16 +106,16 @@ def read_one_of_many(
     return _read(built, body, None, copied, release)[0]
 
 
-def discard(built: BuiltRequest, body: bytes, release: Callable[[int, list[int]], None]) -> None:
+def discard(built: PackedRequest, body: bytes, release: Callable[[int, list[int]], None]) -> None:
     """Nobody reads this response. Raises MalformedMessage."""
     for pid, offsets in _of_workers(unpack_inferred(body), built.segments).items():
         release(pid, offsets)
 
 
 def _read(
-    built: BuiltRequest,
+    built: PackedRequest,
     body: bytes,
-    lease: Lease | None,
+    lease: MemoryLease | None,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> tuple[Result, bool]:
@@ -138,17 +138,17 @@ def _read(
     return Result(arrays, dict(response.parameters), None), False
 
 
-def _inline(built: BuiltRequest, ref: TensorRef, data: bytes) -> Array:
+def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Array:
     if ref.datatype == "BYTES":
         return decode_bytes(data, ref.shape, ref.name, built.model.name)
     return np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
 
 
 def _placed(
-    built: BuiltRequest,
+    built: PackedRequest,
     response: Inferred,
     datas: list[bytes],
-    lease: Lease | None,
+    lease: MemoryLease | None,
     copied: Callable[[Place], bytes],
     release: Callable[[int, list[int]], None],
 ) -> dict[str, tuple[Array, str]]:
@@ -169,7 +169,7 @@ def _placed(
 def _result(
     arrays: dict[str, tuple[Array, str]],
     parameters: dict[str, Any],
-    lease: Lease | None,
+    lease: MemoryLease | None,
     as_torch: bool,
 ) -> Result:
     if as_torch:
@@ -191,7 +191,7 @@ class _Outputs:
     """Where the outputs of one response are."""
 
     def __init__(
-        self, built: BuiltRequest, lease: Lease | None, copied: Callable[[Place], bytes]
+        self, built: PackedRequest, lease: MemoryLease | None, copied: Callable[[Place], bytes]
     ) -> None:
         self._prepared = built
         self._lease = lease
@@ -212,13 +212,13 @@ class _Outputs:
                 return segment
         return None
 
-    def _region_lease(self, segment: AnySegment) -> Lease:
+    def _region_lease(self, segment: AnySegment) -> MemoryLease:
         built = self._prepared
         # Outputs come after inputs.
         for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
-            if other is segment and isinstance(holder, Lease):
+            if other is segment and isinstance(holder, MemoryLease):
                 return holder
-        return Lease(nothing)
+        return MemoryLease(nothing)
 
     def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
         if segment is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Never
 
-from shmserve.client.request.prepared import PreparedRequest
+from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
@@ -16,7 +16,7 @@ _MOST_RESPONSES = 64
 _LONGEST_RESPONSE = INLINE_LIMIT + 4096
 
 
-class Model:
+class ClientModel:
     """One version of a model: where its scheduler is, and what it takes.
 
     `prepared` is what the client remembers of requests it has made, `responses` the forms of those
@@ -36,7 +36,7 @@ class Model:
         "version",
     )
 
-    def __init__(self, published: ModelPublished, source: Models | None = None) -> None:
+    def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
         self.source = source
         self.name = published.name
         self.version = published.version
@@ -44,13 +44,13 @@ class Model:
         self.signature = Signature(published.config, published.version)
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
-        self.prepared: BoundedCache[Any, PreparedRequest] = BoundedCache(
+        self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
             _MOST_PREPARED, lambda prepared: prepared.close()
         )
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False
 
-    def remember(self, key: Any, prepared: PreparedRequest) -> PreparedRequest:
+    def remember(self, key: Any, prepared: RequestTemplate) -> RequestTemplate:
         """Keep a prepared request; gives the one that is used, which another thread may have made
         meanwhile."""
         used = self.prepared.share(key, prepared)
@@ -64,21 +64,21 @@ class Model:
         self.prepared.clear()
 
 
-class Models:
+class ClientModels:
     """(name, version) -> model; version "" is the latest. One thread writes, any may read.
 
     `ready`: the server is; as long as it is not, models may be on their way.
     """
 
     def __init__(self) -> None:
-        self._models: dict[tuple[str, str], Model] = {}
+        self._models: dict[tuple[str, str], ClientModel] = {}
         self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
         """A version may be called, or changed."""
         key = (message.name, message.version)
         old = self._models.get(key)
-        model = self._models[key] = Model(message, self)
+        model = self._models[key] = ClientModel(message, self)
         latest = self._models.get((message.name, ""))
         if old is not None:
             old.close()
@@ -93,11 +93,11 @@ class Models:
         if model is not None and self._models.get((name, "")) is model:
             del self._models[name, ""]
 
-    def find(self, name: str, version: str) -> Model | None:
+    def find(self, name: str, version: str) -> ClientModel | None:
         """A model, if it is there."""
         return self._models.get((name, version))
 
-    def resolve(self, name: str, version: str) -> Model:
+    def resolve(self, name: str, version: str) -> ClientModel:
         """A model. Raises NotFound, with Triton's texts, Unavailable when it may come yet, or
         InvalidArgument for a version that is no string."""
         return self._models.get((name, version)) or self._absent(name, version)

@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from typing import Protocol
 
-from shmserve.client.server.models import Models
+from shmserve.client.server.models import ClientModels
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place
 
@@ -27,7 +27,7 @@ class ServerState:
     read by all: the channels that have joined are woken when something is lost."""
 
     def __init__(self) -> None:
-        self.models = Models()
+        self.models = ClientModels()
         self.lost: dict[str, str] = {}
         self.losses = 0
         self.alive = True

@@ -19,7 +19,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Series:
     """One series. `numbers` are, by kind:
 
     COUNTER    [value]
@@ -37,7 +37,7 @@ class Family:
 
     description: str
     kind: str
-    values: Mapping[Labels, Value]
+    values: Mapping[Labels, Series]
 
 
 Families = dict[str, Family]
@@ -60,12 +60,12 @@ def _labels(raw: list[Any]) -> Labels:
     return tuple((str(name), str(value)) for name, value in raw)
 
 
-def _value(kind: str, row: list[Any]) -> Value:
+def _value(kind: str, row: list[Any]) -> Series:
     _, numbers, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(numbers) != size or not all(type(n) in (int, float) for n in (*numbers, *buckets)):
         raise ValueError(f"malformed value of a {kind}")
-    return Value(tuple(numbers), tuple(buckets))
+    return Series(tuple(numbers), tuple(buckets))
 
 
 def plain(families: Families) -> list[Any]:
@@ -96,14 +96,14 @@ def added(parts: Iterable[Families]) -> Families:
     return total
 
 
-def _sum(kind: str, one: Value, other: Value) -> Value:
+def _sum(kind: str, one: Series, other: Series) -> Series:
     if one.buckets != other.buckets:
         return one
     if kind == "GAUGE":
         last = max(one, other, key=lambda value: value.numbers[1])
-        return Value((*last.numbers[:2], one.numbers[2] + other.numbers[2]))
+        return Series((*last.numbers[:2], one.numbers[2] + other.numbers[2]))
     pairs = zip(one.numbers, other.numbers, strict=True)
-    return Value(tuple(a + b for a, b in pairs), one.buckets)
+    return Series(tuple(a + b for a, b in pairs), one.buckets)
 
 
 class ModelMetrics:
@@ -158,7 +158,7 @@ def exposition(families: Families) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _samples(name: str, kind: str, labels: Labels, value: Value) -> Iterable[str]:
+def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[str]:
     numbers = value.numbers
     if kind == "HISTOGRAM":
         total, *counts = numbers

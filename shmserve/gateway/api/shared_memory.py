@@ -14,7 +14,7 @@ from shmserve.common.access.shm_access import NOBODY, Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.region_table import Region
+from shmserve.gateway.region_table import GatewayRegion
 from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
 
 _LONGEST_NAME = 255
@@ -72,7 +72,7 @@ async def lease(
 
 def visible(
     gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
-) -> list[Region]:
+) -> list[GatewayRegion]:
     """The regions of a kind that are the client's user's, or the one of this name; raises
     NotFound."""
     peer = client.administrator() if client.listener.shm else NOBODY

@@ -8,7 +8,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.model_table import Model, whole_version
+from shmserve.gateway.model_table import GatewayModel, whole_version
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
 
 
-async def collect(gateway: Gateway, models: list[Model]) -> list[dict[str, Any]]:
+async def collect(gateway: Gateway, models: list[GatewayModel]) -> list[dict[str, Any]]:
     """What the schedulers of `models` report, in order; who is late is left out."""
     futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:

@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.common.access.peer_credentials import Address, loopback_peer
 from shmserve.common.access.shm_access import Peer
 from shmserve.errors import ShmserveError
-from shmserve.gateway.client_identity import ClientIdentity, Listener
+from shmserve.gateway.client_identity import ClientIdentity, ListenerRules
 from shmserve.gateway.grpc.core import sockets as core_sockets
 
 _MOST_KNOWN = 16384
@@ -23,7 +23,7 @@ class CallIdentity(ClientIdentity):
 
     __slots__ = ("_call", "_users")
 
-    def __init__(self, listener: Listener, users: Users, call: Any) -> None:
+    def __init__(self, listener: ListenerRules, users: Users, call: Any) -> None:
         super().__init__(listener, None)
         self._users = users
         self._call = call
@@ -42,7 +42,7 @@ class Users:
     """The users at the other ends of connections that this process has, by their addresses."""
 
     def __init__(self) -> None:
-        self._known: dict[Address, tuple[core_sockets.Connection, Peer]] = {}
+        self._known: dict[Address, tuple[core_sockets.GrpcConnection, Peer]] = {}
 
     def at(self, client: Address) -> Peer | None:
         """The user of the client that is connected from this address, None if nobody knows it;
@@ -63,7 +63,7 @@ class Users:
 class Access:
     """The authorisation of calls by the rules of a listener, and the identity of their clients."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: ListenerRules) -> None:
         self._listener = listener
         self._users = Users()
 

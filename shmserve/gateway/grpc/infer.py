@@ -15,18 +15,18 @@ from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
-from shmserve.gateway.grpc.wire.request import wire_request
+from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.header_forwarding import forwarded_headers
-from shmserve.gateway.inference.open_request import Message, OpenRequest
-from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import check_size, unpack
-from shmserve.gateway.links.scheduler import Pending
-from shmserve.gateway.model_table import Model, checked_version
+from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
+from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
+from shmserve.gateway.links.schedulers import GatewayRequest
+from shmserve.gateway.model_table import GatewayModel, checked_version
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.tensors.inference import Inferred
@@ -51,9 +51,9 @@ class Submitted:
         self,
         gateway: Gateway,
         inferences: Inferences,
-        model: Model,
+        model: GatewayModel,
         built: BuiltRequest,
-        pending: Pending,
+        pending: GatewayRequest,
     ) -> None:
         self._gateway = gateway
         self._inferences = inferences
@@ -63,7 +63,7 @@ class Submitted:
         self._given_up = False
         self._left = not inferences.came()
         self.model_name = model.name
-        self.request_id = built.wire.id
+        self.request_id = built.infer_request.id
 
     async def wait(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
@@ -111,11 +111,11 @@ class Submitted:
             return filled
         inferred = unpack(body)
         try:
-            message = self._inferences.encode(self._model, self._built.wire, inferred)
+            message = self._inferences.encode(self._model, self._built.infer_request, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(inferred)
-        if templates is not None and _is_plain(self._built.wire, inferred):
+        if templates is not None and _is_plain(self._built.infer_request, inferred):
             sizes = [len(tensor.data) for tensor in inferred.outputs if type(tensor.data) is bytes]
             encoder = self._inferences.encoder
             template = encoder.template(self._model, inferred, sizes)
@@ -141,16 +141,16 @@ class Submitted:
             self._inferences.left()
 
 
-def _is_plain(wire: WireRequest, inferred: Inferred) -> bool:
+def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
     """Whether all that a response has is sent, and as it is."""
     return (
         bool(inferred.outputs)
         and all(type(tensor.data) is bytes for tensor in inferred.outputs)
-        and not any(output.place is not None or output.classes for output in wire.outputs)
+        and not any(output.place is not None or output.classes for output in request.outputs)
     )
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request was refused; `request_id` is its own, as far as it was understood."""
 
     def __init__(self, error: ShmserveError, request_id: str) -> None:
@@ -158,7 +158,7 @@ class Refused(Exception):
         self.error = error
         self.request_id = request_id
 
-    def bare(self) -> Refused:
+    def bare(self) -> RequestRefused:
         """Without the frames that it came through: those hold the request, which can be large."""
         for error in (self, self.error):
             error.__traceback__ = error.__context__ = None
@@ -219,7 +219,7 @@ class Inferences:
         """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
 
         `remaining_s` is how long its client's call lasts, in seconds, None for any time; `headers`
-        are parameters, too. Raises `Refused`.
+        are parameters, too. Raises `RequestRefused`.
         """
         return self._submitted(*self._admitted(raw, client, remaining_s, headers, streamed=False))
 
@@ -228,21 +228,21 @@ class Inferences:
         raw: bytes,
         client: ClientIdentity,
         remaining_s: float | None,
-        on_response: Callable[[OpenRequest, Message], None],
+        on_response: Callable[[StreamingRequest, Message], None],
         headers: Mapping[str, str] = _NO_HEADERS,
-    ) -> Submitted | OpenRequest:
-        """As `submit`, for a request in a stream: one for a decoupled model is an `OpenRequest`,
-        which tells `on_response` of its responses."""
-        model, built, order = self._admitted(raw, client, remaining_s, headers, streamed=True)
+    ) -> Submitted | StreamingRequest:
+        """As `submit`, for a request in a stream: one for a decoupled model is a
+        `StreamingRequest`, which tells `on_response` of its responses."""
+        model, built, submit = self._admitted(raw, client, remaining_s, headers, streamed=True)
         if not model.decoupled:
-            return self._submitted(model, built, order)
-        return OpenRequest(self.gateway, model, built, order, on_response)
+            return self._submitted(model, built, submit)
+        return StreamingRequest(self.gateway, model, built, submit, on_response)
 
-    def encode(self, model: Model, wire: WireRequest, inferred: Inferred) -> bytes:
+    def encode(self, model: GatewayModel, request: InferRequest, inferred: Inferred) -> bytes:
         """A worker's response as a serialized ModelInferResponse; raises InvalidArgument or
         Internal."""
-        inferred = classified_as_requested(self.gateway, model, wire, inferred)
-        placed = {out.name for out in wire.outputs if out.place is not None}
+        inferred = classified_as_requested(self.gateway, model, request, inferred)
+        placed = {out.name for out in request.outputs if out.place is not None}
         contents: list[bytes | memoryview] = []
         for tensor in inferred.outputs:
             if tensor.name in placed:
@@ -252,10 +252,10 @@ class Inferences:
             data = raw if isinstance(raw, bytes) else self.gateway.mappings.view(raw)
             check_size(tensor, len(data))
             contents.append(data)
-        return self.encoder.encode(model, wire.id, inferred, contents)
+        return self.encoder.encode(model, request.id, inferred, contents)
 
-    def _submitted(self, model: Model, built: BuiltRequest, order: m.Submit) -> Submitted:
-        pending = self.gateway.dispatcher.submit(model.scheduler, order, built.release)
+    def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
+        pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
         return Submitted(self.gateway, self, model, built, pending)
 
     def _admitted(
@@ -266,31 +266,31 @@ class Inferences:
         headers: Mapping[str, str],
         *,
         streamed: bool,
-    ) -> tuple[Model, BuiltRequest, m.Submit]:
+    ) -> tuple[GatewayModel, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
         gateway = self.gateway
         model, built = self._read(raw, headers, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            return model, built, admit(gateway, built, client, arrived_ns, limit_us)
+            return model, built, prepare_submit(gateway, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
-            raise Refused(error, built.wire.id) from None
+            raise RequestRefused(error, built.infer_request.id) from None
 
     def _read(
         self, raw: bytes, headers: Mapping[str, str], streamed: bool
-    ) -> tuple[Model, BuiltRequest]:
+    ) -> tuple[GatewayModel, BuiltRequest]:
         # With parameters of its own a request is not like others with its message.
         parts = None if headers else split(raw)
         if parts is not None:
             try:
                 found = self._prepared.repeat(parts)
             except ShmserveError as error:
-                raise Refused(error, _id_of(raw)) from None
+                raise RequestRefused(error, _id_of(raw)) from None
             if found is not None:
                 model, built = found
                 if model.decoupled and not streamed:
                     built.release()
-                    raise Refused(Unsupported(_DECOUPLED), built.wire.id)
+                    raise RequestRefused(Unsupported(_DECOUPLED), built.infer_request.id)
                 return found
         request_id = ""
         try:
@@ -300,25 +300,25 @@ class Inferences:
             model = self.gateway.models.resolve(message.model_name, version)
             if model.decoupled and not streamed:
                 raise Unsupported(_DECOUPLED)
-            wire = wire_request(message)
-            wire.parameters |= headers
+            request = infer_request(message)
+            request.parameters |= headers
             if parts is None:
-                return model, build(self.gateway, model, wire, b"", 0)[0]
+                return model, build(self.gateway, model, request, b"", 0)[0]
             if parts.contents:
-                _concatenate(wire)
-            prepare = all(tensor.data is None for tensor in wire.inputs)
+                _concatenate(request)
+            prepare = all(tensor.data is None for tensor in request.inputs)
             body = b"".join(parts.contents)
-            built, prepared = build(self.gateway, model, wire, body, 0, prepare=prepare)
+            built, prepared = build(self.gateway, model, request, body, 0, prepare=prepare)
         except ShmserveError as error:
-            raise Refused(error, request_id) from None
+            raise RequestRefused(error, request_id) from None
         if prepared is not None:
-            self._prepared.remember(parts, wire, model, prepared)
+            self._prepared.remember(parts, request, model, prepared)
         return model, built
 
 
-def _concatenate(wire: WireRequest) -> None:
+def _concatenate(request: InferRequest) -> None:
     """Have the raw contents one behind the other, as binary tensors are in an HTTP body."""
-    for tensor in wire.inputs:
+    for tensor in request.inputs:
         if tensor.place is None:
             tensor.binary_size, tensor.data = len(tensor.data), None
 

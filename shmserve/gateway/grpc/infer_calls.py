@@ -13,9 +13,9 @@ from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.client_identity import Access
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
-from shmserve.gateway.grpc.core.direct_stream import StreamCall
-from shmserve.gateway.grpc.core.direct_unary import Call
-from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
+from shmserve.gateway.grpc.core.direct_stream import DirectStreamCall
+from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.status import DONE, INTERNAL, OVER, Ending, ending_of
 from shmserve.gateway.grpc.streaming.call import stream_infer
 
@@ -46,9 +46,9 @@ class InferenceCalls:
 
     def begin_infer(self, state: Any) -> None:
         """Take a ModelInfer from gRPC's core."""
-        Call(state, self._calls).begin(self._infer, self.refusal)
+        DirectUnaryCall(state, self._calls).begin(self._infer, self.refusal)
 
-    def _infer(self, raw: bytes, call: Call) -> None:
+    def _infer(self, raw: bytes, call: DirectUnaryCall) -> None:
         def responded(_: Any) -> None:
             try:
                 response = submitted.response()
@@ -92,9 +92,9 @@ class InferenceCalls:
 
     def begin_stream(self, state: Any) -> None:
         """Take a ModelStreamInfer from gRPC's core."""
-        StreamCall(state).run(self._stream)
+        DirectStreamCall(state).run(self._stream)
 
-    async def _stream(self, call: StreamCall) -> None:
+    async def _stream(self, call: DirectStreamCall) -> None:
         ending: Ending | None = None
         try:
             ending = self.refusal(call)
@@ -140,7 +140,7 @@ class InferenceCalls:
 
 def _ending_of_inference(error: Exception, call: Any) -> Ending:
     """What a call ends with whose inference failed with this."""
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return ending_of(error.error)
     if not isinstance(error, ShmserveError):
         logger.error("an inference failed", exc_info=error)

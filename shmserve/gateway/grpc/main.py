@@ -20,7 +20,7 @@ from shmserve.common.access.auth_tokens import Authorisation, decode_restriction
 from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.tls import Tls
 from shmserve.gateway import process
-from shmserve.gateway.client_identity import Listener, ListenerKind
+from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.client_identity import Access
 from shmserve.gateway.grpc.core import readers
@@ -59,7 +59,7 @@ def run(data: bytes) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     ours = start.grpc
     assert ours is not None
-    readers.run(process.serve(start, lambda gateway: GrpcFront(gateway, ours)))
+    readers.run(process.serve(start, lambda gateway: GrpcFrontend(gateway, ours)))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -69,7 +69,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return error is None or not client_left(error)
 
 
-class GrpcFront(process.Front):
+class GrpcFrontend(process.Frontend):
     """A gRPC server."""
 
     def __init__(self, gateway: Gateway, settings: GrpcSettings) -> None:
@@ -146,11 +146,11 @@ class GrpcFront(process.Front):
                 await self._server.stop(_STOP_S)
 
 
-def _listener(gateway: Gateway, settings: GrpcSettings) -> Listener:
+def _listener(gateway: Gateway, settings: GrpcSettings) -> ListenerRules:
     """One for all addresses: gRPC does not say to which of them a client has connected."""
     told = gateway.settings
     here = all(is_loopback(host) for host, _ in settings.addresses)
-    return Listener(
+    return ListenerRules(
         ListenerKind.LOOPBACK if here else ListenerKind.REMOTE,
         Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol"),
         told.allow_client_shm,

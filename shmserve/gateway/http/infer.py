@@ -6,24 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.inference import read_request
+from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.compression import accepted_encoding, deflated
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.infer_response import ResponseTemplate
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.output_text import joined, output_text
-from shmserve.gateway.http.request import ACCEPT_ENCODING, Request
-from shmserve.gateway.http.response import JSON, Response
+from shmserve.gateway.http.request import ACCEPT_ENCODING, HttpRequest
+from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
 from shmserve.gateway.inference.classification import classified_as_requested
-from shmserve.gateway.inference.pipeline import admit, failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import unpack
-from shmserve.gateway.links.scheduler import Pending, Scheduler
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
+from shmserve.gateway.links.schedulers import GatewayRequest, SchedulerLink
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
@@ -34,7 +35,9 @@ _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction p
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
-async def infer(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
+async def infer(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     model = gateway.models.resolve(name, version or "")
@@ -55,72 +58,78 @@ async def infer(gateway: Gateway, request: Request, name: str, version: str | No
         body = message.body
         templates = built.templates if ACCEPT_ENCODING not in request.headers else None
         if templates is not None and (known := templates.find(body)) is not None:
-            response = _from_template(built.wire.id, *known)
+            response = _from_template(built.infer_request.id, *known)
         else:
             response = await _respond(gateway, model, request, built, pending.scheduler, body)
     except ShmserveError as error:
-        log_failure(model, built.wire.id, error)
+        log_failure(model, built.infer_request.id, error)
         raise
     if logger.isEnabledFor(logging.DEBUG):
         passed_us = (time.monotonic_ns() - arrived_ns) // 1000
-        extra = {"request_id": built.wire.id}
+        extra = {"request_id": built.infer_request.id}
         logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
     return response
 
 
 def _submit(
-    gateway: Gateway, model: Model, request: Request, built: BuiltRequest, arrived_ns: int
-) -> Pending:
-    order = admit(gateway, built, request.connection.client, arrived_ns)
+    gateway: Gateway,
+    model: GatewayModel,
+    request: HttpRequest,
+    built: BuiltRequest,
+    arrived_ns: int,
+) -> GatewayRequest:
+    submit = prepare_submit(gateway, built, request.connection.client, arrived_ns)
     try:
         scheduler = gateway.models.current(model).scheduler
     except BaseException:
         built.release()
         raise
-    return gateway.dispatcher.submit(scheduler, order, built.release)
+    return gateway.dispatcher.submit(scheduler, submit, built.release)
 
 
 async def _respond(
     gateway: Gateway,
-    model: Model,
-    request: Request,
+    model: GatewayModel,
+    request: HttpRequest,
     built: BuiltRequest,
-    scheduler: Scheduler,
+    scheduler: SchedulerLink,
     body: bytes,
-) -> Response:
+) -> HttpResponse:
     """The response to a request, of a packed response that follows no template."""
-    inferred = unpack(body)
-    if _needs_no_release(built.wire, inferred):
-        shown = classified_as_requested(gateway, model, built.wire, inferred)
-        template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        plain = template.whole and shown is inferred and ACCEPT_ENCODING not in request.headers
-        if built.templates is not None and plain:
-            built.templates.learn(body, inferred, template)
-        return await _encode(gateway, request, built.wire.id, template, template.datas(shown))
-    scheduler.use()
-
-    def sent() -> None:
-        scheduler.release_outputs(inferred)
-        scheduler.leave()
-
+    inferred, asked = unpack(body), built.infer_request
+    lent = not _needs_no_release(asked, inferred)
+    if lent:
+        scheduler.use()
     try:
-        shown = classified_as_requested(gateway, model, built.wire, inferred)
-        template = ResponseTemplate(built.wire, model.name, model.version, shown)
-        response = await _encode(gateway, request, built.wire.id, template, template.datas(shown))
+        shown = classified_as_requested(gateway, model, asked, inferred)
+        template = JsonResponseTemplate(asked, model.name, model.version, shown)
+        plain = template.whole and shown is inferred and ACCEPT_ENCODING not in request.headers
+        if built.templates is not None and plain and not lent:
+            built.templates.learn(body, inferred, template)
+        response = await _encode(gateway, request, asked.id, template, template.datas(shown))
     except BaseException:
-        sent()
+        if lent:
+            _release(scheduler, inferred)
         raise
-    response.on_sent = sent
+    if lent:
+        response.on_sent = partial(_release, scheduler, inferred)
     return response
 
 
-def _needs_no_release(wire: WireRequest, inferred: Inferred) -> bool:
+def _release(scheduler: SchedulerLink, inferred: Inferred) -> None:
+    scheduler.release_outputs(inferred)
+    scheduler.leave()
+
+
+def _needs_no_release(infer_request: InferRequest, inferred: Inferred) -> bool:
     """Whether all outputs are inline or in clients' regions, none in a worker's memory."""
-    placed = {output.name for output in wire.outputs if output.place is not None}
+    placed = {output.name for output in infer_request.outputs if output.place is not None}
     return all(type(tensor.data) is bytes or tensor.name in placed for tensor in inferred.outputs)
 
 
-def _from_template(request_id: str, template: ResponseTemplate, datas: Sequence[bytes]) -> Response:
+def _from_template(
+    request_id: str, template: JsonResponseTemplate, datas: Sequence[bytes]
+) -> HttpResponse:
     """The response of a template with these tensors, those that are sent."""
     arrays: list[bytes] = []
     binary: list[bytes] = []
@@ -134,11 +143,11 @@ def _from_template(request_id: str, template: ResponseTemplate, datas: Sequence[
 
 async def _encode(
     gateway: Gateway,
-    request: Request,
+    request: HttpRequest,
     request_id: str,
-    template: ResponseTemplate,
+    template: JsonResponseTemplate,
     datas: Sequence[bytes | Place],
-) -> Response:
+) -> HttpResponse:
     """The same for tensors of any size, zero-copy where they are binary, compressed if the client
     takes it."""
     views = [data if isinstance(data, bytes) else gateway.mappings.view(data) for data in datas]
@@ -155,5 +164,7 @@ async def _encode(
     return response
 
 
-def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> Response:
-    return Response(200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON)
+def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
+    return HttpResponse(
+        200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON
+    )

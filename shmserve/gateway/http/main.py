@@ -12,11 +12,11 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.api.metrics.exporter import Exporter
-from shmserve.gateway.client_identity import Listener, listener_kind
+from shmserve.gateway.api.metrics.exporter import MetricsExporter
+from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
-from shmserve.gateway.http.connection.limits import Server
+from shmserve.gateway.http.connection.limits import HttpServer
 from shmserve.gateway.http.connection.protocol import Handle
 from shmserve.gateway.http.handlers import metrics
 from shmserve.gateway.http.routes import App
@@ -34,10 +34,10 @@ def run(data: bytes, *fds: int) -> None:
     aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    uvloop.run(process.serve(start, lambda gateway: HttpFront(gateway, http, scrapes)))
+    uvloop.run(process.serve(start, lambda gateway: HttpFrontend(gateway, http, scrapes)))
 
 
-class HttpFront(process.Front):
+class HttpFrontend(process.Frontend):
     """HTTP connections, and those that scrape metrics, on sockets that listen already."""
 
     def __init__(
@@ -48,7 +48,7 @@ class HttpFront(process.Front):
         self._http = http
         self._scrapes = scrapes
         self._accepting: list[asyncio.Server] = []
-        self._servers: list[Server] = []
+        self._servers: list[HttpServer] = []
 
     async def open(self) -> None:
         """Accept connections."""
@@ -56,7 +56,7 @@ class HttpFront(process.Front):
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
-        page = functools.partial(metrics.metrics, Exporter(self._gateway))
+        page = functools.partial(metrics.metrics, MetricsExporter(self._gateway))
         for sock in self._http:
             await self._serve(sock, self._app.handle, http)
         for sock in self._scrapes:
@@ -65,9 +65,9 @@ class HttpFront(process.Front):
     async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
-        listener = Listener(listener_kind(sock), rules, settings.allow_client_shm, names)
+        listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
-        server = Server(handle, settings, listener, min(settings.max_connections, spared))
+        server = HttpServer(handle, settings, listener, min(settings.max_connections, spared))
         loop = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             accepting = await loop.create_unix_server(server, sock=sock, backlog=_BACKLOG)

@@ -25,7 +25,7 @@ HEADER_LENGTH = istr("Inference-Header-Content-Length")
 TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
-class Channel(Protocol):
+class HttpChannel(Protocol):
     """What a request and its response need of their connection."""
 
     transport: asyncio.Transport | None
@@ -66,7 +66,7 @@ class WholeBody:
 Call = tuple[Callable[..., Awaitable[Any]], tuple[str | None, ...]]
 
 
-class Request:
+class HttpRequest:
     """Method, target (path and query as sent), headers, and the stream of the body.
 
     A connection gives the same one, with another body, to requests whose heads are the same.
@@ -83,7 +83,7 @@ class Request:
         self,
         message: RawRequestMessage,
         content: StreamReader | WholeBody,
-        connection: Channel,
+        connection: HttpChannel,
     ) -> None:
         self.method: str = message.method
         self.target: str = message.path

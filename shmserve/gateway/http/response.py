@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from shmserve.gateway.http.json.events import error_json
-from shmserve.gateway.http.request import Request
+from shmserve.gateway.http.request import HttpRequest
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.
 _WHOLE = 256 * 1024
@@ -25,7 +25,7 @@ _STATUS_LINES = {
 }
 
 
-class Response:
+class HttpResponse:
     """A whole response.
 
     `headers` are complete lines; `on_sent` runs once nobody needs `pieces` any more.
@@ -47,7 +47,7 @@ class Response:
         self.close = close
         self.on_sent: Callable[[], None] | None = None
 
-    def head(self, request: Request | None, size: int) -> bytes:
+    def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Status line and headers for a body of `size` bytes; no `request`: it was malformed."""
         connection = b""
         if self.close:
@@ -58,7 +58,7 @@ class Response:
             *(_STATUS_LINES[self.status], size, connection, self.headers),
         )
 
-    async def send(self, request: Request, stall_s: float) -> None:
+    async def send(self, request: HttpRequest, stall_s: float) -> None:
         """Write it; a client that reads nothing for `stall_s` seconds is cut off.
 
         Raises ConnectionError when the client is gone.
@@ -78,7 +78,7 @@ class Response:
             await drain(request, transport, stall_s)
 
     async def _stream(
-        self, request: Request, transport: asyncio.Transport, head: bytes, stall_s: float
+        self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
     ) -> None:
         # Nothing may stay queued in the transport: the pieces' memory is given back after the last.
         transport.set_write_buffer_limits(high=0)
@@ -93,7 +93,7 @@ class Response:
             transport.set_write_buffer_limits()
 
 
-async def drain(request: Request, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain(request: HttpRequest, transport: asyncio.Transport, stall_s: float) -> None:
     """Wait until the client has read what was written; one that reads nothing is cut off."""
     try:
         async with asyncio.timeout(stall_s):
@@ -103,13 +103,13 @@ async def drain(request: Request, transport: asyncio.Transport, stall_s: float) 
         raise ConnectionResetError("the client does not read its response") from None
 
 
-def json_response(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> HttpResponse:
     """`value` as JSON."""
-    return Response(status, (orjson.dumps(value),), JSON)
+    return HttpResponse(status, (orjson.dumps(value),), JSON)
 
 
 def error_response(
     status: int, message: str, *, headers: bytes = b"", close: bool = False
-) -> Response:
+) -> HttpResponse:
     """{"error": message}."""
-    return Response(status, (error_json(message),), JSON + headers, close=close)
+    return HttpResponse(status, (error_json(message),), JSON + headers, close=close)

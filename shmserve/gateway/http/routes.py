@@ -17,13 +17,13 @@ from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import BrokenBody
 from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.handlers import repository, server, shared_memory
-from shmserve.gateway.http.request import FETCH_SITE, Call, Request
-from shmserve.gateway.http.response import Response, error_response
+from shmserve.gateway.http.request import FETCH_SITE, Call, HttpRequest
+from shmserve.gateway.http.response import HttpResponse, error_response
 from shmserve.gateway.http.streaming import generate
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[..., Awaitable[Response]]
+Handler = Callable[..., Awaitable[HttpResponse]]
 
 _MODEL = r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
 _REPOSITORY = r"/v2/repository(?:/([^/]+))?"
@@ -108,7 +108,7 @@ def find_route(raw_path: str, method: str = "") -> tuple[Route, tuple[str | None
     return found
 
 
-def authorise(route: Route, request: Request) -> None:
+def authorise(route: Route, request: HttpRequest) -> None:
     """Decide whether this request may use this API; every route passes here.
 
     Another site's page in the user's browser may not: it could send such a POST unasked. What else
@@ -132,7 +132,7 @@ class App:
         self.active = 0
         self._idle: Callable[[], None] | None = None
 
-    async def handle(self, request: Request) -> Response:
+    async def handle(self, request: HttpRequest) -> HttpResponse:
         """One request, whatever it is."""
         self.active += 1
         try:
@@ -140,7 +140,7 @@ class App:
             if call is None:
                 call = request.call = _find_call(request)
             handler, groups = call
-            response: Response = await handler(self._gateway, request, *groups)
+            response: HttpResponse = await handler(self._gateway, request, *groups)
         except ShmserveError as error:
             response = _mapped(error)
         except Exception:
@@ -169,7 +169,7 @@ class App:
             then()
 
 
-def _find_call(request: Request) -> Call:
+def _find_call(request: HttpRequest) -> Call:
     """What a head asks for; raises what `authorise` does."""
     found = find_route(request.target, request.method)
     if found is None:
@@ -179,15 +179,15 @@ def _find_call(request: Request) -> Call:
     return (route.handler if request.method == route.method else _not_allowed), groups
 
 
-async def _not_found(gateway: Gateway, request: Request) -> Response:
+async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return error_response(404, "Not Found")
 
 
-async def _not_allowed(gateway: Gateway, request: Request, *groups: str | None) -> Response:
+async def _not_allowed(gateway: Gateway, request: HttpRequest, *groups: str | None) -> HttpResponse:
     return error_response(405, "Method Not Allowed")
 
 
-def _mapped(error: ShmserveError) -> Response:
+def _mapped(error: ShmserveError) -> HttpResponse:
     headers = b""
     if isinstance(error, QueueFull):
         headers = b"Retry-After: %d\r\n" % error.retry_after_s

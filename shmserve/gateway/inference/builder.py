@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest, nothing
-from shmserve.gateway.inference.request import WireInput, WireRequest
+from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.inference.resources import Resources
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -33,8 +33,8 @@ def resources_of(gateway: Gateway) -> Resources:
 
 def build(
     gateway: Gateway,
-    model: Model,
-    wire: WireRequest,
+    model: GatewayModel,
+    request: InferRequest,
     body: bytes,
     at: int,
     *,
@@ -49,7 +49,7 @@ def build(
     """
     datas: list[bytes | None] = []
     total = 0
-    for tensor in wire.inputs:
+    for tensor in request.inputs:
         data: bytes | None = tensor.data
         if tensor.binary_size >= 0:
             data = body[at : at + tensor.binary_size]
@@ -63,9 +63,9 @@ def build(
             stored = _store(resources, datas)
         tensors = [
             tensor_ref(resources, tensor, data)
-            for tensor, data in zip(wire.inputs, stored, strict=True)
+            for tensor, data in zip(request.inputs, stored, strict=True)
         ]
-        built, inference = admit(model, wire, tensors, resources)
+        built, inference = check_request(model, request, tensors, resources)
     except BaseException:
         resources.release()
         raise
@@ -82,7 +82,7 @@ def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Plac
     return [None if d is None else place for d, place in zip(datas, places, strict=True)]
 
 
-def tensor_ref(resources: Resources, tensor: WireInput, data: bytes | Place | None) -> TensorRef:
+def tensor_ref(resources: Resources, tensor: InferInput, data: bytes | Place | None) -> TensorRef:
     """The descriptor of an input; without `data` it is in a region."""
     if data is None:
         assert tensor.place is not None
@@ -90,8 +90,8 @@ def tensor_ref(resources: Resources, tensor: WireInput, data: bytes | Place | No
     return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
 
 
-def admit(
-    model: Model, wire: WireRequest, tensors: Sequence[TensorRef], resources: Resources
+def check_request(
+    model: GatewayModel, request: InferRequest, tensors: Sequence[TensorRef], resources: Resources
 ) -> tuple[BuiltRequest, Inference]:
     """Check a request against its model and the regions that its outputs go to.
 
@@ -103,16 +103,16 @@ def admit(
             output.name,
             None if output.place is None else resources.uses.take(output.place, write=True),
         )
-        for output in wire.outputs
+        for output in request.outputs
     ]
-    admission = signature.admit(wire.id, tensors, outputs)
+    admission = signature.admit(request.id, tensors, outputs)
     for wanted in outputs:
         if wanted.place is not None:
             check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
-    inference = Inference(tuple(tensors), tuple(outputs), wire.parameters)
+    inference = Inference(tuple(tensors), tuple(outputs), request.parameters)
     release = resources.release if resources else nothing
     work = pack_inference(inference)
-    return BuiltRequest(wire, admission, work, release, resources.regions), inference
+    return BuiltRequest(request, admission, work, release, resources.regions), inference
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:
@@ -128,7 +128,7 @@ def check_room(signature: Signature, name: str, room: int, batch_size: int) -> N
         )
 
 
-def raw_request(signature: Signature, body: bytes) -> tuple[WireRequest, bytes]:
+def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]:
     """A request whose body is the one input, and that input's bytes; outputs are sent binary.
 
     Raises InvalidArgument when the model has not one input, or its shape does not follow from the
@@ -159,6 +159,6 @@ def raw_request(signature: Signature, body: bytes) -> tuple[WireRequest, bytes]:
         row = fixed * ITEM_SIZE[spec.datatype]
         dims[dims.index(-1)] = len(body) // row if row else 0
     shape = (1, *dims) if signature.max_batch_size else tuple(dims)
-    tensor = WireInput(spec.name, spec.datatype, shape, element_count(shape))
+    tensor = InferInput(spec.name, spec.datatype, shape, element_count(shape))
     tensor.binary_size = len(body)
-    return WireRequest("", [tensor], [], binary=True), body
+    return InferRequest("", [tensor], [], binary=True), body

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.request import WireRequest
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -24,11 +24,11 @@ _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 
 
 def classified_as_requested(
-    gateway: Gateway, model: Model, wire: WireRequest, inferred: Inferred
+    gateway: Gateway, model: GatewayModel, request: InferRequest, inferred: Inferred
 ) -> Inferred:
     """A response with those of its outputs classified that the request wants so. Raises
     InvalidArgument."""
-    classes = wire.classes
+    classes = request.classes
     if not classes:
         return inferred
     batched = bool(model.signature.max_batch_size)

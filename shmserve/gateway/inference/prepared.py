@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shmserve.gateway.inference.request import Identity, WireRequest
-from shmserve.gateway.region_table import Region, Uses
+from shmserve.gateway.inference.request import InferRequest, RequestIdentity
+from shmserve.gateway.region_table import GatewayRegion, Uses
 from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
 from shmserve.ipc.tensors.signature import Admission
 from shmserve.ipc.tensors.template_cache import TemplateCache
@@ -29,37 +29,37 @@ class BuiltRequest:
     references to `regions`. `templates` are of responses, shared by all requests with its header.
     """
 
-    __slots__ = ("admission", "regions", "release", "templates", "wire", "work")
+    __slots__ = ("admission", "infer_request", "regions", "release", "templates", "work")
 
     def __init__(
         self,
-        wire: WireRequest,
+        request: InferRequest,
         admission: Admission,
         work: bytes,
         release: Callable[[], None],
-        regions: Sequence[Region] = (),
+        regions: Sequence[GatewayRegion] = (),
         templates: TemplateCache[Any] | None = None,
     ) -> None:
         self.regions = regions
         self.templates = templates
-        self.wire = wire
+        self.infer_request = request
         self.admission = admission
         self.work = work
         self.release = release
 
-    def identify(self, identity: Identity) -> None:
+    def identify(self, identity: RequestIdentity) -> None:
         """Make it, which repeats another one, the request that says this."""
-        if not identity.is_of(self.wire):
-            self.wire = self.wire.identified(identity)
+        if not identity.is_of(self.infer_request):
+            self.infer_request = self.infer_request.identified(identity)
 
 
 class PreparedRequest:
     """The template of the requests with one header, of small tensors and of places in regions."""
 
-    __slots__ = ("_admission", "_template", "_templates", "_uses", "_wire")
+    __slots__ = ("_admission", "_request", "_template", "_templates", "_uses")
 
     def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
-        self._wire = built.wire
+        self._request = built.infer_request
         self._admission = built.admission
         self._template = InferenceTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
@@ -73,10 +73,10 @@ class PreparedRequest:
         """
         work = self._template.fill(body, at)
         if self._uses is None:
-            return BuiltRequest(self._wire, self._admission, work, nothing, (), self._templates)
+            return BuiltRequest(self._request, self._admission, work, nothing, (), self._templates)
         uses = self._uses.again()
         if uses is None:
             return None
         return BuiltRequest(
-            self._wire, self._admission, work, uses.release, uses.regions, self._templates
+            self._request, self._admission, work, uses.release, uses.regions, self._templates
         )

@@ -25,7 +25,7 @@ class RegionRange:
 
 
 @dataclass(slots=True)
-class WireInput:
+class InferInput:
     """An input: its bytes are `data`, or the next `binary_size` bytes of the body, or at `place`.
 
     `count` is how many elements its shape has. A protocol's parser may keep values of its own in
@@ -42,7 +42,7 @@ class WireInput:
 
 
 @dataclass(slots=True)
-class WireOutput:
+class InferOutput:
     """A requested output and the form it is to have: with `classes`, so many of its largest values
     as texts."""
 
@@ -53,7 +53,7 @@ class WireOutput:
 
 
 @dataclass(slots=True)
-class WireRequest:
+class InferRequest:
     """A request. Outputs that are not listed are sent in the form that `binary` says.
 
     `version` is the model's as a gRPC request has it, "" for the latest. `empty_final`: a last
@@ -61,8 +61,8 @@ class WireRequest:
     """
 
     id: str
-    inputs: list[WireInput]
-    outputs: list[WireOutput]
+    inputs: list[InferInput]
+    outputs: list[InferOutput]
     binary: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
     correlation_id: int | str = 0
@@ -72,9 +72,9 @@ class WireRequest:
     version: str = ""
     empty_final: bool = False
 
-    def identified(self, identity: Identity) -> WireRequest:
+    def identified(self, identity: RequestIdentity) -> InferRequest:
         """The same as another request."""
-        return WireRequest(
+        return InferRequest(
             identity.request_id,
             self.inputs,
             self.outputs,
@@ -94,7 +94,7 @@ class WireRequest:
         return {output.name: output.classes for output in self.outputs if output.classes}
 
 
-class Identity(NamedTuple):
+class RequestIdentity(NamedTuple):
     """What a request alone says, whatever it has in common with others: its id, and its place in a
     sequence."""
 
@@ -102,12 +102,12 @@ class Identity(NamedTuple):
     correlation_id: int | str
     flags: int
 
-    def is_of(self, wire: WireRequest) -> bool:
+    def is_of(self, request: InferRequest) -> bool:
         """Whether the request says this."""
-        return (wire.id, wire.correlation_id, wire.flags) == self
+        return (request.id, request.correlation_id, request.flags) == self
 
 
-ANONYMOUS = Identity("", 0, 0)
+ANONYMOUS = RequestIdentity("", 0, 0)
 
 
 def check_number(members: Sized, noun: str) -> None:

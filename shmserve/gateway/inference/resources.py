@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.inference.body_budget import BodyBudget
-from shmserve.gateway.region_table import Region, RegionTable, Uses
+from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.descriptors import Place
 
@@ -38,7 +38,7 @@ class Resources:
         return self._uses
 
     @property
-    def regions(self) -> Sequence[Region]:
+    def regions(self) -> Sequence[GatewayRegion]:
         """The regions that the request uses."""
         return () if self._uses is None else self._uses.regions
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import from_code
-from shmserve.gateway.links.channel import Link
+from shmserve.gateway.links.link import Link
 from shmserve.ipc import messages as m
 
 logger = logging.getLogger(__name__)
 
 
-class Supervisor:
+class SupervisorLink:
     """The link to the supervisor. `on_message` gets everything but the responses to `ask`."""
 
     def __init__(

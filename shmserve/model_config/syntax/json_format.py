@@ -13,7 +13,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
-from shmserve.model_config.syntax.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
+from shmserve.model_config.syntax.tree import (
+    MAX_DEPTH,
+    Entry,
+    Lines,
+    Malformed,
+    MessageValue,
+    Scalar,
+)
 
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
@@ -22,7 +29,7 @@ _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 _BEGINNING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{\[]|[^\s{}\[\]:,"]+', re.DOTALL)
 
 
-def tree_from_json(value: dict[str, Any], text: str = "") -> Block:
+def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     """The tree of a decoded JSON object; null members are left out.
 
     With the positions in the `text` that it was decoded from, where there is one. Raises Malformed
@@ -36,10 +43,10 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> Block:
     return _block(value, next(places), places, 1)
 
 
-def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) -> Block:
+def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) -> MessageValue:
     if depth > MAX_DEPTH:
         raise Malformed(at, f"nested deeper than {MAX_DEPTH}")
-    block = Block(at)
+    block = MessageValue(at)
     for name, member in value.items():
         name_at = next(places)
         if member is None:
@@ -53,7 +60,7 @@ def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) ->
     return block
 
 
-def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Block:
+def _value(value: object, places: Iterator[str], depth: int) -> Scalar | MessageValue:
     at = next(places)
     if isinstance(value, dict):
         return _block(value, at, places, depth + 1)

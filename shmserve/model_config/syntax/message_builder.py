@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from shmserve.errors import clip
 from shmserve.model_config.diagnostics import Key, Problem, member
-from shmserve.model_config.syntax.tree import Block, Entry, Scalar
+from shmserve.model_config.syntax.tree import Entry, MessageValue, Scalar
 
 _INT_RANGES: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -64,7 +64,7 @@ class Builder:
     places: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def fill(self, message: Message, block: Block, path: Key = ()) -> None:
+    def fill(self, message: Message, block: MessageValue, path: Key = ()) -> None:
         """Set every entry of `block` on `message`; add what does not fit to `problems`.
 
         What does not fit in a list leaves an empty element, so that the others keep their numbers.
@@ -125,7 +125,7 @@ class Builder:
                     _add_empty(getattr(message, target.name), target)
 
     def _set_message(
-        self, message: Message, target: FieldDescriptor, value: Scalar | Block, path: Key
+        self, message: Message, target: FieldDescriptor, value: Scalar | MessageValue, path: Key
     ) -> None:
         if isinstance(value, Scalar):
             raise _Wrong(f"expected {{ ... }}, found {clip(value.source)}")
@@ -146,7 +146,7 @@ class Builder:
                 self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
             at = value.at if entry.listed else entry.at
-            pairs = map(_pair, value.entries) if self.json else [Block(at, value.entries)]
+            pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
                 known = len(self.problems)
@@ -155,8 +155,8 @@ class Builder:
                     self.places[*path, member(pair.key)] = block.at
                     _put(container, pair)
 
-    def _scalar(self, target: FieldDescriptor, value: Scalar | Block) -> Any:
-        if isinstance(value, Block):
+    def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
+        if isinstance(value, MessageValue):
             raise _Wrong(f"expected {_wanted(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
@@ -280,11 +280,11 @@ def _put(container: Any, pair: Any) -> None:
         container[pair.key] = pair.value
 
 
-def _pair(item: Entry) -> Block:
+def _pair(item: Entry) -> MessageValue:
     """JSON's `"key": value` as the map entry that text format writes out."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
     value = Entry("value", item.values, item.listed, True, item.at)
-    return Block(item.at, [Entry("key", [key], False, True, item.at), value])
+    return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
 
 
 def _number_in_string(text: bytes) -> int | float | None:

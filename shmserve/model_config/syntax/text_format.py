@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shmserve.errors import clip
-from shmserve.model_config.syntax.tree import MAX_DEPTH, Block, Entry, Lines, Malformed, Scalar
+from shmserve.model_config.syntax.tree import (
+    MAX_DEPTH,
+    Entry,
+    Lines,
+    Malformed,
+    MessageValue,
+    Scalar,
+)
 
 _TOKEN = re.compile(
     r"""
@@ -42,7 +49,7 @@ class _Token:
     offset: int
 
 
-def parse(text: str) -> Block:
+def parse(text: str) -> MessageValue:
     """The tree of a text-format message; raises Malformed with "line:column" (both from 1)."""
     return _Parser(text).run()
 
@@ -53,8 +60,8 @@ class _Parser:
         self._tokens = self._tokenise(text)
         self._next = 0
 
-    def run(self) -> Block:
-        root = Block("1:1")
+    def run(self) -> MessageValue:
+        root = MessageValue("1:1")
         while self._peek().kind != "end":
             root.entries.append(self._entry(1))
         return root
@@ -106,9 +113,9 @@ class _Parser:
             self._take()
         return Entry(name.text, values, listed, colon, self._at(name.offset))
 
-    def _list(self, depth: int) -> list[Scalar | Block]:
+    def _list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
-        values: list[Scalar | Block] = []
+        values: list[Scalar | MessageValue] = []
         if not self._is_mark("]"):
             values.append(self._value(depth))
             while self._is_mark(","):
@@ -119,7 +126,7 @@ class _Parser:
         self._take()
         return values
 
-    def _value(self, depth: int) -> Scalar | Block:
+    def _value(self, depth: int) -> Scalar | MessageValue:
         if self._is_mark("{", "<"):
             return self._block(depth)
         token = self._peek()
@@ -139,11 +146,11 @@ class _Parser:
         self._next -= value.kind != "end"
         raise self._expected("a value")
 
-    def _block(self, depth: int) -> Block:
+    def _block(self, depth: int) -> MessageValue:
         opening = self._take()
         if depth >= MAX_DEPTH:
             raise Malformed(self._at(opening.offset), f"nested deeper than {MAX_DEPTH}")
-        block = Block(self._at(opening.offset))
+        block = MessageValue(self._at(opening.offset))
         closing = _CLOSING[opening.text]
         while not self._is_mark(closing):
             if self._peek().kind != "word":

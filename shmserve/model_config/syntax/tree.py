@@ -28,14 +28,14 @@ class Entry:
     """`name: value`; several `values`, or none, only where `listed` (written in brackets)."""
 
     name: str
-    values: list[Scalar | Block]
+    values: list[Scalar | MessageValue]
     listed: bool
     colon: bool
     at: str
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MessageValue:
     """The entries between braces, in order."""
 
     at: str

@@ -115,7 +115,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._steps.cancel(request)
 
     def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
-        self._responses.granted(request, responses)
+        self._responses.credit(request, responses)
         self._live.touch(request)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:

@@ -66,7 +66,7 @@ class Responses:
                 request.client.peer, Responded(request.id, "", "", body, final=False)
             )
 
-    def granted(self, request: EnsembleRequest, responses: int) -> None:
+    def credit(self, request: EnsembleRequest, responses: int) -> None:
         """The client has read so many responses."""
         for _ in range(min(responses, len(request.unread))):
             _release(request.unread.popleft())

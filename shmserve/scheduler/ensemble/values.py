@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 
-class Credit:
+class HeldCredit:
     """A producer's credit for one more response, counted by the values that come of its last:
     `give_back` runs when nobody uses any of them."""
 
@@ -49,7 +49,7 @@ class Value:
         holds: bool = True,
         batched: bool = False,
         override: dict[str, Any] | None = None,
-        held_credits: tuple[Credit, ...] = (),
+        held_credits: tuple[HeldCredit, ...] = (),
     ) -> None:
         self.tensor = tensor
         self.holds = holds

@@ -11,9 +11,9 @@ from shmserve.ipc.messages import (
     RESCHEDULED,
     BatchFinished,
     CancelExecution,
+    CreditExecution,
     Execute,
     ExecutionResponded,
-    GrantExecution,
     InstanceReady,
     ReleaseOutputs,
     Reply,
@@ -100,7 +100,7 @@ class Executions:
         read = min(responses, request.responses - request.granted)
         if read > 0 and request.worker is not None:
             request.granted += read
-            self._workers.post(request.worker.peer, GrantExecution(request.key, read))
+            self._workers.post(request.worker.peer, CreditExecution(request.key, read))
 
     def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
         """Tell worker `pid` that a client has read these outputs."""

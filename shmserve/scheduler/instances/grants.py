@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from shmserve.ipc.messages import AskGrant, GrantReturned
+from shmserve.ipc.messages import AskTicket, TicketReturned
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.outboxes import ControlLink
 
@@ -44,7 +44,7 @@ class Grants:
         for slot in itertools.islice(slots, most):
             if slot.index not in self._asked and slot.index not in self._granted:
                 ticket = self._asked[slot.index] = next(self._tickets)
-                self._control.post(AskGrant(ticket, slot.index))
+                self._control.post(AskTicket(ticket, slot.index))
 
     def use(self, slot: Slot) -> None:
         """The instance executes."""
@@ -59,7 +59,7 @@ class Grants:
     def end_turn(self) -> None:
         """Give back what has been used."""
         for ticket in self._done:
-            self._control.post(GrantReturned(ticket, True))
+            self._control.post(TicketReturned(ticket, True))
         self._done.clear()
 
     def gone(self, index: int) -> None:
@@ -67,10 +67,10 @@ class Grants:
         for tickets in (self._asked, self._granted, self._used):
             ticket = tickets.pop(index, 0)
             if ticket:
-                self._control.post(GrantReturned(ticket, tickets is self._used))
+                self._control.post(TicketReturned(ticket, tickets is self._used))
 
     def give_back(self) -> None:
         """What is granted now is of no use."""
         for ticket in self._granted.values():
-            self._control.post(GrantReturned(ticket, False))
+            self._control.post(TicketReturned(ticket, False))
         self._granted.clear()

@@ -17,7 +17,7 @@ from shmserve.ipc.messages.events import (
 )
 from shmserve.supervisor.events.publisher import EventPublisher
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.regions.region import Region
+from shmserve.supervisor.regions.region import OpenRegion
 
 _COUNTERS_EVERY_S = 1.0
 
@@ -37,7 +37,7 @@ class EventFeed:
         publisher: EventPublisher,
         models: Callable[[], States],
         processes: Callable[[], list[Child]],
-        regions: Callable[[], list[Region]],
+        regions: Callable[[], list[OpenRegion]],
         health: Callable[[], Any],
         count: Callable[[], None],
     ) -> None:

@@ -8,17 +8,17 @@ import logging
 from collections.abc import Sequence
 
 from shmserve.errors import Internal, ShmserveError
+from shmserve.supervisor.models.registry import ModelEntry
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.status import Model
-from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate
+from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.spec import VersionSpec
 
 logger = logging.getLogger(__name__)
 
-Updates = dict[str, InPlaceUpdate]
+Updates = dict[str, InstanceUpdate]
 
 
-def updates_for(model: Model, specs: Sequence[VersionSpec]) -> Updates | None:
+def updates_for(model: ModelEntry, specs: Sequence[VersionSpec]) -> Updates | None:
     """What each version that serves is to become, or None where another deployment is needed: other
     versions, one that is broken, or another difference than in instances; or none at all."""
     if {spec.version for spec in specs} != model.serving.keys():
@@ -32,7 +32,7 @@ def updates_for(model: Model, specs: Sequence[VersionSpec]) -> Updates | None:
     return found
 
 
-async def update(model: Model, updates: Updates, rollout: Rollout) -> None:
+async def update(model: ModelEntry, updates: Updates, rollout: Rollout) -> None:
     """Update every version, or none when one fails; raises InvalidArgument then.
 
     Returns once every gateway knows.
@@ -52,7 +52,7 @@ async def update(model: Model, updates: Updates, rollout: Rollout) -> None:
     await rollout.published_again(model)
 
 
-async def _add_all(model: Model, updates: Updates) -> None:
+async def _add_all(model: ModelEntry, updates: Updates) -> None:
     added = await asyncio.gather(*(each.add() for each in updates.values()), return_exceptions=True)
     failures: dict[str, str] = {}
     for version, result in zip(updates, added, strict=True):

@@ -19,16 +19,16 @@ from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
+from shmserve.supervisor.models.registry import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
-from shmserve.supervisor.models.status import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.states import ModelState
 
 logger = logging.getLogger(__name__)
 
 
-class Models:
+class ModelManager:
     """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
 
     def __init__(
@@ -45,8 +45,16 @@ class Models:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
-        self._loader = ModelLoader(context, planner, registry, self._rollout, self._states_changed)
-        self._dependencies = Dependencies(planner, registry, self.load)
+        hosted = context.config.ensemble_scheduling == "hosted"
+        self._dependencies = Dependencies(planner, registry, self.load, hosted)
+        self._loader = ModelLoader(
+            context,
+            planner,
+            registry,
+            self._rollout,
+            self._dependencies.group,
+            self._states_changed,
+        )
 
     def _states_changed(self) -> None:
         self._on_states()
@@ -64,6 +72,7 @@ class Models:
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        await self._dependencies.expect(wanted)
         with self._dependencies.loading(wanted):
             loads = [self._load_at_start(name, progress) for name in wanted]
             return all(await asyncio.gather(*loads))

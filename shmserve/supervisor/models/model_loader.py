@@ -15,12 +15,13 @@ from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.in_place import update, updates_for
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.status import Model, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models. `on_change` hears when one begins, and when one fails."""
+    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` hears when one
+    begins, and when one fails."""
 
     def __init__(
         self,
@@ -36,15 +38,19 @@ class ModelLoader:
         planner: LoadPlanner,
         registry: ModelRegistry,
         rollout: Rollout,
+        group: Callable[[str], Group],
         on_change: Callable[[], None],
     ) -> None:
+        self._group = group
         self._context = context
         self._planner = planner
         self._registry = registry
         self._rollout = rollout
         self._on_change = on_change
 
-    async def load(self, model: Model, config: str, files: dict[str, bytes], unloads: int) -> None:
+    async def load(
+        self, model: ModelEntry, config: str, files: dict[str, bytes], unloads: int
+    ) -> None:
         """Load or reload a model as its folder, or a request's `config` and `files`, has it.
 
         `unloads`: how many were asked for when the load was; one that was since gives it up. Raises
@@ -62,7 +68,9 @@ class ModelLoader:
         else:
             await self._deploy(model, specs)
 
-    async def _plan(self, model: Model, config: str, files: dict[str, bytes]) -> list[VersionSpec]:
+    async def _plan(
+        self, model: ModelEntry, config: str, files: dict[str, bytes]
+    ) -> list[VersionSpec]:
         name = model.name
         try:
             # Before it is read: a file that is changed meanwhile is seen by the next look.
@@ -81,11 +89,12 @@ class ModelLoader:
                 self._on_change()
             raise
 
-    async def _deploy(self, model: Model, specs: list[VersionSpec]) -> None:
+    async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:
         model.status.pop("", None)
         changed = partial(self._rollout.changed, model)
+        group = self._group(model.name)
         new = model.coming = [
-            ModelVersion(self._context, spec, changed, self._registry) for spec in specs
+            ModelVersion(self._context, spec, changed, self._registry, group) for spec in specs
         ]
         self._registry.created(new)
         for version in new:
@@ -101,7 +110,7 @@ class ModelLoader:
             model.coming = []
         logger.info("successfully loaded '%s'", model.name)
 
-    async def _start_all(self, model: Model, new: list[ModelVersion]) -> None:
+    async def _start_all(self, model: ModelEntry, new: list[ModelVersion]) -> None:
         """Start every version, or, when one fails, none; raises InvalidArgument then."""
         results = await asyncio.gather(*(v.start() for v in new), return_exceptions=True)
         failures: dict[str, str] = {}

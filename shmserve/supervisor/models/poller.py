@@ -10,9 +10,9 @@ import logging
 from shmserve.errors import ShmserveError
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.manager import ModelManager
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.status import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Poller:
         context: SupervisorContext,
         planner: LoadPlanner,
         registry: ModelRegistry,
-        models: Models,
+        models: ModelManager,
     ) -> None:
         self._context = context
         self._planner = planner

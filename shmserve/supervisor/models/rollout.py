@@ -14,12 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.status import UNLOADED, Model, ModelRegistry, Status
+from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.states import ModelState
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MOST_ANNOUNCEMENTS = 8
 
 
-def load_failed(model: Model, reasons: Mapping[str, str]) -> InvalidArgument:
+def load_failed(model: ModelEntry, reasons: Mapping[str, str]) -> InvalidArgument:
     """What is said of a model whose versions could not be loaded, for these reasons."""
     failures = "".join(
         f"version {version} is at UNAVAILABLE state: {reason};\n"
@@ -54,7 +54,7 @@ class Rollout:
         # Where ensembles were told that a version is, by model and number.
         self._endpoints: dict[tuple[str, str], str] = {}
 
-    async def switch(self, model: Model, new: dict[str, ModelVersion]) -> None:
+    async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
         before every gateway knows that it is ready. Raises InvalidArgument then."""
         old, model.serving = model.serving, new
@@ -87,18 +87,18 @@ class Rollout:
         self._steps_changed(model)
         await self.dismiss(model, old)
 
-    async def published_again(self, model: Model) -> None:
+    async def published_again(self, model: ModelEntry) -> None:
         """What serves is another in what is told of it: returns once every gateway knows."""
         for version in model.serving.values():
             await self._publish(model, version)
         self._on_change()
 
-    async def _publish(self, model: Model, version: ModelVersion) -> None:
+    async def _publish(self, model: ModelEntry, version: ModelVersion) -> None:
         """Returns once every gateway and ensemble knows."""
         self._endpoints[model.name, version.spec.version] = version.endpoint
         await self._context.publish(partial(self._registry.publication, model, version))
 
-    async def _announce(self, model: Model, version: ModelVersion) -> None:
+    async def _announce(self, model: ModelEntry, version: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
         be, or is never so for long enough to be told."""
         for _ in range(_MOST_ANNOUNCEMENTS):
@@ -109,7 +109,7 @@ class Rollout:
                 return
         raise Unavailable("its processes end as soon as they are ready")
 
-    async def dismiss(self, model: Model, leaving: Mapping[str, ModelVersion]) -> None:
+    async def dismiss(self, model: ModelEntry, leaving: Mapping[str, ModelVersion]) -> None:
         """These do not serve any more: the versions that no other serves are withdrawn, and what is
         in flight is finished."""
         for number in leaving.keys() - model.serving.keys():
@@ -120,7 +120,7 @@ class Rollout:
         for version in leaving.values():
             self._context.background(self._retire(model, version))
 
-    async def _retire(self, model: Model, version: ModelVersion) -> None:
+    async def _retire(self, model: ModelEntry, version: ModelVersion) -> None:
         number = version.spec.version
         if not model.serving:  # the ensembles that need it have been unloaded, and finish
             users = self._registry.ensembles_of(model.name)
@@ -150,7 +150,7 @@ class Rollout:
             if spec.model_dir not in used:
                 self._planner.discard(spec)
 
-    def changed(self, model: Model, version: ModelVersion) -> None:
+    def changed(self, model: ModelEntry, version: ModelVersion) -> None:
         """A version's readiness, endpoint or failure is another one now."""
         if model.serving.get(version.spec.version) is version:
             news = self._registry.publication(model, version, 0)
@@ -163,12 +163,12 @@ class Rollout:
             self._steps_changed(model)
             self._on_change()
 
-    def _steps_changed(self, model: Model) -> None:
+    def _steps_changed(self, model: ModelEntry) -> None:
         for ensemble in self._registry.ensembles_of(model.name):
             ensemble.step_changed()
 
 
-def _lost(model: Model, version: ModelVersion) -> m.SchedulerLost:
+def _lost(model: ModelEntry, version: ModelVersion) -> m.SchedulerLost:
     now = model.serving.get(version.spec.version)
-    same = now is not None and deployed_part(now.config) == deployed_part(version.config)
+    same = now is not None and immutable_config(now.config) == immutable_config(version.config)
     return m.SchedulerLost(version.endpoint, now.endpoint if now and same else "")

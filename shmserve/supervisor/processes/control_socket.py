@@ -1,7 +1,8 @@
 """The control socket: typed messages between the supervisor and its processes, by address.
 
-Messages of a process, or of a scheduler that one hosts, are routed to whoever started it (`enrol`), requests to the control plane to
-their service (`serve`), and acknowledgements to whoever waits for them (`publish`).
+Messages of a process, or of a scheduler that one hosts, are routed to whoever started it (`enrol`),
+requests to the control plane to their service (`serve`), and acknowledgements to whoever waits for
+them (`publish`).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _Peer:
     handler: Callable[[Any], None]
 
 
-class Control:
+class ControlSocket:
     """Routes messages in the event loop.
 
     A peer's identity is "role.....pid", a scheduler's "role.number.pid": models run foreign code,

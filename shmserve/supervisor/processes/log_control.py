@@ -9,7 +9,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.ipc.messages import GatewayReady, HostReady, SetLogging, WorkerStarted
 from shmserve.logs import LogSettings
-from shmserve.supervisor.processes.control_socket import Address, Control
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _FIRST_MESSAGES = GatewayReady | HostReady | WorkerStarted
 class LogControl:
     """The settings, and who has them."""
 
-    def __init__(self, control: Control, settings: LogSettings) -> None:
+    def __init__(self, control: ControlSocket, settings: LogSettings) -> None:
         self._control = control
         self._settings = settings
 

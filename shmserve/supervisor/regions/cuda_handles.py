@@ -81,7 +81,7 @@ class HandleCheck:
             future.set_result(message)
 
 
-class Exporter:
+class ExporterWatch:
     """The process that owns a region's memory; `on_exit` is called in the loop when it ends."""
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:

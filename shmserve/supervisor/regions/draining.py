@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.ipc.messages import MemoryDropped, RegionDrained, RegionPublished, RegionWithdrawn
 from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.region import Region
+from shmserve.supervisor.regions.region import OpenRegion
 
 # Sends what the function makes of an acknowledgement number to every gateway; returns once it
 # holds in all of them.
@@ -36,7 +36,7 @@ class DrainingRegions:
         self._gateways = gateways
         self._tell_workers = tell_workers
         self._opener = opener
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, OpenRegion] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def published(self) -> Iterator[RegionPublished]:
@@ -45,7 +45,7 @@ class DrainingRegions:
             if region.listed:
                 yield replace(region.published(0), draining=True)
 
-    async def drain(self, region: Region) -> None:
+    async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region from every gateway; returns when none accepts its name any more."""
         self._regions[region.memory_id] = region
         region.users = set(self._gateways())
@@ -67,7 +67,7 @@ class DrainingRegions:
         for memory_id in list(self._regions):
             self.released(pid, memory_id)
 
-    def _close_unused(self, region: Region) -> None:
+    def _close_unused(self, region: OpenRegion) -> None:
         if region.users or self._regions.pop(region.memory_id, None) is None:
             return
         self._tell_workers(MemoryDropped(region.memory_id))

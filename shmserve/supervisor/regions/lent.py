@@ -12,7 +12,7 @@ from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import MemoryDropped
 from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.region import Region
+from shmserve.supervisor.regions.region import OpenRegion
 
 
 class LentRegions:
@@ -24,7 +24,7 @@ class LentRegions:
     def __init__(self, opener: RegionOpener, tell_workers: Callable[[Any], None]) -> None:
         self._opener = opener
         self._tell_workers = tell_workers
-        self._lent: dict[int, Region] = {}
+        self._lent: dict[int, OpenRegion] = {}
 
     def __len__(self) -> int:
         return len(self._lent)

@@ -18,10 +18,10 @@ from shmserve.common.access.shm_access import (
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.supervisor.regions.cuda_handles import Exporter, HandleCheck
+from shmserve.supervisor.regions.cuda_handles import ExporterWatch, HandleCheck
 from shmserve.supervisor.regions.pinned_quota import PinnedQuota
 from shmserve.supervisor.regions.quota import RegionQuota
-from shmserve.supervisor.regions.region import Region
+from shmserve.supervisor.regions.region import OpenRegion
 
 
 class RegionOpener:
@@ -39,7 +39,7 @@ class RegionOpener:
 
     async def open_object(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool
-    ) -> Region:
+    ) -> OpenRegion:
         """[offset, offset + byte_size) of the POSIX object `key`, its pages reserved."""
         shared = posix_shm.open_object(key)
         try:
@@ -56,7 +56,7 @@ class RegionOpener:
             raise
         blocks = os.fstat(shared.fd).st_blocks
         number = secrets.randbits(62)
-        region = Region(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
+        region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
         try:
             self._pin(region, pin, copied=owner.copied)
         except InvalidArgument:
@@ -85,19 +85,19 @@ class RegionOpener:
         byte_size: int,
         peer: Peer,
         exporter_pid: int,
-        on_exporter_exit: Callable[[Region], None],
-    ) -> Region:
+        on_exporter_exit: Callable[[OpenRegion], None],
+    ) -> OpenRegion:
         """[offset, offset + byte_size) of what a handle opens, which was looked at already.
 
         `on_exporter_exit(region)` hears when the process `exporter_pid` ends (0: it is not known).
         """
         # Whoever has a handle may use the memory; nobody can truncate it.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
-        region = Region(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
+        region = OpenRegion(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
         self._quota.enter(peer.uid, byte_size)
         try:
             if exporter_pid:
-                region.exporter = Exporter(exporter_pid, lambda: on_exporter_exit(region))
+                region.exporter = ExporterWatch(exporter_pid, lambda: on_exporter_exit(region))
         except BaseException:
             self.close(region)
             raise
@@ -112,11 +112,11 @@ class RegionOpener:
         local_client: int,
         *,
         pin: bool,
-    ) -> Region:
+    ) -> OpenRegion:
         """A sealed object of a local client's; its descriptor is the region's from then on."""
         self._refuse_if_disabled()
         owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
-        region = Region("", "", memory_id, shared, 0, byte_size, owner, lessor=local_client)
+        region = OpenRegion("", "", memory_id, shared, 0, byte_size, owner, lessor=local_client)
         self._pin(region, pin, copied=False)  # sealed, so it is mapped
         try:
             self._quota.enter(peer.uid, byte_size, shared.file)
@@ -125,7 +125,7 @@ class RegionOpener:
             raise
         return region
 
-    async def take_lent_cuda(self, memory: Memory, peer: Peer, local_client: int) -> Region:
+    async def take_lent_cuda(self, memory: Memory, peer: Peer, local_client: int) -> OpenRegion:
         """A local client's device memory, once a worker has looked at it."""
         self._refuse_if_disabled()
         if self.handles is None:
@@ -138,7 +138,7 @@ class RegionOpener:
             self._quota.leave(peer.uid, size)
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
-        return Region(
+        return OpenRegion(
             "", "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
         )
 
@@ -146,12 +146,12 @@ class RegionOpener:
         if self._policy.allow is False:
             raise Unsupported(SHM_DISABLED)
 
-    def _pin(self, region: Region, pin: bool, *, copied: bool) -> None:
+    def _pin(self, region: OpenRegion, pin: bool, *, copied: bool) -> None:
         if pin:
             self._pins.take(region.offset + region.byte_size, copied)
             region.pinned = True
 
-    def close(self, region: Region) -> None:
+    def close(self, region: OpenRegion) -> None:
         """Let go of a region, and of what counts for it."""
         if region.pinned:
             self._pins.give(region.offset + region.byte_size)

@@ -9,11 +9,11 @@ from shmserve.common.access.shm_access import Ownership
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import RegionPublished, RegionRegistered
 from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.supervisor.regions.cuda_handles import Exporter
+from shmserve.supervisor.regions.cuda_handles import ExporterWatch
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class OpenRegion:
     """One generation. `offset` and `byte_size` are the registered extent in the object, in
     bytes.
 
@@ -32,7 +32,7 @@ class Region:
     blocks: int = 0  # of the object, when its pages had been taken
     lessor: int = 0  # the process through which it is leased, or the local client it is of, or 0
     cuda: CudaHandle | None = None
-    exporter: Exporter | None = None
+    exporter: ExporterWatch | None = None
     pinned: bool = False
 
     def shrank(self) -> bool:

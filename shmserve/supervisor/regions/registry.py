@@ -42,7 +42,7 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
 from shmserve.supervisor.regions.draining import DrainingRegions, Publish
 from shmserve.supervisor.regions.opener import RegionOpener
-from shmserve.supervisor.regions.region import Region
+from shmserve.supervisor.regions.region import OpenRegion
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class RegionRegistry:
         self._opener = opener
         self.draining = DrainingRegions(publish, gateways, tell_workers, opener)
         self._endings: set[asyncio.Task[None]] = set()
-        self._active: dict[str, Region] = {}
+        self._active: dict[str, OpenRegion] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
         self._turn = asyncio.Lock()
 
-    def active(self) -> list[Region]:
+    def active(self) -> list[OpenRegion]:
         """Every region that has a name."""
         return list(self._active.values())
 
@@ -173,7 +173,7 @@ class RegionRegistry:
             raise _taken(name)
         return True
 
-    def _exporter_exited(self, region: Region) -> None:
+    def _exporter_exited(self, region: OpenRegion) -> None:
         async def end() -> None:
             async with self._turn:
                 if self._active.get(region.name) is region:
@@ -183,7 +183,7 @@ class RegionRegistry:
         in_background(end(), self._endings)
 
     @staticmethod
-    def _refuse_unless_same(known: Region, key: str, offset: int, byte_size: int) -> None:
+    def _refuse_unless_same(known: OpenRegion, key: str, offset: int, byte_size: int) -> None:
         taken = _taken(known.name)
         if known.shared is None or (known.key, known.offset, known.byte_size) != (
             key,
@@ -233,7 +233,7 @@ class RegionRegistry:
                     self._tell(RegionBlamed(region.name, reason))
                     await self._withdraw(region, reason)
 
-    async def _withdraw(self, region: Region, reason: str = "") -> None:
+    async def _withdraw(self, region: OpenRegion, reason: str = "") -> None:
         self._active.pop(region.name, None)
         self._tell(RegionUnregistered(region.name, reason))
         await self.draining.drain(region)

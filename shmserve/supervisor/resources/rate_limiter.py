@@ -1,10 +1,10 @@
 """The rate limiter: which instances may execute now, by the resources that each one needs (pure).
 
-An instance asks before each execution and gives back after it. Of those that wait and whose needs
-are free, the one with the smallest number of executions times its priority goes first, as in
-Triton: priority 2 runs half as often. Unlike there, one whose needs are not free holds up nobody
-else. So that it is not overtaken for ever, whoever was passed over by `PATIENCE` others that took
-what it needs is next, and what it needs is kept for it (bounded bypass).
+An instance asks for a ticket before each execution and releases it after. Of those that wait and
+whose needs are free, the one with the smallest number of executions times its priority goes first,
+as in Triton: priority 2 runs half as often. Unlike there, one whose needs are not free holds up
+nobody else. So that it is not overtaken for ever, whoever was passed over by `PATIENCE` others that
+took what it needs is next, and what it needs is kept for it (bounded bypass).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Member:
     held: dict[Hashable, _Instance] = field(default_factory=dict)  # by ticket
 
 
-Granted = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
+GrantedTicket = tuple[Hashable, Hashable]  # a member, and the ticket that it had asked with
 
 
 class RateLimiter:
@@ -88,7 +88,7 @@ class RateLimiter:
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """A model version begins, or gets more instances, each by its index. They start where the
+        """Add a model version, or more instances of one, each by its index. They start where the
         others are: what those have executed before is no debt to them.
 
         Raises InvalidArgument, with Triton's texts, for a resource that is both global and a
@@ -136,8 +136,9 @@ class RateLimiter:
             configured = self._configured(resource)
             self._capacity[resource] = count if configured is None else configured
 
-    def forget(self, member: Hashable) -> list[Granted]:
-        """Who asked for a member is gone, with all that it held; returns who else may go on."""
+    def disconnect(self, member: Hashable) -> list[GrantedTicket]:
+        """Release what a member holds, and drop what it waits for: its scheduler has ended.
+        Returns who else may go on."""
         found = self._members.get(member)
         if found is None:
             return []
@@ -147,9 +148,9 @@ class RateLimiter:
         found.held.clear()
         return self._grant()
 
-    def part(self, member: Hashable, index: int) -> list[Granted]:
-        """An instance of a member ends; returns who may go on. What it holds is given back by who
-        had asked for it."""
+    def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
+        """Drop an instance of a member that ends; returns who may go on. Whoever asked for what it
+        holds releases that."""
         found = self._members.get(member)
         if found is None or (ended := found.instances.pop(index, None)) is None:
             return []
@@ -157,18 +158,18 @@ class RateLimiter:
         self._measure()
         return self._grant()
 
-    def leave(self, member: Hashable) -> list[Granted]:
-        """A model version ends; returns who else may go on."""
+    def remove(self, member: Hashable) -> list[GrantedTicket]:
+        """Drop a model version that ends; returns who else may go on."""
         if member not in self._members:
             return []
-        granted = self.forget(member)
+        granted = self.disconnect(member)
         del self._members[member]
         self._measure()
         return granted + self._grant()
 
-    # --- grants -----------------------------------------------------------------------------------
+    # --- tickets ----------------------------------------------------------------------------------
 
-    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[Granted]:
+    def ask(self, member: Hashable, index: int, ticket: Hashable) -> list[GrantedTicket]:
         """An instance of a member would execute; returns who may go on, perhaps it itself. What
         makes no sense is ignored."""
         found = self._members.get(member)
@@ -178,7 +179,7 @@ class RateLimiter:
         self._waiting.append(_Waiting(member, ticket, instance, next(self._numbers)))
         return self._grant()
 
-    def give_back(self, member: Hashable, ticket: Hashable, executed: bool) -> list[Granted]:
+    def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
         """An execution has ended, or (not `executed`) nothing is to run after all; returns who may
         go on."""
         found = self._members.get(member)
@@ -193,8 +194,8 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
-    def _grant(self) -> list[Granted]:
-        granted: list[Granted] = []
+    def _grant(self) -> list[GrantedTicket]:
+        granted: list[GrantedTicket] = []
         kept: set[Resource] = set()
         for waiting in sorted(self._waiting, key=lambda each: each.rank):
             needs = waiting.instance.needs.resources

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.memory.workspace_pool import Grant, WorkspacePool
+from shmserve.ipc.memory.workspace_pool import WorkspaceLease, WorkspacePool
 from shmserve.ipc.messages import Answered, LeaseWorkspace, Refused, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 
@@ -110,6 +110,6 @@ class Workspaces:
                 os.close(pool.memory.fd)
         self._pools.clear()
 
-    def _tell(self, pool: _Pool, granted: list[Grant]) -> None:
+    def _tell(self, pool: _Pool, granted: list[WorkspaceLease]) -> None:
         for owner, ticket, offset in granted:
             self._send(owner, Answered(ticket, {"place": pack_place(pool.place(offset))}))

@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2_grpc
 from shmserve.common.fd_limits import share_of
 from shmserve.config.grpc import environment
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode
@@ -71,7 +71,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     start = GatewayStart(
         name="grpc",
         run_dir=tmp_path,
-        settings=Settings(**told),
+        settings=GatewaySettings(**told),
         http_sockets=0,
         grpc=GrpcSettings(((host, number),)),
     )

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from shmserve.client.connection import Connection
+from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.pending import Pending
+from shmserve.client.inflight.pending import ClientRequest
 from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.request.options import PLAIN
-from shmserve.client.request.prepare import BuiltRequest
-from shmserve.client.server.models import Model
+from shmserve.client.request.prepare import PackedRequest
+from shmserve.client.server.models import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
@@ -56,19 +56,19 @@ def listener(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def connection(tmp_path: Path) -> Iterator[Connection]:
+def connection(tmp_path: Path) -> Iterator[ServerConnection]:
     """A connection to such a server."""
     with listener(tmp_path):
-        made = Connection(tmp_path, 5.0)
+        made = ServerConnection(tmp_path, 5.0)
         yield made
         made.close()
 
 
-def built(connection: Connection) -> BuiltRequest:
+def built(connection: ServerConnection) -> PackedRequest:
     """A request of a model whose scheduler nobody reaches."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     published = m.ModelPublished("m", "1", config, {}, "ipc://nowhere", True, True, 0.0, 0)
-    return BuiltRequest(Model(published, connection.models), b"work", 0, b"", PLAIN)
+    return PackedRequest(ClientModel(published, connection.models), b"work", 0, b"", PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -78,7 +78,7 @@ def readable(fd: int) -> bool:
 
 
 def test_what_is_lost_while_one_looks_around_wakes_again(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
@@ -99,7 +99,7 @@ def test_what_is_lost_while_one_looks_around_wakes_again(
 
 
 def test_a_task_that_comes_while_answers_are_taken_is_run(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = connection._own
     take, ran = own.take, threading.Event()
@@ -115,7 +115,7 @@ def test_a_task_that_comes_while_answers_are_taken_is_run(
 
 
 def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiter = ThreadChannel(connection)
     closing = threading.Thread(target=waiter.close)
@@ -136,7 +136,7 @@ def test_who_is_in_the_middle_of_a_submission_is_told_that_the_client_is_closed(
         waiter.submit(built(connection))
 
 
-def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: Connection) -> None:
+def test_who_cancels_in_the_middle_of_a_wait_does_not_wait(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
     left, other = waiter.submit(built(connection)), waiter.submit(built(connection))
@@ -188,7 +188,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
         session = Session(tmp_path, 1 << 20, 5.0)
         lost = session._connection
 
-        def callback(_: Pending) -> None:
+        def callback(_: ClientRequest) -> None:
             at_work.set()
             go_on.wait(60)
 
@@ -218,7 +218,7 @@ def test_a_callback_keeps_nobody_from_connecting_again(tmp_path: Path) -> None:
 
 
 def test_answers_are_copied_by_several_at_a_time(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch
+    connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of one copy a signal's handler may ask, and wait for another thread's copy."""
     mapped = Mappings._open
@@ -250,7 +250,7 @@ def test_answers_are_copied_by_several_at_a_time(
 
 
 def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
-    connection: Connection, tmp_path: Path
+    connection: ServerConnection, tmp_path: Path
 ) -> None:
     """However many are cancelled at once."""
     count = 2 * MOST_ELEMENTS

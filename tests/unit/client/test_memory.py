@@ -22,13 +22,13 @@ from shmserve.client.errors import Released
 from shmserve.client.memory import segments
 from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
-from shmserve.client.memory.views import Lease, View
+from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import from_program
 from shmserve.client.request.options import PLAIN, options_of
 from shmserve.client.request.prepare import prepare
-from shmserve.client.request.prepared import Form, PreparedRequest
+from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
-from shmserve.client.server.models import Model, Models
+from shmserve.client.server.models import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
@@ -98,7 +98,7 @@ class Pair(NamedTuple):
 
 def test_slots_that_nobody_uses_make_room_for_others(memories: Memories) -> None:
     """Requests of ever other sizes, one at a time, need the memory of one."""
-    model = Model(published())
+    model = ClientModel(published())
     for step in range(8):
         x = np.full((1, 5_000_000 + step), step, np.float32)
         request = prepare(memories, model, {"x": x}, None, PLAIN)
@@ -237,7 +237,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    model = Model(published())
+    model = ClientModel(published())
     x = np.ones((1, 2_000_000), np.float32)
     region = Region(memories, {"y": ((1, 8192), "FP32")})
     outputs = region if loose else None
@@ -255,7 +255,7 @@ def test_a_request_whose_making_is_interrupted_keeps_no_memory(
 
 def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     segment, ended = Segment(4096), []
-    lease = Lease(lambda: ended.append(True))
+    lease = MemoryLease(lambda: ended.append(True))
     view = View.over(segment.bytes, 64, (4,), np.dtype(np.int32), lease)
     view[:] = [1, 2, 3, 4]
     plain = view[1:]
@@ -310,7 +310,7 @@ def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
-    model = Model(replace(published(), config=config))
+    model = ClientModel(replace(published(), config=config))
     x = np.zeros((1, 16), np.float32)
     works = set()
     for number in range(3):
@@ -324,7 +324,7 @@ def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -
 
 
 def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:
-    model = Model(published())
+    model = ClientModel(published())
     for number in (1.0, 2.0):
         x = np.full((1, 16), number, np.float32)
         built = prepare(memories, model, {"x": x}, ["y"], PLAIN)
@@ -338,7 +338,7 @@ def test_a_request_of_a_known_form_is_a_join(memories: Memories) -> None:
 
 
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
-    model = Model(published())
+    model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
     first = prepare(memories, model, {"x": x}, None, PLAIN)
     second = prepare(memories, model, {"x": x + 1}, None, PLAIN)
@@ -355,7 +355,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
 
 
 def test_every_form_is_checked(memories: Memories) -> None:
-    model = Model(published())
+    model = ClientModel(published())
     wrong: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
@@ -373,10 +373,12 @@ def test_every_form_is_checked(memories: Memories) -> None:
 def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
-    model = Model(published())
+    model = ClientModel(published())
     first = prepare(memories, model, x, None, PLAIN)
     (key,) = model.prepared._known
-    prepared = PreparedRequest(model.signature, [Form("x", "FP32", (1, 8192), 32768)], (), memories)
+    prepared = RequestTemplate(
+        model.signature, [TensorTemplate("x", "FP32", (1, 8192), 32768)], (), memories
+    )
     assert model.remember(key, prepared) is first.prepared
     model.close()
     late = prepare(memories, model, x, None, PLAIN)
@@ -389,7 +391,7 @@ def test_prepared_requests_that_are_over_keep_no_memory(memories: Memories) -> N
 
 def test_a_region_keeps_nothing_of_models_that_were_reloaded(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
-    models = Models()
+    models = ClientModels()
     models.publish(published("other"))
     for _ in range(3):
         models.publish(published("m"))
@@ -437,7 +439,7 @@ def test_options_as_they_travel() -> None:
 
 def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     """However often that came: numbers, strings, and what lies in memory."""
-    model = Model(published())
+    model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
@@ -518,7 +520,7 @@ def test_lists_whose_numbers_the_datatype_has_not(value: object, datatype: str) 
 
 
 def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
-    models = Models()
+    models = ClientModels()
     models.ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
         models.resolve("m", "")
@@ -528,7 +530,7 @@ def test_a_model_that_is_not_there_may_come_until_the_server_is_ready() -> None:
 
 
 def test_models_follow_the_news() -> None:
-    models = Models()
+    models = ClientModels()
     models.publish(published(version="1"))
     models.publish(published(version="3", latest=True))
     assert models.resolve("m", "").version == "3"
@@ -545,8 +547,8 @@ def test_models_follow_the_news() -> None:
 
 
 def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
-    prepared = PreparedRequest(
-        Model(published()).signature, [Form("x", "FP32", (1, 0), 0)], (), memories
+    prepared = RequestTemplate(
+        ClientModel(published()).signature, [TensorTemplate("x", "FP32", (1, 0), 0)], (), memories
     )
     assert prepared.slotted and prepared.batch_size == 1
 
@@ -554,8 +556,8 @@ def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
 @pytest.mark.parametrize("size", [1, 2, 200])
 def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
-    form = Form("x", "FP32", (1, size), 4 * size)
-    prepared = PreparedRequest(Signature(config, "1"), [form], (), memories)
+    form = TensorTemplate("x", "FP32", (1, size), 4 * size)
+    prepared = RequestTemplate(Signature(config, "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.slotted
     assert prepared.joined([array]) == prepared.packed([array], None, None)

@@ -25,8 +25,8 @@ DIRECTIONS = {
 
 def test_the_table_has_every_message_and_field() -> None:
     rows = [
-        f"| `{cls.__name__}` | {', '.join(f'{f.name}: {f.type}' for f in dataclasses.fields(cls))} "
-        f"| {title} |"
+        f"| `{frames.tags()[cls]}` | "
+        f"{', '.join(f'{f.name}: {f.type}' for f in dataclasses.fields(cls))} | {title} |"
         for title, union in DIRECTIONS.items()
         for cls in typing.get_args(union)
     ]

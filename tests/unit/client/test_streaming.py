@@ -15,8 +15,8 @@ from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
 from shmserve.client.request.options import PLAIN, Options
-from shmserve.client.request.prepare import BuiltRequest
-from shmserve.client.server.models import Model
+from shmserve.client.request.prepare import PackedRequest
+from shmserve.client.server.models import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES
@@ -50,8 +50,8 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = m.ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
-    model = Model(published, way.connection.models)
-    built = BuiltRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
+    model = ClientModel(published, way.connection.models)
+    built = PackedRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
 
 
@@ -79,7 +79,7 @@ def test_what_was_read_is_granted_together(
         assert values([next(stream)]) == [n]
     assert scheduler.silent()  # the last is its reader's until the next is asked for
     assert values([next(stream)]) == [TOGETHER]
-    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     assert not ended
     scheduler.say(m.Responded(number, "", "", b"", True))
     assert values(stream) == [*range(TOGETHER + 1, FIRST_CREDIT)]
@@ -97,7 +97,7 @@ def test_what_is_large_is_granted_sooner(
         scheduler.say(responded(number, n, size=250))
         assert values([next(stream)]) == [n]
         if n:
-            assert scheduler.next(m.Grant) == m.Grant(number, 1)  # type: ignore[type-var]
+            assert scheduler.next(m.Credit) == m.Credit(number, 1)  # type: ignore[type-var]
     scheduler.say(responded(number, 3, final=True))
     assert values(stream) == [3]
 
@@ -206,7 +206,7 @@ def test_a_thread_without_a_channel_of_its_own_streams_too(
     scheduler.say(*(responded(number, n) for n in range(TOGETHER + 1)))
     for n in range(TOGETHER + 1):
         assert values([next(stream)]) == [n]
-    assert scheduler.next(m.Grant) == m.Grant(number, TOGETHER)  # type: ignore[type-var]
+    assert scheduler.next(m.Credit) == m.Credit(number, TOGETHER)  # type: ignore[type-var]
     stream.close()
     assert scheduler.next(m.Cancel) == m.Cancel(number)
 

@@ -18,7 +18,12 @@ from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.access.peer_credentials import groups_of, loopback_peer, unix_peer
 from shmserve.common.access.shm_access import REMOTE, SHM_DISABLED, Peer
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
-from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind, listener_kind
+from shmserve.gateway.client_identity import (
+    ClientIdentity,
+    ListenerKind,
+    ListenerRules,
+    listener_kind,
+)
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users
 
 OPEN = Authorisation(None, {})
@@ -141,7 +146,7 @@ class Unix:
 
 def said(kind: ListenerKind, allow: bool | None, sock: Any) -> Peer | type[ShmserveError]:
     try:
-        return ClientIdentity(Listener(kind, OPEN, allow), sock).peer()
+        return ClientIdentity(ListenerRules(kind, OPEN, allow), sock).peer()
     except ShmserveError as error:
         return type(error)
 
@@ -183,7 +188,7 @@ def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
 
 def test_the_text_is_tritons() -> None:
     with pytest.raises(Unsupported, match=SHM_DISABLED.partition("--")[0]):
-        ClientIdentity(Listener(ListenerKind.REMOTE, OPEN, None), None).peer()
+        ClientIdentity(ListenerRules(ListenerKind.REMOTE, OPEN, None), None).peer()
 
 
 def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_where_sockets_can_be_reached_from(tmp_path: Path) -> None:
 def test_names_of_others_are_refused_on_loopback(host: str, ours: bool) -> None:
     """R21: a page whose name was made to point here is not ours to answer."""
     for kind in ListenerKind:
-        listener = Listener(kind, OPEN, None, frozenset({"box"}))
+        listener = ListenerRules(kind, OPEN, None, frozenset({"box"}))
         caller = ClientIdentity(listener, Unix(1))
         refusal = caller.refuse("metadata", CIMultiDict({"Host": host}))
         if ours or kind is not ListenerKind.LOOPBACK:
@@ -234,7 +239,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
         return frozenset({"inference"}) if header == "Bearer good" else None
 
     monkeypatch.setattr(rules, "scopes", scopes)
-    caller = ClientIdentity(Listener(ListenerKind.REMOTE, rules, None), None)
+    caller = ClientIdentity(ListenerRules(ListenerKind.REMOTE, rules, None), None)
     for _ in range(3):
         assert caller.refuse("inference", CIMultiDict(Authorization="Bearer good")) is None
     assert asked == ["Bearer good"]
@@ -252,7 +257,7 @@ def test_a_token_is_looked_up_once_a_connection(monkeypatch: pytest.MonkeyPatch)
 def test_whoever_runs_the_server_needs_no_token_on_the_unix_socket() -> None:
     rules = Authorisation({"00" * 32: ("inference",)}, {})
     for uid, status in ((os.geteuid(), 0), (0, 0), (1001, 401)):
-        refused = ClientIdentity(Listener(ListenerKind.UNIX, rules, None), Unix(uid)).refuse(
+        refused = ClientIdentity(ListenerRules(ListenerKind.UNIX, rules, None), Unix(uid)).refuse(
             "inference", CIMultiDict()
         )
         assert (refused.status if refused else 0) == status

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.links.dispatcher import Dispatcher
-from shmserve.gateway.links.scheduler import Pending, Scheduler
+from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerLink
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
@@ -55,18 +54,18 @@ def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch: pytest.MonkeyPatch, answered: str
 ) -> None:
     """Once, whether it came before the request was given up or after."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def give_up() -> list[Any]:
-        scheduler = Scheduler("ipc://nowhere", lambda scheduler: None)
+        scheduler = SchedulerLink("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        pending = Pending(
+        pending = GatewayRequest(
             scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
         )
         scheduler.inflight.add(pending)
         if answered == "before":
             scheduler._take(answer())
-        Dispatcher().cancel(pending)
+        RequestDispatcher().cancel(pending)
         if answered == "after":
             scheduler._take(answer())
         link: Any = scheduler.link
@@ -77,7 +76,7 @@ def test_an_answer_that_is_not_read_is_given_back(
     assert (m.Cancel(1) in posted) == (answered == "after")
 
 
-def failure(pending: Pending) -> str:
+def failure(pending: GatewayRequest) -> str:
     failed = pending.future.result()
     assert isinstance(failed, m.Failed)
     assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
@@ -90,11 +89,11 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
 ) -> None:
     """What it had answered is read first; the rest goes to the successor, or is refused, as is what
     may have been written over its own input."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
     released: list[int] = []
 
-    async def lose() -> tuple[Dispatcher, list[Pending]]:
-        dispatcher = Dispatcher()
+    async def lose() -> tuple[RequestDispatcher, list[GatewayRequest]]:
+        dispatcher = RequestDispatcher()
         scheduler = dispatcher.scheduler("ipc://old")
         asked = [
             dispatcher.submit(
@@ -128,10 +127,10 @@ def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gateway that was stopped meanwhile hears of both at once, and reads the answer after."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def lose() -> None:
-        dispatcher = Dispatcher()
+        dispatcher = RequestDispatcher()
         old = dispatcher.scheduler("ipc://old")
         old.use()
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
@@ -155,10 +154,10 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
     monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """Whether it was read before anybody knew of a successor, or long after that."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def lose() -> tuple[list[Any], list[Any]]:
-        dispatcher = Dispatcher()
+        dispatcher = RequestDispatcher()
         old = dispatcher.scheduler("ipc://old")
         old.use()
         link: Any = old.link
@@ -179,11 +178,11 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
 
 def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
     body = answer().body
 
     async def stream() -> tuple[list[Any], list[Any], list[str]]:
-        dispatcher = Dispatcher()
+        dispatcher = RequestDispatcher()
         scheduler = dispatcher.scheduler("ipc://nowhere")
         scheduler.use()
         heard: list[Any] = []
@@ -209,7 +208,7 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, False),
     ]
     assert [message for message in posted if not isinstance(message, m.Submit)] == [
-        *(m.Grant(1, 4), m.Grant(2, 4), m.Cancel(2)),
+        *(m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2)),
         m.Release(4321, [4096]),
     ]
     assert released == ["of 1", "of 2"]
@@ -220,10 +219,10 @@ def test_a_scheduler_without_users_is_dropped_after_its_last_report(
     monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Also where none comes: its link would stay for good."""
-    monkeypatch.setattr("shmserve.gateway.links.scheduler.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def report() -> list[bool]:
-        dispatcher = Dispatcher()
+        dispatcher = RequestDispatcher()
         scheduler = dispatcher.scheduler("ipc://nowhere")
         scheduler.use()
         future = dispatcher.report(scheduler)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.links.dispatcher import Dispatcher
+from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from tests.rigs.gateway_rig import SIMPLE, Scheduler, publication
 
@@ -35,7 +35,7 @@ def published(link: Link, **others: Any) -> Any:
 
 def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> None:
     link = Link()
-    models = ModelTable(cast("Dispatcher", link))
+    models = ModelTable(cast("RequestDispatcher", link))
     models.publish(published(link))
     resolved = models.resolve("simple", "")
     assert models.current(resolved) is resolved

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway import process
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc import messages as m
 from shmserve.ipc.endpoints import control
 from shmserve.ipc.memory.arena import Arena
@@ -24,7 +24,7 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
 
     async def live() -> None:
         front: Any = None
-        known = Settings(arena_byte_size=1 << 20)
+        known = GatewaySettings(arena_byte_size=1 << 20)
         gateway = process._Process("0", tmp_path, known, lambda gateway: front)
         mappings = gateway._gateway.mappings
         worker = Arena(4096)

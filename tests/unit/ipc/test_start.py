@@ -8,8 +8,9 @@ import pytest
 
 from shmserve.common.tls import Tls
 from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewayStart, Settings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages.start import (
+    HostStart,
     SchedulerStart,
     SchedulingLimits,
     WorkerStart,
@@ -22,7 +23,9 @@ LOG = LogSettings(log_verbose_level=2)
 RUN_DIR = Path("/tmp/run")
 TLS = Tls("a", "b", None)
 STARTS = [
+    HostStart("scheduler m", RUN_DIR, LOG),
     SchedulerStart(
+        kind="scheduler",
         number=3,
         version="1",
         config={"name": "m", "input": [{"dims": [1, -1]}]},
@@ -31,7 +34,6 @@ STARTS = [
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
         kept=[{"name": "m"}, []],
         alive=[1, 2],
-        log=LOG,
     ),
     WorkerStart(
         number=3,
@@ -53,11 +55,11 @@ STARTS = [
     GatewayStart(
         name="grpc",
         run_dir=RUN_DIR,
-        settings=Settings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
+        settings=GatewaySettings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
         grpc=GrpcSettings((("::1", 8001), ("127.0.0.1", 8001)), TLS, (("grpc.x", 1),)),
         log=LOG,
     ),
-    GatewayStart(name="0", run_dir=RUN_DIR, settings=Settings(), http_sockets=2),
+    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
 ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
+from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
 from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
@@ -95,7 +95,7 @@ packed = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.binary(max_size=5)
-    | st.sampled_from(["FP32", "BYTES", *frames.tags()]),
+    | st.sampled_from(["FP32", "BYTES", *frames.tags().values()]),
     lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=30,
 )
@@ -114,7 +114,7 @@ def test_any_host_and_any_token(host: str, token: str) -> None:
     """R18, R21: no header opens anything by being odd."""
     rules = Authorisation({"ab" * 32: ("inference",)}, {})
     for kind in (ListenerKind.LOOPBACK, ListenerKind.REMOTE):
-        refused = ClientIdentity(Listener(kind, rules, None), None).refuse(
+        refused = ClientIdentity(ListenerRules(kind, rules, None), None).refuse(
             "inference", {"Host": host, "Authorization": f"Bearer {token}"}
         )
         assert refused is not None

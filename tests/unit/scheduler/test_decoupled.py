@@ -168,21 +168,21 @@ def test_what_a_client_has_read_is_granted_to_the_worker() -> None:
     rig, peer, number, key = started()
     for _ in range(3):
         rig.respond(peer, key)
-    rig.client(m.Grant(number, 2))
-    rig.client(m.Grant(number, 1))
-    assert to_worker(rig) == [m.GrantExecution(key, 2), m.GrantExecution(key, 1)]
+    rig.client(m.Credit(number, 2))
+    rig.client(m.Credit(number, 1))
+    assert to_worker(rig) == [m.CreditExecution(key, 2), m.CreditExecution(key, 1)]
 
 
 @pytest.mark.parametrize("absurd", [1 << 62, (1 << 64) - 1])
 def test_nobody_has_read_more_than_was_sent(absurd: int) -> None:
     rig, peer, number, key = started()
-    rig.client(m.Grant(number, 5))
+    rig.client(m.Credit(number, 5))
     rig.respond(peer, key)
     for responses in (-3, 0, absurd, absurd):
-        rig.client(m.Grant(number, responses))
-    rig.client(m.Grant(77, 1))
-    rig.client(m.Grant(number, 1), b"7001.cd")
-    assert to_worker(rig) == [m.GrantExecution(key, 1)]
+        rig.client(m.Credit(number, responses))
+    rig.client(m.Credit(77, 1))
+    rig.client(m.Credit(number, 1), b"7001.cd")
+    assert to_worker(rig) == [m.CreditExecution(key, 1)]
 
 
 # --- who does not wait any more -------------------------------------------------------------------

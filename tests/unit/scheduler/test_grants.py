@@ -10,7 +10,7 @@ from tests.rigs.scheduler_rig import MS, Rig
 
 def asked(rig: Rig) -> list[Any]:
     """What the supervisor was asked, and given back."""
-    kinds = (m.AskGrant, m.GrantReturned)
+    kinds = (m.AskTicket, m.TicketReturned)
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
@@ -25,25 +25,25 @@ def test_an_execution_waits_for_its_grant_and_gives_it_back() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
-    assert (asked(rig), rig.executes()) == ([m.AskGrant(1, 0)], [])
+    assert (asked(rig), rig.executes()) == ([m.AskTicket(1, 0)], [])
     rig.submit(2)  # the batch grows meanwhile
     assert asked(rig) == []
-    rig.supervisor(m.Granted(1))
+    rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
     assert len(batch.requests) == 3
     rig.finish(peer, batch)
-    assert asked(rig) == [m.GrantReturned(1, True)]
+    assert asked(rig) == [m.TicketReturned(1, True)]
 
 
 def test_who_goes_on_asks_before_it_gives_back() -> None:
     """Rule 3.9.3: else who waits would be next, however much it has had."""
     rig = limited()
     rig.submit(2)
-    rig.supervisor(m.Granted(1))
+    rig.supervisor(m.TicketGranted(1))
     peer, batch = rig.execute()
     asked(rig)
     rig.finish(peer, batch)
-    assert asked(rig) == [m.AskGrant(2, 0), m.GrantReturned(1, True)]
+    assert asked(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
 def test_no_instance_is_asked_for_without_a_request() -> None:
@@ -53,8 +53,8 @@ def test_no_instance_is_asked_for_without_a_request() -> None:
 def test_as_many_are_asked_for_as_could_run() -> None:
     rig = limited(None, 3)
     rig.submit(2)
-    assert asked(rig) == [m.AskGrant(1, 0), m.AskGrant(2, 1)]
-    rig.supervisor(m.Granted(2))
+    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
 
@@ -63,46 +63,46 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     rig.submit()
     assert asked(rig) == []
     rig.pass_time(2 * MS)
-    assert asked(rig) == [m.AskGrant(1, 0)]
+    assert asked(rig) == [m.AskTicket(1, 0)]
 
 
 def test_a_grant_that_is_of_no_use_any_more_is_given_back() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(m.Cancel(number))
-    rig.supervisor(m.Granted(1))
-    assert asked(rig) == [m.AskGrant(1, 0), m.GrantReturned(1, False)]
+    rig.supervisor(m.TicketGranted(1))
+    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
 def test_a_worker_that_dies_gives_back_what_it_had() -> None:
     rig = limited(None, 2)
     rig.submit()
-    rig.supervisor(m.Granted(1))
+    rig.supervisor(m.TicketGranted(1))
     rig.execute()
     asked(rig)
     rig.supervisor(m.InstanceExited(0, "signal 9"))
-    assert asked(rig) == [m.GrantReturned(1, True), m.AskGrant(2, 1)]  # and it is run again
-    rig.supervisor(m.Granted(2))
+    assert asked(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]  # and it is run again
+    rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
 
 def test_who_dies_while_it_is_asked_for_is_not_granted() -> None:
     rig = limited()
     rig.submit()
-    rig.supervisor(m.InstanceExited(0, "signal 9"), m.Granted(1))
-    assert asked(rig) == [m.AskGrant(1, 0), m.GrantReturned(1, False)]
+    rig.supervisor(m.InstanceExited(0, "signal 9"), m.TicketGranted(1))
+    assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
     rig.start(0, 105)
-    assert asked(rig) == [m.AskGrant(2, 0)]
+    assert asked(rig) == [m.AskTicket(2, 0)]
 
 
 def test_sequences_ask_for_the_instance_of_their_slot() -> None:
     rig = limited(None, 2, max_batch_size=1, sequences={"direct": {}})
     rig.submit(correlation_id=1, flags=1)
     rig.submit(correlation_id=2, flags=1)
-    assert asked(rig) == [m.AskGrant(1, 0), m.AskGrant(2, 1)]
-    rig.supervisor(m.Granted(2))
+    assert asked(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
+    rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
-    rig.supervisor(m.Granted(1))
+    rig.supervisor(m.TicketGranted(1))
     assert rig.execute()[0] == b"0.100"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.supervisor.processes.control_socket import Control
+from shmserve.supervisor.processes.control_socket import ControlSocket
 
 
 def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
 
     async def listen() -> list[Any]:
         heard: list[Any] = []
-        control = Control(endpoints.control(tmp_path))
+        control = ControlSocket(endpoints.control(tmp_path))
         control.enrol(os.getpid(), "worker", heard.append)
         worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
         worker.send(m.WorkerStarted(os.getpid()))
@@ -38,7 +38,7 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
     async def listen() -> tuple[list[Any], list[Any]]:
         heard: list[Any] = []
         asked: list[Any] = []
-        control = Control(endpoints.control(tmp_path))
+        control = ControlSocket(endpoints.control(tmp_path))
         control.serve(
             (m.IndexRepository, m.FindModel), lambda pid, message: asked.append((pid, message))
         )
@@ -68,7 +68,7 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
 
     async def listen() -> list[Any]:
         heard: list[Any] = []
-        control = Control(endpoints.control(tmp_path))
+        control = ControlSocket(endpoints.control(tmp_path))
         control.serve((m.ChangeLogging, m.FindModel), lambda pid, message: heard.append(message))
         control.enrol(os.getpid(), "worker", heard.append)
         worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import AskGrant, Granted, GrantReturned
-from shmserve.supervisor.resources.grants import Grants
+from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
     PATIENCE,
@@ -20,6 +19,7 @@ from shmserve.supervisor.resources.rate_limiter import (
     instance_needs,
     limits,
 )
+from shmserve.supervisor.resources.tickets import Tickets
 
 R, S = ("R", 0), ("S", GLOBAL)
 
@@ -35,7 +35,7 @@ def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
     """Rule 3.9.1."""
     made = limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
     assert made.capacity() == {R: 3, S: 4}
-    made.leave(0)
+    made.remove(0)
     assert made.capacity() == {R: 1, S: 4}
 
 
@@ -87,7 +87,7 @@ def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None
         ran[member] += 1
         # It asks again before it gives back: both always wait.
         made.ask(member, 0, ticket)
-        (held,) = made.give_back(*held, True)
+        (held,) = made.release(*held, True)
     assert abs(ran[0] - 2 * ran[1]) <= 3
 
 
@@ -97,7 +97,7 @@ def test_who_needs_much_holds_up_nobody() -> None:
     (small,) = made.ask(1, 0, "small")
     assert made.ask(0, 0, "large") == []
     assert made.ask(2, 0, "other") == [(2, "other")]
-    assert made.give_back(*small, True) == [(0, "large")]
+    assert made.release(*small, True) == [(0, "large")]
 
 
 def test_who_needs_much_is_not_overtaken_for_ever() -> None:
@@ -107,7 +107,7 @@ def test_who_needs_much_is_not_overtaken_for_ever() -> None:
     for number in range(1, 4 * PATIENCE):
         member, ticket = running.pop(0)
         made.ask(1, number % 4, (number % 4, number))
-        granted = made.give_back(member, ticket, True)
+        granted = made.release(member, ticket, True)
         running += granted
         if (0, "large") in granted:
             return
@@ -118,16 +118,14 @@ def test_what_was_executed_before_is_no_debt_of_newcomers() -> None:
     made = limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         made.ask(0, 0, ticket)
-        made.give_back(0, ticket, True)
+        made.release(0, ticket, True)
     made.join(1, {0: Needs({R: 1}, 1)})
     made.ask(0, 0, "old")
     firsts = []
     for ticket in range(4):
         made.ask(1, 0, ticket)
         granted = (
-            made.give_back(0, "old", True)
-            if ticket % 2 == 0
-            else made.give_back(1, ticket - 1, True)
+            made.release(0, "old", True) if ticket % 2 == 0 else made.release(1, ticket - 1, True)
         )
         firsts += [member for member, _ in granted]
         if ticket % 2 == 0:
@@ -139,11 +137,11 @@ def test_what_is_granted_and_not_used_is_no_execution() -> None:
     made = limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
         made.ask(0, 0, ticket)
-        made.give_back(0, ticket, False)
+        made.release(0, ticket, False)
     made.ask(1, 0, "held")
     made.ask(0, 0, "first")
     made.ask(1, 0, "again")
-    assert made.give_back(1, "held", True) == [(0, "first")]
+    assert made.release(1, "held", True) == [(0, "first")]
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=80)
@@ -171,12 +169,12 @@ def test_never_more_than_there_is_and_nobody_waits_for_what_is_free(
             key = random.Random(number).choice([*held, *waiting])
             held.pop(key, None)
             waiting.pop(key, None)
-            granted = made.give_back(key[0], key[1], bool(index % 2))
+            granted = made.release(key[0], key[1], bool(index % 2))
         else:
             for key in [key for key in (*held, *waiting) if key[0] == member]:
                 held.pop(key, None)
                 waiting.pop(key, None)
-            granted = made.forget(member)
+            granted = made.disconnect(member)
         for key in granted:
             del waiting[key]
             held[key] = None
@@ -200,28 +198,28 @@ def test_instances_come_and_go_while_their_model_serves() -> None:
     made.join(0, {2: Needs({R: 2}, 1)})
     assert made.capacity() == {R: 3}
     assert made.ask(0, 2, "b") == made.ask(0, 1, "c") == []
-    assert made.part(0, 1) == []  # it waits no more; what it has is given back later
+    assert made.remove_instance(0, 1) == []  # it waits no more; what it has is given back later
     assert made.capacity() == {R: 2}
     assert made.ask(0, 1, "d") == []
-    assert made.give_back(0, "a", executed=True) == [(0, "b")]
+    assert made.release(0, "a", executed=True) == [(0, "b")]
     assert made.used() == {R: 2}
-    assert made.part(0, 7) == made.part(1, 0) == []
+    assert made.remove_instance(0, 7) == made.remove_instance(1, 0) == []
 
 
 def test_the_death_of_who_holds_gives_back() -> None:
-    told: list[tuple[int, int]] = []
-    grants = Grants(True, {}, lambda pid, message: told.append((pid, message.ticket)))
+    told: list[tuple[Any, int]] = []
+    tickets = Tickets(True, {}, lambda pid, message: told.append((pid, message.ticket)))
     for member, pid in ((1, 100), (2, 200)):
-        grants.join(member, {0: Needs({R: 1}, 1)})
-        grants.speaks(pid, member)
-    grants.handle(100, AskGrant(7, 0))
-    grants.handle(200, AskGrant(8, 0))
+        tickets.join(member, {0: Needs({R: 1}, 1)})
+        tickets.bind(pid, member)
+    tickets.handle(100, AskTicket(7, 0))
+    tickets.handle(200, AskTicket(8, 0))
     assert told == [(100, 7)]
-    grants.exited(100)
+    tickets.exited(100)
     assert told == [(100, 7), (200, 8)]
-    grants.speaks(101, 1)  # its successor
-    grants.handle(101, AskGrant(1, 0))
-    grants.handle(100, GrantReturned(8, True))  # a frame of who is dead
-    grants.leave(2)
+    tickets.bind(101, 1)  # its successor
+    tickets.handle(101, AskTicket(1, 0))
+    tickets.handle(100, TicketReturned(8, True))  # a frame of who is dead
+    tickets.remove(2)
     assert told[2:] == [(101, 1)]
-    assert isinstance(Granted(1), Granted)
+    assert isinstance(TicketGranted(1), TicketGranted)

@@ -81,7 +81,7 @@ _EVENTS = (
 )
 
 
-class Exporter:
+class MetricsExporter:
     """Makes the page of a gateway's metrics."""
 
     def __init__(self, gateway: Gateway) -> None:

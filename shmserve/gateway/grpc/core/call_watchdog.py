@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _YOUNG_S = 0.015
 
 
-class Call(Protocol):
+class WatchedCall(Protocol):
     """One call."""
 
     def peer(self) -> str:
@@ -97,28 +97,28 @@ class Calls:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._phases: dict[Call, Phase] = {}
+        self._phases: dict[WatchedCall, Phase] = {}
         # What the connections had moved of those that waited at the last look.
-        self._moved: dict[tuple[Call, Phase], int] = {}
+        self._moved: dict[tuple[WatchedCall, Phase], int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.young = Soon(_YOUNG_S)
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: WatchedCall) -> None:
         """A call is here; its request is still to come."""
         self._phases[call] = Phase.RECEIVING
         if self._timer is None:
             self._look_again()
 
-    def arrived(self, call: Call) -> None:
+    def arrived(self, call: WatchedCall) -> None:
         """Its request is here."""
         self._phases[call] = Phase.RUNNING
 
-    def sending(self, call: Call) -> None:
+    def sending(self, call: WatchedCall) -> None:
         """Its response is on its way, unless it is over already."""
         if call in self._phases:
             self._phases[call] = Phase.SENDING
 
-    def end(self, call: Call) -> None:
+    def end(self, call: WatchedCall) -> None:
         """It is over."""
         self._phases.pop(call, None)
 

@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     """A connection: whose it is (`peer`; None on loopback, where nobody has a share), how long ago
     something went through it, and whether it has calls."""
 
-    connection: core_sockets.Connection
+    connection: core_sockets.GrpcConnection
     peer: str | None
     silent_ms: int
     busy: bool
@@ -111,5 +111,5 @@ class ConnectionLimits:
         took_s = time.monotonic() - began
         self._loop.call_later(max(_PAUSE_S, _RESTS * took_s), self._look)
 
-    def _peer(self, connection: core_sockets.Connection) -> str | None:
+    def _peer(self, connection: core_sockets.GrpcConnection) -> str | None:
         return None if self._all_are_one else network(connection.client[0])

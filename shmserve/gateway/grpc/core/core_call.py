@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Metadata = Sequence[tuple[str, str]]
 
 
-class Waiter:
+class CoreWaiter:
     """What a coroutine of gRPC's awaits in place of a future: it goes on as soon as this is done.
 
     `then` gets what the coroutine returns, None if it failed.
@@ -27,7 +27,7 @@ class Waiter:
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
-    def __await__(self) -> Generator[Waiter, None, None]:
+    def __await__(self) -> Generator[CoreWaiter, None, None]:
         yield self
         if self._error is not None:
             raise self._error
@@ -67,7 +67,7 @@ class Waiter:
 class _Here:
     """What gRPC takes for the loop that an event belongs to: events are handled where they are."""
 
-    create_future = Waiter
+    create_future = CoreWaiter
 
     @staticmethod
     def call_soon_threadsafe(callback: Callable[..., None], *args: Any) -> None:

@@ -31,7 +31,7 @@ _OK = grpc.StatusCode.OK.value[0]
 _BUFFERED = 1  # cygrpc.WriteFlag.buffer_hint
 
 
-class StreamCall(CoreCall):
+class DirectStreamCall(CoreCall):
     """One call. `run` serves it with a handler; `finish` is for that to end it with an error."""
 
     def __init__(self, state: Any) -> None:
@@ -45,7 +45,7 @@ class StreamCall(CoreCall):
         """Call this when the call is over, for whatever reason."""
         self._when_over.append(callback)
 
-    def run(self, handler: Callable[[StreamCall], Coroutine[Any, Any, None]]) -> None:
+    def run(self, handler: Callable[[DirectStreamCall], Coroutine[Any, Any, None]]) -> None:
         """Serve it; the handler is cancelled when the client is gone."""
         close = cygrpc.ReceiveCloseOnServerOperation(0)
 

@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 
 from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
-from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, Waiter, start
+from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, CoreWaiter, Metadata, start
 
 try:
     from grpc._cython import cygrpc
@@ -46,7 +46,7 @@ _SERVER_PARTS = ("add_registered_method_handlers", "_request_registered_call", "
 _OK = grpc.StatusCode.OK.value[0]
 
 
-class Call(CoreCall):
+class DirectUnaryCall(CoreCall):
     """One call: `finish` or `fail` it once. `on_gone` runs if the client leaves before that, and
     `on_over` in any case, when nothing is left to be sent."""
 
@@ -100,7 +100,7 @@ class Call(CoreCall):
         if over is not None:
             over()
 
-    def begin(self, handler: Callable[[bytes, Call], None], refuse: Refuse) -> None:
+    def begin(self, handler: Callable[[bytes, DirectUnaryCall], None], refuse: Refuse) -> None:
         """Wait for its message, and soon for its client to leave; of who is refused no message is
         taken, for they can be large."""
 
@@ -143,7 +143,7 @@ class Call(CoreCall):
 
 
 # How a call ends that may not be made: its status, text and trailing metadata.
-Refuse = Callable[[Call], tuple[grpc.StatusCode, str, Metadata] | None]
+Refuse = Callable[[DirectUnaryCall], tuple[grpc.StatusCode, str, Metadata] | None]
 
 
 class Acceptor:
@@ -173,7 +173,7 @@ class Acceptor:
 
     def _ask(self) -> None:
         # gRPC takes a future of the loop's for this, whose callbacks would run a turn later.
-        self._loop.create_future = Waiter
+        self._loop.create_future = CoreWaiter
         try:
             start(self._server._request_registered_call(self._path), self._accepted)
         finally:

@@ -30,7 +30,7 @@ _READERS = 8
 _MOST_EVENTS = 4096  # that are handled in a turn of the loop without one more for each
 
 
-class Loop(uvloop.Loop):
+class ReaderLoop(uvloop.Loop):
     """A uvloop that starts the readers when gRPC joins it.
 
     gRPC joins with a socket object that it has watched; everybody else watches descriptors.
@@ -55,7 +55,7 @@ def _handle_all(woken: socket.socket, handler: Callable[..., Any], *args: Any) -
 
 def run(main: Any) -> None:
     """Like `uvloop.run`."""
-    with asyncio.Runner(loop_factory=Loop) as runner:
+    with asyncio.Runner(loop_factory=ReaderLoop) as runner:
         runner.run(main)
 
 

@@ -25,7 +25,7 @@ _MOVED, _MOVED_AT = struct.Struct("=QQ"), 120
 _INFO_SIZE = 256
 
 
-class Connection(NamedTuple):
+class GrpcConnection(NamedTuple):
     """A descriptor that was the socket `inode`, from the address `here` to `client`.
 
     An inode's number is one socket's for as long as it lives.
@@ -37,13 +37,13 @@ class Connection(NamedTuple):
     client: Address
 
 
-def connections() -> Iterator[Connection]:
+def connections() -> Iterator[GrpcConnection]:
     """All that this process has over TCP, whichever end it is."""
     for fd in _descriptors():
         with contextlib.suppress(OSError), _socket(fd) as sock:
             if sock is not None:
                 here, client = _plain(sock.getsockname()), _plain(sock.getpeername())
-                yield Connection(fd, os.fstat(fd).st_ino, here, client)
+                yield GrpcConnection(fd, os.fstat(fd).st_ino, here, client)
 
 
 def count() -> int:
@@ -51,7 +51,7 @@ def count() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def find(client: Address) -> Connection | None:
+def find(client: Address) -> GrpcConnection | None:
     """The one to this address."""
     return next((found for found in connections() if found.client == client), None)
 
@@ -68,24 +68,24 @@ def listeners(ports: set[int]) -> list[int]:
     return found
 
 
-def is_open(connection: Connection) -> bool:
+def is_open(connection: GrpcConnection) -> bool:
     """Whether it has not ended."""
     return _ask(connection, lambda _: True) is not None
 
 
-def moved(connection: Connection, *, inwards: bool) -> int:
+def moved(connection: GrpcConnection, *, inwards: bool) -> int:
     """How many bytes have come on it, or have been taken by the other end; 0 if it has ended."""
     info = _ask(connection, _tcp_info)
     return 0 if info is None else int(_MOVED.unpack_from(info, _MOVED_AT)[inwards])
 
 
-def silent_ms(connection: Connection) -> int | None:
+def silent_ms(connection: GrpcConnection) -> int | None:
     """For how long no data went either way; None if it has ended."""
     info = _ask(connection, _tcp_info)
     return None if info is None else int(min(_LAST_DATA.unpack_from(info, _LAST_DATA_AT)))
 
 
-def shut(connection: Connection) -> None:
+def shut(connection: GrpcConnection) -> None:
     """End it; gRPC sees that and clears up."""
     _ask(connection, lambda sock: sock.shutdown(socket.SHUT_RDWR))
 
@@ -118,7 +118,7 @@ def _socket(fd: int) -> Iterator[socket.socket | None]:
         sock.detach()
 
 
-def _ask(connection: Connection, question: Callable[[socket.socket], T]) -> T | None:
+def _ask(connection: GrpcConnection, question: Callable[[socket.socket], T]) -> T | None:
     fd, inode, _, client = connection
     try:
         with _socket(fd) as sock:

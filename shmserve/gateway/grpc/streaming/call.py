@@ -19,10 +19,10 @@ from typing import Any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.core.call_watchdog import client_left
-from shmserve.gateway.grpc.infer import Inferences, Refused, Submitted
-from shmserve.gateway.grpc.streaming.responses import StreamedRequest
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
+from shmserve.gateway.grpc.streaming.responses import StreamEntry
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
-from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
+from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
 from shmserve.ipc.tensors.inference import Inferred
 
 # The requests of one stream that are in flight may have so many bytes; those that come when they
@@ -33,7 +33,7 @@ _WINDOW = 32 * 1024 * 1024
 _LEAST = _WINDOW // 1024
 _TOGETHER = 32 * 1024  # responses that are here are written at once, up to so many bytes
 
-_Ordered = Submitted | Refused
+_Ordered = Submitted | RequestRefused
 
 
 class _Window:
@@ -108,9 +108,9 @@ class _Stream:
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
-        self._open: dict[OpenRequest, StreamedRequest] = {}
+        self._open: dict[StreamingRequest, StreamEntry] = {}
         # Responses of decoupled models' requests, in the order in which they came.
-        self._outbox: deque[tuple[OpenRequest, Message]] = deque()
+        self._outbox: deque[tuple[StreamingRequest, Message]] = deque()
         self._ended = False  # the client sends no more
         self._news = asyncio.Event()
         self.total = 0
@@ -132,13 +132,13 @@ class _Stream:
     def _take(self, raw: bytes, size: int) -> None:
         inferences = self._inferences
         try:
-            item: Submitted | OpenRequest | Refused = inferences.stream(
+            item: Submitted | StreamingRequest | RequestRefused = inferences.stream(
                 raw, self._client, self._context.time_remaining(), self._responded, self._headers
             )
-        except Refused as refused:
+        except RequestRefused as refused:
             item = refused.bare()
-        if isinstance(item, OpenRequest):
-            self._open[item] = StreamedRequest(inferences, item, size)
+        if isinstance(item, StreamingRequest):
+            self._open[item] = StreamEntry(inferences, item, size)
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
@@ -146,7 +146,7 @@ class _Stream:
         else:
             self._news.set()
 
-    def _responded(self, request: OpenRequest, message: Message) -> None:
+    def _responded(self, request: StreamingRequest, message: Message) -> None:
         self._outbox.append((request, message))
         self._news.set()
 
@@ -175,7 +175,7 @@ class _Stream:
     async def _write_outbox(self, together: int, stall_s: float) -> None:
         """Write what has come of decoupled models, as much as has `together` bytes."""
         responses: list[bytes] = []
-        written: list[tuple[StreamedRequest, Inferred | None, bool]] = []
+        written: list[tuple[StreamEntry, Inferred | None, bool]] = []
         size = 0
         while self._outbox and size < together:
             request, message = self._outbox[0]
@@ -248,11 +248,11 @@ class _Stream:
 
 
 def _is_done(item: _Ordered) -> bool:
-    return isinstance(item, Refused) or item.done
+    return isinstance(item, RequestRefused) or item.done
 
 
 def _response(item: _Ordered, *, strict: bool) -> bytes:
-    if isinstance(item, Refused):
+    if isinstance(item, RequestRefused):
         if strict:
             raise item.error
         return streamed_error(item.error.message, item.request_id)

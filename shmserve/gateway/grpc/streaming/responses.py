@@ -10,7 +10,7 @@ from shmserve.gateway.grpc.wire.response import (
     streamed_end,
     streamed_error,
 )
-from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
+from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
@@ -18,7 +18,7 @@ from shmserve.ipc.tensors.template_cache import TemplateCache
 _MOST_TEMPLATES = 8
 
 
-class StreamedRequest:
+class StreamEntry:
     """A decoupled model's request in a stream, and the encoder of its responses, from templates
     where their form has come before; `size` is its part of the stream's window.
 
@@ -26,14 +26,14 @@ class StreamedRequest:
 
     __slots__ = ("_inferences", "_left", "_plain", "_templates", "request", "size")
 
-    def __init__(self, inferences: Inferences, request: OpenRequest, size: int) -> None:
+    def __init__(self, inferences: Inferences, request: StreamingRequest, size: int) -> None:
         self._inferences = inferences
         self._left = not inferences.came()
         self.request = request
         self.size = size
         self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)
         # Whether a response has all that a worker gave, as it gave it.
-        outputs = request.wire.outputs
+        outputs = request.infer_request.outputs
         self._plain = not any(output.place or output.classes for output in outputs)
 
     def encode(self, message: Message, *, strict: bool) -> tuple[bytes | None, Inferred | None]:
@@ -47,21 +47,22 @@ class StreamedRequest:
         if (found := self._templates.find(body)) is not None:
             template, contents = found
             return template.fill(contents), None
-        request, wire = self.request, self.request.wire
+        request, asked = self.request, self.request.infer_request
         inferred: Inferred | None = None
         try:
             inferred = request.outputs(message)
             if inferred is None:
-                end = streamed_end(request.model.name, wire.version, wire.id)
-                return end if wire.empty_final else None, None
-            response = self._inferences.encode(request.model, wire, inferred)
+                end = streamed_end(request.model.name, asked.version, asked.id)
+                return end if asked.empty_final else None, None
+            response = self._inferences.encode(request.model, asked, inferred)
         except ShmserveError as error:
             if strict:
                 raise
-            return streamed_error(error.message, wire.id, request.model.name, final=final), inferred
+            name = request.model.name
+            return streamed_error(error.message, asked.id, name, final=final), inferred
         if body and self._plain and all(type(t.data) is bytes for t in inferred.outputs):
             encoder = self._inferences.encoder
-            template = encoder.streamed_template(request.model, wire.id, inferred)
+            template = encoder.streamed_template(request.model, asked.id, inferred)
             self._templates.learn(body, inferred, template)
         return streamed(response, final=final), inferred
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from shmserve.gateway.grpc.wire.identity import ID, KEY_AT, OF_SEQUENCE, PARAMETER, identity
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
-from shmserve.gateway.inference.request import ANONYMOUS, Identity, WireRequest
-from shmserve.gateway.model_table import Model, ModelTable
+from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
+from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
@@ -34,7 +34,7 @@ class Split(NamedTuple):
 
     key: Key
     contents: list[bytes]
-    identity: Identity
+    identity: RequestIdentity
 
 
 def split(raw: bytes) -> Split | None:
@@ -87,7 +87,7 @@ def split(raw: bytes) -> Split | None:
 
 
 class _Known(NamedTuple):
-    model: Model
+    model: GatewayModel
     version: str  # as the request has it
     prepared: PreparedRequest
 
@@ -99,7 +99,7 @@ class PreparedRequests:
         self._models = models
         self._cache: BoundedCache[Key, _Known] = BoundedCache(_MOST_KNOWN)
 
-    def repeat(self, parts: Split) -> tuple[Model, BuiltRequest] | None:
+    def repeat(self, parts: Split) -> tuple[GatewayModel, BuiltRequest] | None:
         """The request of which these are the parts; None when its key is not known.
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
@@ -117,8 +117,8 @@ class PreparedRequests:
         return None
 
     def remember(
-        self, parts: Split, wire: WireRequest, model: Model, prepared: PreparedRequest
+        self, parts: Split, request: InferRequest, model: GatewayModel, prepared: PreparedRequest
     ) -> None:
         """Keep what was prepared of a request."""
-        if parts.identity.is_of(wire):
-            self._cache.remember(parts.key, _Known(model, wire.version, prepared))
+        if parts.identity.is_of(request):
+            self._cache.remember(parts.key, _Known(model, request.version, prepared))

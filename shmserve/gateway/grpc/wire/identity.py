@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shmserve.gateway.inference.request import Identity
+from shmserve.gateway.inference.request import RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 
 ID, PARAMETER = 0x1A, 0x22  # the tags of these fields of a request
@@ -25,7 +25,7 @@ _FLAGS = {
 }
 
 
-def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> Identity | None:
+def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
     """What these fields say, of which the last holds; None: something else, or in other words."""
     correlation_id: int | str | None = 0
     flags = 0
@@ -43,7 +43,7 @@ def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> Identity | No
     except UnicodeDecodeError:
         return None
     assert correlation_id is not None
-    return Identity(request_id, correlation_id, flags)
+    return RequestIdentity(request_id, correlation_id, flags)
 
 
 def _value(value: bytes) -> int | str | None:

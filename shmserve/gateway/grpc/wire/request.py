@@ -13,10 +13,10 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import (
+    InferInput,
+    InferOutput,
+    InferRequest,
     RegionRange,
-    WireInput,
-    WireOutput,
-    WireRequest,
     check_number,
     correlation_id,
 )
@@ -53,9 +53,9 @@ _PLAIN_ON_THE_WIRE = frozenset(("BOOL", "FP32", "FP64"))
 _Parameters = Mapping[str, InferParameter]
 
 
-def wire_request(message: ModelInferRequest) -> WireRequest:
+def infer_request(message: ModelInferRequest) -> InferRequest:
     """What the client asks for; raises InvalidArgument or Unsupported."""
-    request = WireRequest(message.id, [], [], binary=True, version=message.model_version)
+    request = InferRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)
     check_number(message.inputs, "inputs")
@@ -63,19 +63,19 @@ def wire_request(message: ModelInferRequest) -> WireRequest:
     raw = message.raw_input_contents
     taken = 0
     for tensor in message.inputs:
-        wire = _input(tensor)
+        given = _input(tensor)
         if tensor.parameters:
-            wire.place = _region(tensor.name, tensor.parameters)
-        if wire.place is None:
+            given.place = _region(tensor.name, tensor.parameters)
+        if given.place is None:
             if tensor.HasField("contents"):
                 if raw:
                     raise InvalidArgument(
                         "contents field must not be specified when using raw_input_contents for "
                         f"'{tensor.name}' for model '{message.model_name}'"
                     )
-                wire.data = _typed(tensor, message.model_name)
+                given.data = _typed(tensor, message.model_name)
             elif taken < len(raw):
-                wire.data = raw[taken]
+                given.data = raw[taken]
                 taken += 1
             else:
                 raise InvalidArgument(
@@ -87,12 +87,12 @@ def wire_request(message: ModelInferRequest) -> WireRequest:
                 "unexpected 'content' provided when using shared memory for input tensor "
                 f"'{tensor.name}' for model '{message.model_name}'"
             )
-        request.inputs.append(wire)
+        request.inputs.append(given)
     request.outputs = [_output(output) for output in message.outputs]
     return request
 
 
-def _input(tensor: ModelInferRequest.InferInputTensor) -> WireInput:
+def _input(tensor: ModelInferRequest.InferInputTensor) -> InferInput:
     name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
     if datatype not in ITEM_SIZE:
         datatype = "<invalid>"  # no model's, so it is refused with this word, which is Triton's
@@ -101,12 +101,12 @@ def _input(tensor: ModelInferRequest.InferInputTensor) -> WireInput:
             f"invalid shape for input '{name}': shape {shape_text(shape)} contains one or more "
             "invalid dimensions"
         )
-    return WireInput(name, datatype, shape, element_count(shape))
+    return InferInput(name, datatype, shape, element_count(shape))
 
 
-def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> WireOutput:
+def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> InferOutput:
     if not output.parameters:
-        return WireOutput(output.name, True)
+        return InferOutput(output.name, True)
     place = _region(output.name, output.parameters)
     if "classification" in output.parameters:
         parameter = output.parameters["classification"]
@@ -120,8 +120,8 @@ def _output(output: ModelInferRequest.InferRequestedOutputTensor) -> WireOutput:
             raise InvalidArgument(
                 "output can't set both 'shared_memory_region' and 'classification'"
             )
-        return WireOutput(output.name, True, classes=parameter.int64_param)
-    return WireOutput(output.name, True, place)
+        return InferOutput(output.name, True, classes=parameter.int64_param)
+    return InferOutput(output.name, True, place)
 
 
 def _region(tensor: str, parameters: _Parameters) -> RegionRange | None:
@@ -203,7 +203,7 @@ def _packed(contents: InferTensorContents) -> bytes:
     return b""
 
 
-def _take_parameters(request: WireRequest, parameters: _Parameters) -> None:
+def _take_parameters(request: InferRequest, parameters: _Parameters) -> None:
     for key, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         value: Any = getattr(parameter, kind) if kind else None

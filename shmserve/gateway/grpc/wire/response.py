@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from shmserve.errors import Internal
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import BoundedCache
@@ -32,7 +32,7 @@ _MOST_HEADS = 256
 _Form = tuple[str, str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 
 
-class ResponseTemplate:
+class GrpcResponseTemplate:
     """A serialized response but for its request's id and its tensors' bytes, whose sizes are known;
     there is at least one."""
 
@@ -58,7 +58,7 @@ class ResponseEncoder:
 
     def encode(
         self,
-        model: Model,
+        model: GatewayModel,
         request_id: str,
         inferred: Inferred,
         contents: Sequence[bytes | memoryview],
@@ -79,18 +79,20 @@ class ResponseEncoder:
             )
         return b"".join(pieces)
 
-    def template(self, model: Model, inferred: Inferred, sizes: list[int]) -> ResponseTemplate:
+    def template(
+        self, model: GatewayModel, inferred: Inferred, sizes: list[int]
+    ) -> GrpcResponseTemplate:
         """The template of a response whose outputs have these sizes, in bytes."""
-        return ResponseTemplate(self._before(model, "", inferred), sizes)
+        return GrpcResponseTemplate(self._before(model, "", inferred), sizes)
 
     def streamed_template(
-        self, model: Model, request_id: str, inferred: Inferred
+        self, model: GatewayModel, request_id: str, inferred: Inferred
     ) -> StreamedTemplate:
         """The template of a response in a stream that is not the last to its request."""
         return StreamedTemplate(b"".join(self._before(model, request_id, inferred)))
 
     def _before(
-        self, model: Model, request_id: str, inferred: Inferred
+        self, model: GatewayModel, request_id: str, inferred: Inferred
     ) -> list[bytes | memoryview]:
         """What is written before the tensors' bytes."""
         pieces: list[bytes | memoryview] = [self._head(model, inferred.outputs)]
@@ -99,7 +101,7 @@ class ResponseEncoder:
         pieces += _id(request_id)
         return pieces
 
-    def _head(self, model: Model, outputs: Sequence[TensorRef]) -> bytes:
+    def _head(self, model: GatewayModel, outputs: Sequence[TensorRef]) -> bytes:
         key = (model.name, model.version, tuple((t.name, t.datatype, t.shape) for t in outputs))
         head = self._heads.find(key)
         if head is None:

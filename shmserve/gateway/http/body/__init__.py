@@ -2,5 +2,5 @@
 
 reader.py      the stream of a body, as bytes, whole or in parts
 arrival.py     how it arrives: its time limit, and eviction where memory is full
-inference.py   the body of an inference request: what is read when, and where to
+read_request.py  the body of an inference request: what is read when, and where to
 """

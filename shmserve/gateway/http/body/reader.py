@@ -15,10 +15,10 @@ from shmserve.gateway.http.request import (
     CONTENT_LENGTH,
     EXPECT,
     TRANSFER_ENCODING,
-    Request,
+    HttpRequest,
 )
 from shmserve.gateway.inference.body_budget import BodyBudget
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.ranges import LARGEST
 
 JSON_TOO_LARGE = (
@@ -40,7 +40,7 @@ class Body:
     counts in `budget`.
     """
 
-    def __init__(self, request: Request, settings: Settings, budget: BodyBudget) -> None:
+    def __init__(self, request: HttpRequest, settings: GatewaySettings, budget: BodyBudget) -> None:
         self._request = request
         self._content = request.content
         self._max_input_size = settings.max_input_size

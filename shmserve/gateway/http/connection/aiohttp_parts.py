@@ -66,7 +66,7 @@ class MalformedBody(Exception):
     """A body is not framed as HTTP says."""
 
 
-class Reading(Protocol):
+class ReadControl(Protocol):
     """What the parser and its streams ask of a connection."""
 
     @property
@@ -94,7 +94,9 @@ class Parser(Protocol):
         """A request was taken from the queue: there is room for one more."""
 
 
-def make_parser(connection: Reading, loop: asyncio.AbstractEventLoop, most_queued: int) -> Parser:
+def make_parser(
+    connection: ReadControl, loop: asyncio.AbstractEventLoop, most_queued: int
+) -> Parser:
     """The parser of a connection, which gives at most so many requests that are not consumed."""
     parser: Parser = HttpRequestParser(
         connection,  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
 )
 from shmserve.gateway.http.connection.flow_control import FlowControl
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
+from shmserve.gateway.settings import GatewaySettings
 
 SMALL_BODY = 64 * 1024
 _LONGEST_CACHED_HEAD = 2048
@@ -38,14 +38,14 @@ class Incoming(FlowControl):
 
     client: ClientIdentity
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:
         super().__init__(loop)
         self._settings = settings
         self._ended = False
         # --- what has come
         # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
         # was cached: it is alone, and its body is here.
-        self._messages: deque[Request | HttpProcessingError | Message] = deque()
+        self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
         self._waiter: asyncio.Future[None] | None = None  # of the task, for a request
         self._parsing = True  # not behind an error, or in another protocol
         # --- what is missing
@@ -58,7 +58,7 @@ class Incoming(FlowControl):
         # --- the cached head
         self._cached_head = b""  # of the last request with a small body
         self._cached_size = 0  # of that request, with its body
-        self._cached_request: Request | None = None
+        self._cached_request: HttpRequest | None = None
         self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
@@ -183,7 +183,7 @@ class Incoming(FlowControl):
         self._missing = size - len(data)
         if not message.should_close and EXPECT not in message.headers and int(said) <= SMALL_BODY:
             self._cached_head, self._cached_size = data[:head_size], size
-            self._cached_request = Request(message, content, self)
+            self._cached_request = HttpRequest(message, content, self)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """The read timeout of what is missing from now on."""

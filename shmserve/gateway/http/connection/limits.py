@@ -15,39 +15,41 @@ from operator import itemgetter
 
 from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
-from shmserve.gateway.client_identity import ClientIdentity, Listener, ListenerKind
-from shmserve.gateway.http.connection.protocol import Connection, Handle
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
+from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
+from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
 _MOST_WARNINGS = 10  # about too many connections; more are debug lines
 
 
-class Server:
+class HttpServer:
     """Makes connections through one listener, up to `most` of them."""
 
-    def __init__(self, handle: Handle, settings: Settings, listener: Listener, most: int) -> None:
+    def __init__(
+        self, handle: Handle, settings: GatewaySettings, listener: ListenerRules, most: int
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._handle = handle
         self._settings = settings
         self._listener = listener
         self._most = most
         self._quota = share_of(most)
-        self._connections: set[Connection] = set()
-        self._by_peer: dict[object, set[Connection]] = {}  # by peer
+        self._connections: set[HttpConnection] = set()
+        self._by_peer: dict[object, set[HttpConnection]] = {}  # by peer
         self._warnings = 0
 
-    def __call__(self) -> Connection:
+    def __call__(self) -> HttpConnection:
         """The protocol of a new connection."""
-        return Connection(self, self._loop, self._handle, self._settings)
+        return HttpConnection(self, self._loop, self._handle, self._settings)
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[HttpConnection]:
         """Those that there are."""
         return list(self._connections)
 
-    def connection_made(self, connection: Connection) -> ClientIdentity:
+    def connection_made(self, connection: HttpConnection) -> ClientIdentity:
         """Register a connection; where there are too many, evict others, or this one."""
         transport = connection.transport
         assert transport is not None
@@ -64,7 +66,7 @@ class Server:
             self._evict(connection, self._connections, self._most)
         return client
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: HttpConnection) -> None:
         """Forget a connection that has ended."""
         self._connections.discard(connection)
 
@@ -76,13 +78,15 @@ class Server:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
-    def _leave(self, peer: object, connection: Connection) -> None:
+    def _leave(self, peer: object, connection: HttpConnection) -> None:
         its = self._by_peer[peer]
         its.discard(connection)
         if not its:
             del self._by_peer[peer]
 
-    def _evict(self, newcomer: Connection, among: Collection[Connection], most: int) -> None:
+    def _evict(
+        self, newcomer: HttpConnection, among: Collection[HttpConnection], most: int
+    ) -> None:
         others = [
             connection for connection in among if connection.open and connection is not newcomer
         ]
@@ -104,7 +108,7 @@ class Server:
 
 
 def _longest(
-    connections: list[Connection], since: Callable[[Connection], float | None], count: int
-) -> list[Connection]:
+    connections: list[HttpConnection], since: Callable[[HttpConnection], float | None], count: int
+) -> list[HttpConnection]:
     found = [(began, connection) for connection in connections if (began := since(connection))]
     return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]

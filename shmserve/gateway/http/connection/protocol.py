@@ -21,13 +21,13 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
 )
 from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, Request, WholeBody
-from shmserve.gateway.http.response import Response, error_response
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
+from shmserve.gateway.http.response import HttpResponse, error_response
+from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-Handle = Callable[[Request], Awaitable[Response]]
+Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 _IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
@@ -36,21 +36,25 @@ _LINGER_S = 2.0
 class Owner(Protocol):
     """Who counts and limits connections."""
 
-    def connection_made(self, connection: Connection) -> ClientIdentity:
+    def connection_made(self, connection: HttpConnection) -> ClientIdentity:
         """It is here; returns who its client is. It may be ended at once where there are too
         many."""
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: HttpConnection) -> None:
         """It has ended."""
 
 
-class Connection(Incoming):
+class HttpConnection(Incoming):
     """One client's connection. `handle` gives the response to each request, and raises nothing."""
 
     __slots__ = ("_handle", "_idle_timer", "_owner", "_task")
 
     def __init__(
-        self, owner: Owner, loop: asyncio.AbstractEventLoop, handle: Handle, settings: Settings
+        self,
+        owner: Owner,
+        loop: asyncio.AbstractEventLoop,
+        handle: Handle,
+        settings: GatewaySettings,
     ) -> None:
         super().__init__(loop, settings)
         self._owner = owner
@@ -124,19 +128,19 @@ class Connection(Incoming):
         messages.clear()
         self._close()
 
-    def _next_request(self) -> Request | None:
+    def _next_request(self) -> HttpRequest | None:
         """The first one of the queue, which is handled from now on; None: it is no HTTP."""
         first = self._messages.popleft()
         if isinstance(first, HttpProcessingError):
             self._refuse(first)
             return None
         self._busy = True
-        if isinstance(first, Request):
+        if isinstance(first, HttpRequest):
             return first
         self._dequeued(len(self._messages))
-        return Request(*first, self)
+        return HttpRequest(*first, self)
 
-    async def _serve(self, request: Request) -> bool:
+    async def _serve(self, request: HttpRequest) -> bool:
         content = request.content
         if isinstance(content, StreamReader) and not content.is_eof():
             self._content = content
@@ -161,7 +165,7 @@ class Connection(Incoming):
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)
 
-    async def _await_small(self, request: Request, content: StreamReader) -> None:
+    async def _await_small(self, request: HttpRequest, content: StreamReader) -> None:
         """Wait for all of a small body, so that handlers find it here, or find why it is not."""
         headers = request.headers
         if not 0 < int(headers.get(CONTENT_LENGTH, 0)) <= SMALL_BODY or EXPECT in headers:

@@ -7,10 +7,10 @@ from typing import Any
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.parser import JsonFault, loads
-from shmserve.gateway.http.request import Request
+from shmserve.gateway.http.request import HttpRequest
 
 
-async def read_json(gateway: Gateway, request: Request, *, required: bool = False) -> Any:
+async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = False) -> Any:
     """The body as JSON; an empty body is an empty object, unless one is `required`.
 
     Raises JsonFault for what is not JSON.

@@ -11,11 +11,11 @@ from shmserve.gateway.api import repository as api
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Response, json_response
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import HttpResponse, json_response
 
 
-async def index(gateway: Gateway, request: Request, repository: str | None) -> Response:
+async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
     """POST /v2/repository/index; Triton takes any repository's name here."""
     wanted = await read_json(gateway, request)
     only_ready = wanted.get("ready", False) if type(wanted) is dict else False
@@ -24,15 +24,19 @@ async def index(gateway: Gateway, request: Request, repository: str | None) -> R
     return json_response(await api.index(gateway, only_ready=only_ready))
 
 
-async def load(gateway: Gateway, request: Request, repository: str | None, name: str) -> Response:
+async def load(
+    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+) -> HttpResponse:
     """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
     api.check_names(repository, name)
     config, files = _load_parameters(_parameters(await read_json(gateway, request)))
     await api.load(gateway, request.connection.client, name, config, files)
-    return Response()
+    return HttpResponse()
 
 
-async def unload(gateway: Gateway, request: Request, repository: str | None, name: str) -> Response:
+async def unload(
+    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+) -> HttpResponse:
     """POST /v2/repository/models/NAME/unload."""
     api.check_names(repository, name)
     parameters = _parameters(await read_json(gateway, request))
@@ -42,7 +46,7 @@ async def unload(gateway: Gateway, request: Request, repository: str | None, nam
             "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         )
     await api.unload(gateway, name, dependents=dependents)
-    return Response()
+    return HttpResponse()
 
 
 def _parameters(body: Any) -> dict[str, Any]:

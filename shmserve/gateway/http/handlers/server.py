@@ -9,72 +9,74 @@ from shmserve.gateway.api import absent, health, log_settings, metadata, statist
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import JSON, Response, error_response, json_response
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import JSON, HttpResponse, error_response, json_response
 from shmserve.logs import FORMATS, MOST_VERBOSE
 
 
-async def live(gateway: Gateway, request: Request) -> Response:
+async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/live."""
     health.check_staying(gateway)
-    return Response(200 if gateway.health.live else 400)
+    return HttpResponse(200 if gateway.health.live else 400)
 
 
-async def ready(gateway: Gateway, request: Request) -> Response:
+async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/ready."""
     health.check_staying(gateway)
-    return Response(200 if gateway.health.ready else 400)
+    return HttpResponse(200 if gateway.health.ready else 400)
 
 
 async def model_ready(
-    gateway: Gateway, request: Request, name: str, version: str | None
-) -> Response:
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """GET /v2/models/NAME/ready."""
     if await health.is_model_ready(gateway, name, version or ""):
-        return Response()
+        return HttpResponse()
     return error_response(400, "Model version not ready")
 
 
-async def server(gateway: Gateway, request: Request) -> Response:
+async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2."""
     return json_response(metadata.server(gateway))
 
 
-async def model(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
+async def model(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """GET /v2/models/NAME; a version in the URL is the only one listed."""
     return json_response(metadata.model(gateway, name, version or ""))
 
 
 async def model_config(
-    gateway: Gateway, request: Request, name: str, version: str | None
-) -> Response:
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """GET /v2/models/NAME/config."""
-    return Response(200, (metadata.model_config(gateway, name, version or ""),), JSON)
+    return HttpResponse(200, (metadata.model_config(gateway, name, version or ""),), JSON)
 
 
-async def all_statistics(gateway: Gateway, request: Request) -> Response:
+async def all_statistics(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/models/stats."""
     return json_response({"model_stats": await statistics.reported(gateway, "", "")})
 
 
 async def model_statistics(
-    gateway: Gateway, request: Request, name: str, version: str | None
-) -> Response:
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """GET /v2/models/NAME/stats."""
     return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
 
 
-async def trace(gateway: Gateway, request: Request, name: str = "") -> Response:
+async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
     raise absent.no_trace()
 
 
-async def show_logging(gateway: Gateway, request: Request) -> Response:
+async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/logging."""
     return json_response(await log_settings.change_settings(gateway, {}))
 
 
-async def change_logging(gateway: Gateway, request: Request) -> Response:
+async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """POST /v2/logging: all of the changes or none; what the extension does not know is left
     alone, and so is what a null is given for."""
     body = await read_json(gateway, request, required=True)

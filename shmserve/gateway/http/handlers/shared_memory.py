@@ -11,12 +11,12 @@ from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Response, json_response
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
 
 
-async def register(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """POST /v2/systemsharedmemory/region/NAME/register.
 
     With {"lifetime": "connection"} the region is unregistered when this connection ends; with
@@ -30,7 +30,7 @@ async def register(gateway: Gateway, request: Request, name: str | None) -> Resp
     key, offset, size, leased, pin = registration(await _register_body(gateway, request))
     asked = api.register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
     await (api.lease(gateway, client, asked) if leased else asked)
-    return Response()
+    return HttpResponse()
 
 
 def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
@@ -53,7 +53,7 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
     return key, offset, size, lifetime == "connection", pin
 
 
-async def _register_body(gateway: Gateway, request: Request) -> dict[str, Any]:
+async def _register_body(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     body = await read_json(gateway, request)
     return body if type(body) is dict else {}
 
@@ -64,19 +64,19 @@ def _required(body: dict[str, Any], field: str) -> Any:
     return body[field]
 
 
-async def status(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def status(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
     regions = api.visible(gateway, request.connection.client, name or "")
     return json_response([region.status() for region in regions])
 
 
-async def unregister(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def unregister(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
     await api.unregister(gateway, request.connection.client, name or "")
-    return Response()
+    return HttpResponse()
 
 
-async def register_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """POST /v2/cudasharedmemory/region/NAME/register.
 
     `offset` and `device_uuid` are ours, and optional.
@@ -104,7 +104,7 @@ async def register_cuda(gateway: Gateway, request: Request, name: str | None) ->
         device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
         exporter_pid=unix_pid(request.connection.transport),
     )
-    return Response()
+    return HttpResponse()
 
 
 def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
@@ -120,13 +120,13 @@ def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> 
     return value
 
 
-async def status_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def status_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
     regions = api.visible(gateway, request.connection.client, name or "", cuda=True)
     return json_response([region.status() for region in regions])
 
 
-async def unregister_cuda(gateway: Gateway, request: Request, name: str | None) -> Response:
+async def unregister_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
     await api.unregister(gateway, request.connection.client, name or "", cuda=True)
-    return Response()
+    return HttpResponse()

@@ -21,7 +21,7 @@ import orjson
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
-from shmserve.gateway.inference.request import WireInput, WireRequest
+from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
 _NUMBERS = re.compile(rb'"data": ?\[([-+.0-9eE, \t\r\n]*+)\]')
@@ -43,7 +43,7 @@ class Known(NamedTuple):
     """A cached request; `inputs` are those that are given as arrays of numbers."""
 
     prepared: PreparedRequest
-    inputs: list[WireInput]
+    inputs: list[InferInput]
 
 
 Cache = BoundedCache[Key, Known]
@@ -80,11 +80,11 @@ def worth_preparing(cache: Cache, key: Key) -> bool:
 
 
 def remember(
-    cache: Cache, key: Key, wire: WireRequest, prepared: PreparedRequest, arrays: int
+    cache: Cache, key: Key, request: InferRequest, prepared: PreparedRequest, arrays: int
 ) -> None:
     """Keep what was prepared of a request that came with so many arrays of numbers, if they are
     its tensors."""
-    inputs = [tensor for tensor in wire.inputs if tensor.data is not None]
+    inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
         for tensor in inputs:
             tensor.data = None  # this request's values are packed by now, and no other's

@@ -23,7 +23,7 @@ from shmserve.gateway.http.json.infer_request import (
     tensor_bytes,
 )
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.inference.request import WireInput, WireRequest, check_number
+from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
@@ -32,7 +32,7 @@ _NESTED = "parameters"
 
 def parse_generate(
     body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], stateful: bool = False
-) -> WireRequest:
+) -> InferRequest:
     """The request that a parsed body makes; `inputs` has each input's datatype and shape as the
     model's metadata show them, -1 for any size. `stateful`: the model has sequences.
 
@@ -40,7 +40,7 @@ def parse_generate(
     """
     if type(body) is not dict:
         raise JsonFault("attempt to get members for non-object")
-    request = WireRequest(request_id(body), [], [])
+    request = InferRequest(request_id(body), [], [])
     _take_members(request, body, inputs, nested=False)
     if stateful:
         take_sequence(request, request.parameters)
@@ -48,7 +48,7 @@ def parse_generate(
 
 
 def _take_members(
-    request: WireRequest,
+    request: InferRequest,
     members: dict[str, Any],
     inputs: Mapping[str, tuple[str, Sequence[int]]],
     *,
@@ -69,7 +69,7 @@ def _take_members(
 
 
 def _take_nested(
-    request: WireRequest, value: Any, inputs: Mapping[str, tuple[str, Sequence[int]]]
+    request: InferRequest, value: Any, inputs: Mapping[str, tuple[str, Sequence[int]]]
 ) -> None:
     if type(value) is not dict:
         raise JsonFault(
@@ -82,14 +82,14 @@ def _take_nested(
         raise type(error)(f"Converting keyword: '{_NESTED}': {error.message}") from None
 
 
-def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> WireInput:
+def _tensor(name: str, value: Any, datatype: str, described: Sequence[int]) -> InferInput:
     values = value if type(value) is list else [value]
     shape = _shape(len(values), described)
     if shape is None:
         raise InvalidArgument(
             f"The schema can not convert input '{name}' to tensor with proper shape"
         )
-    tensor = WireInput(name, datatype, shape, len(values), values)
+    tensor = InferInput(name, datatype, shape, len(values), values)
     tensor.data = tensor_bytes(tensor)
     return tensor
 
@@ -107,7 +107,7 @@ def _shape(count: int, described: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def response_json(
-    request: WireRequest,
+    request: InferRequest,
     name: str,
     version: str,
     outputs: Sequence[tuple[TensorRef, bytes]],

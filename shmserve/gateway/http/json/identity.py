@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 
 from shmserve.gateway.http.json.fingerprint import LONGEST_TEXT
-from shmserve.gateway.inference.request import Identity
+from shmserve.gateway.inference.request import RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
@@ -26,7 +26,7 @@ _NO_ID = b'{"id":0'
 _NOWHERE = b'"sequence_id":0'
 
 
-def identity(header: bytes) -> tuple[bytes, Identity | None]:
+def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
     """A header without what it alone says, and that; as it is, and None, where it says nothing, or
     in other words."""
     if len(header) > LONGEST_TEXT:
@@ -53,4 +53,4 @@ def identity(header: bytes) -> tuple[bytes, Identity | None]:
     if not kept:
         return header, None
     kept.append(header[at:])
-    return b"".join(kept), Identity(request_id, correlation_id, flags)
+    return b"".join(kept), RequestIdentity(request_id, correlation_id, flags)

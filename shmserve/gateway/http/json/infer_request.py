@@ -19,10 +19,10 @@ from shmserve.gateway.http.json.parser import (
     unsigned,
 )
 from shmserve.gateway.inference.request import (
+    InferInput,
+    InferOutput,
+    InferRequest,
     RegionRange,
-    WireInput,
-    WireOutput,
-    WireRequest,
     check_number,
     correlation_id,
 )
@@ -56,14 +56,14 @@ def request_id(header: Any) -> str:
     return value
 
 
-def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> WireRequest:
+def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> InferRequest:
     """The request in `header`, with `tail_size` bytes of binary tensors behind it.
 
     `json_limit` bounds the bytes of each tensor given as JSON. Raises JsonFault, InvalidArgument or
     Unsupported.
     """
     ident = request_id(header)
-    request = WireRequest(ident, [], [])
+    request = InferRequest(ident, [], [])
     if type(header) is dict and "parameters" in header:
         _take_parameters(request, header["parameters"])
     at = 0
@@ -89,14 +89,14 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> W
     return request
 
 
-def decode_data(wire: WireRequest) -> None:
+def decode_data(request: InferRequest) -> None:
     """Make bytes of the inputs that are given as JSON; raises as `tensor_bytes`."""
-    for tensor in wire.inputs:
+    for tensor in request.inputs:
         if tensor.place is None and tensor.binary_size < 0:
             tensor.data = tensor_bytes(tensor)
 
 
-def tensor_bytes(tensor: WireInput) -> bytes:
+def tensor_bytes(tensor: InferInput) -> bytes:
     """The bytes of an input that is given as JSON; raises what is wrong with it."""
     data = tensor.data
     if type(data) is bytes:
@@ -108,7 +108,7 @@ def tensor_bytes(tensor: WireInput) -> bytes:
     return tensors.decode(data, tensor.datatype, tensor.count, tensor.name)
 
 
-def _input(raw: Any, json_limit: int) -> WireInput:
+def _input(raw: Any, json_limit: int) -> InferInput:
     if type(raw) is not dict:
         raise InvalidArgument(_SOURCES + "But no field is set")
     given = raw.get("parameters")
@@ -134,7 +134,7 @@ def _input(raw: Any, json_limit: int) -> WireInput:
         raise InvalidArgument(f"invalid datatype for input {name}")
     if count * (item or 1) > LARGEST or count == 0:
         check_extent(name, shape, count, item)
-    tensor = WireInput(name, datatype, tuple(shape), count)
+    tensor = InferInput(name, datatype, tuple(shape), count)
     if binary:
         tensor.binary_size = unsigned(parameters["binary_data_size"], "binary_data_size")
     elif region:
@@ -166,7 +166,7 @@ def _range(parameters: dict[str, Any]) -> RegionRange:
     )
 
 
-def _output(raw: Any) -> WireOutput:
+def _output(raw: Any) -> InferOutput:
     if type(raw) is not dict:
         raise JsonFault(
             "Unable to parse 'name': attempt to access non-existing object member 'name'"
@@ -174,7 +174,7 @@ def _output(raw: Any) -> WireOutput:
     name = member_string(raw, "name")
     given = raw.get("parameters")
     if type(given) is not dict:
-        return WireOutput(name, False)
+        return InferOutput(name, False)
     binary = "binary_data" in given and boolean(given["binary_data"], "binary_data")
     classes = 0
     if "classification" in given:
@@ -189,7 +189,7 @@ def _output(raw: Any) -> WireOutput:
         for word in ("shared_memory_offset", "shared_memory_byte_size"):
             if word in given:
                 unsigned(given[word], word)
-    return WireOutput(name, binary, place, classes)
+    return InferOutput(name, binary, place, classes)
 
 
 def _classes(value: Any) -> int:
@@ -201,7 +201,7 @@ def _classes(value: Any) -> int:
     return value & 0xFFFF_FFFF  # as Triton has it; 0 is none
 
 
-def _take_parameters(request: WireRequest, raw: Any) -> None:
+def _take_parameters(request: InferRequest, raw: Any) -> None:
     if type(raw) is not dict:
         raise JsonFault("failed to get request params.: attempt to get members for non-object")
     check_number(raw, "parameters")
@@ -230,7 +230,7 @@ def _take_parameters(request: WireRequest, raw: Any) -> None:
 _OF_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
-def take_sequence(request: WireRequest, parameters: dict[str, Any]) -> None:
+def take_sequence(request: InferRequest, parameters: dict[str, Any]) -> None:
     """Take what says which sequence a request is of out of these; raises JsonFault."""
     _take_parameters(request, {n: parameters.pop(n) for n in _OF_SEQUENCES if n in parameters})
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import check_size
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.inference import Inferred
 _CUT = b"\0"  # no JSON text has it
 
 
-class Output(NamedTuple):
+class SentOutput(NamedTuple):
     """An output that is sent, and whether it is binary; else it is an array in the JSON."""
 
     name: str
@@ -24,7 +24,7 @@ class Output(NamedTuple):
     binary: bool
 
 
-class ResponseTemplate:
+class JsonResponseTemplate:
     """A response but for its request's id and its tensors' values.
 
     `whole`: what is sent is all that the worker's response has inline, so that it follows from any
@@ -33,9 +33,9 @@ class ResponseTemplate:
 
     __slots__ = ("_places", "_texts", "outputs", "whole")
 
-    def __init__(self, wire: WireRequest, name: str, version: str, response: Inferred) -> None:
-        asked = {output.name: output for output in wire.outputs}
-        self.outputs: list[Output] = []
+    def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
+        asked = {output.name: output for output in request.outputs}
+        self.outputs: list[SentOutput] = []
         self._places: list[int] = []  # of those outputs in the response
         entries: list[dict[str, Any]] = []
         for place, tensor in enumerate(response.outputs):
@@ -48,12 +48,12 @@ class ResponseTemplate:
             data = tensor.data
             size = len(data) if isinstance(data, bytes) else data.byte_size
             check_size(tensor, size)
-            binary = output.binary if output is not None else wire.binary
+            binary = output.binary if output is not None else request.binary
             if binary:
                 entry["parameters"] = {"binary_data_size": size}
             else:
                 entry["data"] = orjson.Fragment(_CUT)
-            self.outputs.append(Output(tensor.name, tensor.datatype, tensor.shape, binary))
+            self.outputs.append(SentOutput(tensor.name, tensor.datatype, tensor.shape, binary))
             self._places.append(place)
         inline = sum(type(tensor.data) is bytes for tensor in response.outputs)
         self.whole = inline == len(self.outputs)

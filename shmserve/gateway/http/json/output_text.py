@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import Iterator
 
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.infer_response import Output
+from shmserve.gateway.http.json.infer_response import SentOutput
 from shmserve.gateway.inference.malloc_trim import MallocTrim
 
 # A tensor of more bytes than this is written in steps.
 _LONG_TEXT = 64 * 1024
 
 
-async def output_text(output: Output, data: bytes | memoryview, trim: MallocTrim) -> bytes:
+async def output_text(output: SentOutput, data: bytes | memoryview, trim: MallocTrim) -> bytes:
     """The array of an output's values; raises as `tensors.encode`. `trim` is told what a long one
     took."""
     arguments = (data, output.datatype, output.shape, output.name)

@@ -10,16 +10,16 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.generate import parse_generate, response_json
-from shmserve.gateway.http.json.infer_response import Output
+from shmserve.gateway.http.json.infer_response import SentOutput
 from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.request import CONTENT_ENCODING, Request
-from shmserve.gateway.http.response import JSON, Response
-from shmserve.gateway.http.streaming.responses import Responses, StreamingResponse
+from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
+from shmserve.gateway.http.response import JSON, HttpResponse
+from shmserve.gateway.http.streaming.responses import ResponseQueue, StreamingResponse
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.open_request import error_of
 from shmserve.gateway.inference.response import check_size
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.streaming_request import error_of
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred
 
 _NOT_ONE = (
@@ -28,7 +28,9 @@ _NOT_ONE = (
 )
 
 
-async def generate(gateway: Gateway, request: Request, name: str, version: str | None) -> Response:
+async def generate(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """The one response of a model."""
     generation = await _begin(gateway, request, name, version)
     responses = generation.responses
@@ -44,12 +46,12 @@ async def generate(gateway: Gateway, request: Request, name: str, version: str |
                 break
     finally:
         responses.close()
-    return Response(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
+    return HttpResponse(status, (texts[0] if len(texts) == 1 else error_json(_NOT_ONE),), JSON)
 
 
 async def generate_stream(
-    gateway: Gateway, request: Request, name: str, version: str | None
-) -> Response:
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
     """All responses of a model, as server-sent events."""
     generation = await _begin(gateway, request, name, version)
     framing = SERVER_SENT_EVENTS
@@ -62,7 +64,9 @@ async def generate_stream(
     return StreamingResponse(status, framing.content_type, generation.responses, event)
 
 
-async def _begin(gateway: Gateway, request: Request, name: str, version: str | None) -> _Generation:
+async def _begin(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> _Generation:
     arrived_ns = time.monotonic_ns()
     model = gateway.models.resolve(name, version or "")
     encodings = request.headers.getall(CONTENT_ENCODING, ())
@@ -74,15 +78,15 @@ async def _begin(gateway: Gateway, request: Request, name: str, version: str | N
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
-    wire = parse_generate(loads(body), inputs, model.stateful)
-    built, _ = build(gateway, model, wire, b"", 0)
-    return _Generation(gateway, model, Responses(gateway, request, model, built, arrived_ns))
+    infer_request = parse_generate(loads(body), inputs, model.stateful)
+    built, _ = build(gateway, model, infer_request, b"", 0)
+    return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
 
 
 class _Generation:
     """A request under way, and its responses as flat JSON."""
 
-    def __init__(self, gateway: Gateway, model: Model, responses: Responses) -> None:
+    def __init__(self, gateway: Gateway, model: GatewayModel, responses: ResponseQueue) -> None:
         self._gateway = gateway
         self._model = model
         self.responses = responses
@@ -121,8 +125,8 @@ class _Generation:
             raw = tensor.data
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             check_size(tensor, len(data))
-            output = Output(tensor.name, tensor.datatype, tensor.shape, binary=False)
+            output = SentOutput(tensor.name, tensor.datatype, tensor.shape, binary=False)
             outputs.append((tensor, await output_text(output, data, self._gateway.malloc_trim)))
         model = self._model
-        wire = self.responses.request.wire
-        return response_json(wire, model.name, model.version, outputs, inferred.parameters)
+        infer_request = self.responses.request.infer_request
+        return response_json(infer_request, model.name, model.version, outputs, inferred.parameters)

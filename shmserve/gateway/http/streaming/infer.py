@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.inference import read_request
+from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
-from shmserve.gateway.http.json.infer_response import ResponseTemplate
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.tensors import encode
-from shmserve.gateway.http.request import ACCEPT, Request
-from shmserve.gateway.http.response import Response
-from shmserve.gateway.http.streaming.responses import Responses, StreamingResponse
+from shmserve.gateway.http.request import ACCEPT, HttpRequest
+from shmserve.gateway.http.response import HttpResponse
+from shmserve.gateway.http.streaming.responses import ResponseQueue, StreamingResponse
 from shmserve.gateway.inference.classification import classified_as_requested
-from shmserve.gateway.inference.open_request import Message, error_of, is_last
-from shmserve.gateway.inference.pipeline import log_failure
-from shmserve.gateway.inference.request import WireRequest
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
+from shmserve.gateway.inference.submit import log_failure
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
@@ -27,18 +27,18 @@ from shmserve.ipc.tensors.template_cache import TemplateCache
 _MOST_TEMPLATES = 8
 
 
-def accepted_stream(request: Request) -> Framing | None:
+def accepted_stream(request: HttpRequest) -> Framing | None:
     """The stream that a client asks for, if it does."""
     return accepted(request.headers[ACCEPT]) if ACCEPT in request.headers else None
 
 
 async def infer_stream(
-    gateway: Gateway, request: Request, model: Model, framing: Framing, arrived_ns: int
-) -> Response:
+    gateway: Gateway, request: HttpRequest, model: GatewayModel, framing: Framing, arrived_ns: int
+) -> HttpResponse:
     """Run one inference. Raises what is wrong before the first response, and what the first one
     fails with where none follows."""
     built = await read_request(gateway, model, request)
-    responses = Responses(gateway, request, model, built, arrived_ns)
+    responses = ResponseQueue(gateway, request, model, built, arrived_ns)
     try:
         await responses.wait()
         status = _status(responses)
@@ -49,12 +49,12 @@ async def infer_stream(
     return StreamingResponse(status, framing.content_type, responses, events.next)
 
 
-def _status(responses: Responses) -> int:
+def _status(responses: ResponseQueue) -> int:
     error = error_of(responses.first)
     if error is None:
         return 200
     if is_last(responses.first):
-        log_failure(responses.request.model, responses.request.wire.id, error)
+        log_failure(responses.request.model, responses.request.infer_request.id, error)
         raise error
     return error.status
 
@@ -63,14 +63,14 @@ class _Events:
     """Encodes the responses one by one, from templates where their form has come before."""
 
     def __init__(
-        self, gateway: Gateway, model: Model, responses: Responses, framing: Framing
+        self, gateway: Gateway, model: GatewayModel, responses: ResponseQueue, framing: Framing
     ) -> None:
         self._gateway = gateway
         self._model = model
         self._responses = responses
         self._framing = framing
-        self._wire = _without_binary(responses.request.wire)
-        self._templates: TemplateCache[ResponseTemplate] = TemplateCache(_MOST_TEMPLATES)
+        self._infer_request = _without_binary(responses.request.infer_request)
+        self._templates: TemplateCache[JsonResponseTemplate] = TemplateCache(_MOST_TEMPLATES)
 
     async def next(self) -> tuple[bytes | None, Inferred | None]:
         message = self._responses.first
@@ -94,21 +94,21 @@ class _Events:
         template, datas = found
         pairs = zip(template.outputs, datas, strict=True)
         arrays = [encode(data, o.datatype, o.shape, o.name) for o, data in pairs]
-        return template.json(self._wire.id, arrays)
+        return template.json(self._infer_request.id, arrays)
 
     async def _json(self, inferred: Inferred) -> bytes:
         model, message = self._model, self._responses.first
-        shown = classified_as_requested(self._gateway, model, self._wire, inferred)
-        template = ResponseTemplate(self._wire, model.name, model.version, shown)
+        shown = classified_as_requested(self._gateway, model, self._infer_request, inferred)
+        template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
         if template.whole and shown is inferred and isinstance(message, m.Responded):
             self._templates.learn(message.body, inferred, template)
         arrays: list[bytes] = []
         for output, raw in zip(template.outputs, template.datas(shown), strict=True):
             data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
             arrays.append(await output_text(output, data, self._gateway.malloc_trim))
-        return template.json(self._wire.id, arrays)
+        return template.json(self._infer_request.id, arrays)
 
 
-def _without_binary(wire: WireRequest) -> WireRequest:
-    outputs = [replace(output, binary=False) for output in wire.outputs]
-    return replace(wire, outputs=outputs, binary=False)
+def _without_binary(infer_request: InferRequest) -> InferRequest:
+    outputs = [replace(output, binary=False) for output in infer_request.outputs]
+    return replace(infer_request, outputs=outputs, binary=False)

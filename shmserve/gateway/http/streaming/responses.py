@@ -8,36 +8,41 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Response, drain
-from shmserve.gateway.inference.open_request import Message, OpenRequest, is_last
-from shmserve.gateway.inference.pipeline import admit
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import HttpResponse, drain
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
+from shmserve.gateway.inference.submit import prepare_submit
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred
 
 # Responses that are here are written together up to so many bytes.
 _TOGETHER = 32 * 1024
 
 
-class Responses:
+class ResponseQueue:
     """An open request and the queue of responses that have come to it. Raises what keeps it from
     being submitted."""
 
     def __init__(
-        self, gateway: Gateway, request: Request, model: Model, built: BuiltRequest, arrived_ns: int
+        self,
+        gateway: Gateway,
+        request: HttpRequest,
+        model: GatewayModel,
+        built: BuiltRequest,
+        arrived_ns: int,
     ) -> None:
         self._here: deque[Message] = deque()
         self._news = asyncio.Event()
-        submit = admit(gateway, built, request.connection.client, arrived_ns)
+        submit = prepare_submit(gateway, built, request.connection.client, arrived_ns)
         try:
             model = gateway.models.current(model)
         except BaseException:
             built.release()
             raise
-        self.request = OpenRequest(gateway, model, built, submit, self._heard)
+        self.request = StreamingRequest(gateway, model, built, submit, self._heard)
 
-    def _heard(self, _: OpenRequest, message: Message) -> None:
+    def _heard(self, _: StreamingRequest, message: Message) -> None:
         self._here.append(message)
         self._news.set()
 
@@ -77,7 +82,7 @@ class Responses:
 Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
 
 
-class StreamingResponse(Response):
+class StreamingResponse(HttpResponse):
     """A response whose body is streamed in chunks, one or more for each response of the model.
 
     Back-pressure: for a client that does not read no more credit is granted, and the model waits.
@@ -86,20 +91,20 @@ class StreamingResponse(Response):
     __slots__ = ("_encode", "_responses")
 
     def __init__(
-        self, status: int, content_type: bytes, responses: Responses, encode: Encode
+        self, status: int, content_type: bytes, responses: ResponseQueue, encode: Encode
     ) -> None:
         super().__init__(status, (), b"Content-Type: %b\r\n" % content_type)
         self._responses = responses
         self._encode = encode
 
-    async def send(self, request: Request, stall_s: float) -> None:
-        """As `Response.send`. The request is cancelled when the client is gone."""
+    async def send(self, request: HttpRequest, stall_s: float) -> None:
+        """As `HttpResponse.send`. The request is cancelled when the client is gone."""
         try:
             await self._send(request, stall_s)
         finally:
             self._responses.close()
 
-    async def _send(self, request: Request, stall_s: float) -> None:
+    async def _send(self, request: HttpRequest, stall_s: float) -> None:
         transport = request.connection.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.ipc.messages import Cancel, Grant, Release, Submit
+from shmserve.ipc.messages import Cancel, Credit, Release, Submit
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.in_process import InProcessLinks
@@ -46,7 +46,7 @@ class StepSchedulers:
         if not self._neighbours.post(endpoint, self._identity, message):
             self._links.open(endpoint).post(message)
 
-    def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
         while endpoint in self._moved:
             endpoint = self._moved[endpoint]

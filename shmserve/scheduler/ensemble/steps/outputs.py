@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
-from shmserve.ipc.messages import Cancel, Finished, Grant, Release, Responded, Submit
+from shmserve.ipc.messages import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
@@ -21,7 +21,7 @@ from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import StepRequest
-from shmserve.scheduler.ensemble.values import Credit, Value
+from shmserve.scheduler.ensemble.values import HeldCredit, Value
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -32,7 +32,7 @@ class StepLinks(Protocol):
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
 
-    def tell(self, endpoint: str, message: Cancel | Grant | Release) -> None:
+    def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
 
     def lose(self, endpoint: str, successor: str) -> None:
@@ -60,29 +60,29 @@ class StepOutputs:
         request = step.request
         inferred = unpack_inferred(message.body)
         if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
-            self.grant_discarded(step, message)
+            self.credit_discarded(step, message)
             self._release(step.endpoint, inferred.outputs, step)
             return
         step.answered = True
-        grants = isinstance(message, Responded) and not message.final
-        request.flow.respond(step.firing, self._values(step, inferred, grants))
+        more_follow = isinstance(message, Responded) and not message.final
+        request.flow.respond(step.firing, self._values(step, inferred, more_follow))
 
-    def grant_discarded(self, step: StepRequest, message: Finished | Responded) -> None:
+    def credit_discarded(self, step: StepRequest, message: Finished | Responded) -> None:
         """Nobody reads this response of a step: if others follow, the next may come."""
         if isinstance(message, Responded) and not message.final:
-            self._grant(step)
+            self._credit(step)
 
-    def _grant(self, step: StepRequest) -> None:
+    def _credit(self, step: StepRequest) -> None:
         if step.submit.id in self._table.pending:
-            self._links.tell(step.endpoint, Grant(step.submit.id, 1))
+            self._links.tell(step.endpoint, Credit(step.submit.id, 1))
 
-    def _values(self, step: StepRequest, inferred: Inferred, grants: bool) -> dict[str, Value]:
-        """The outputs of a response; `grants`: once nobody uses it, the next may come."""
+    def _values(self, step: StepRequest, inferred: Inferred, more_follow: bool) -> dict[str, Value]:
+        """The outputs of a response; `more_follow`: once nobody uses it, the next may come."""
         given = inferred.parameters
         override = {key: given[key] for key in _OVERRIDES if key in given}
         override = override or _inherited(step.firing)
         held = _held_back(step)
-        own = Credit(lambda: self._grant(step)) if grants else None
+        own = HeldCredit(lambda: self._credit(step)) if more_follow else None
         if own is not None:
             held = (*held, own)
         batched = step.signature.max_batch_size > 0
@@ -156,7 +156,7 @@ def _inherited(firing: Firing) -> dict[str, Any]:
     return found
 
 
-def _held_back(step: StepRequest) -> tuple[Credit, ...]:
+def _held_back(step: StepRequest) -> tuple[HeldCredit, ...]:
     """The credits of the responses that a step's inputs came of."""
     if step.request.plan.follows[step.firing.step.index] == ONCE:
         return ()

@@ -77,14 +77,14 @@ class StepRunner(Steps):
                 self.cancel(request)
         elif isinstance(message, Responded) and message.code:
             self._live.fail(request, message.code, message.message)
-            self._outputs.grant_discarded(step, message)
+            self._outputs.credit_discarded(step, message)
         elif message.body:
             try:
                 self._outputs.made(step, message)
             except (MalformedMessage, ShmserveError) as error:
                 self._unusable(step, message, error)
         else:
-            self._outputs.grant_discarded(step, message)
+            self._outputs.credit_discarded(step, message)
 
     def _unusable(
         self,
@@ -98,7 +98,7 @@ class StepRunner(Steps):
             return
         logger.error("a worker's response is malformed: %s", error)
         self._live.fail(step.request, Internal.code, "internal error")
-        self._outputs.grant_discarded(step, message)
+        self._outputs.credit_discarded(step, message)
 
     def moves(self, step: StepRequest) -> bool:
         try:

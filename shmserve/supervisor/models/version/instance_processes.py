@@ -20,7 +20,7 @@ from shmserve.supervisor.models.version.instances import (
     expand_instances,
 )
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
@@ -46,7 +46,7 @@ class InstanceProcesses:
         context: SupervisorContext,
         spec: VersionSpec,
         protocol: LoadProtocol,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:

@@ -14,7 +14,7 @@ from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
 
@@ -36,7 +36,7 @@ class InstanceRestarts:
         context: SupervisorContext,
         model_name: str,
         protocol: LoadProtocol,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
         instances: list[Instance],
         load: Callable[[Instance], Awaitable[None]],

@@ -17,7 +17,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instances import Instance, inbox
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.table import Child
@@ -36,7 +36,7 @@ class LoadProtocol:
         self,
         context: SupervisorContext,
         spec: VersionSpec,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
     ) -> None:
         self._context = context

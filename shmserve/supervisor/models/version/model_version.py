@@ -4,7 +4,7 @@ stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
 worker dies:     its scheduler is told at once, it starts again with backoff (instance_restarts)
-reload:          where only its instances differ, some are added and others retire (in_place_update)
+reload:          where only its instances differ, some are added and others retire (instance_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
@@ -19,18 +19,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
-from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate, fits_in_place
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
+from shmserve.supervisor.models.version.instance_update import (
+    InstanceUpdate,
+    differs_in_instances_only,
+)
 from shmserve.supervisor.models.version.load_protocol import LoadProtocol
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import ServingModels, StepModels
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -38,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps.
+    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps. Its
+    scheduler is hosted with those of its `group`.
 
     `loaded`: it was ready once; `ended`: it has no process any more.
     """
@@ -49,6 +54,7 @@ class ModelVersion:
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
         models: ServingModels,
+        group: Group,
     ) -> None:
         self.spec = spec
         self.loaded = False
@@ -59,7 +65,7 @@ class ModelVersion:
         self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
+        self._scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
         self.instances: InstanceProcesses | StepModels
         if spec.steps:
             self.instances = StepModels(spec, self._scheduler, models)
@@ -135,7 +141,7 @@ class ModelVersion:
             raise first_of(error) from None
         self.load_seconds = time.monotonic() - began
 
-    def update_to(self, spec: VersionSpec) -> InPlaceUpdate | None:
+    def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """What this version, which serves, is to be done to become `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
         instances = self.instances
@@ -145,18 +151,18 @@ class ModelVersion:
         limited = self._scheduler.is_limited(self.config)
         if limited != self._scheduler.is_limited(spec.config):
             return None
-        if not fits_in_place(self.spec, spec):
+        if not differs_in_instances_only(self.spec, spec):
             return None
         try:
             config = spec.complete(instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = deployed_part(config) == deployed_part(self.config)
+        same_rest = immutable_config(config) == immutable_config(self.config)
         if not same_rest or config == self.config:
             return None
-        return InPlaceUpdate(instances, spec, config)
+        return InstanceUpdate(instances, spec, config)
 
-    def commit(self, update: InPlaceUpdate) -> None:
+    def commit(self, update: InstanceUpdate) -> None:
         """Become what an update, whose instances have been added, leads to."""
         update.commit()
         self.spec = update.spec
@@ -214,8 +220,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
-        self._scheduler.leave()
-        children = [*self._scheduler.children(), *self.instances.children()]
+        children = self.instances.children()
         for child in children:
             child.kill()
-        await asyncio.gather(*(child.gone() for child in children))
+        await asyncio.gather(self._scheduler.stop(), *(child.gone() for child in children))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from shmserve.common.fd_limits import share_of
 from shmserve.gateway.grpc.core.connection_limits import Seen, leaving
-from shmserve.gateway.grpc.core.sockets import Connection
+from shmserve.gateway.grpc.core.sockets import GrpcConnection
 
 
 def seen(peer: str | None, silent_ms: int, busy: bool) -> Seen:
     address = (peer or "127.0.0.1", 1)
-    return Seen(Connection(0, 0, address, address), peer, silent_ms, busy)
+    return Seen(GrpcConnection(0, 0, address, address), peer, silent_ms, busy)
 
 
 SEEN = st.builds(seen, st.sampled_from([None, "a", "b"]), st.integers(0, 9), st.booleans())

@@ -214,7 +214,7 @@ def _cancelled(scheduler: Scheduler) -> set[int]:
 
 
 def granted(scheduler: Scheduler, number: int) -> int:
-    grants = [message for message in scheduler.others if isinstance(message, m.Grant)]
+    grants = [message for message in scheduler.others if isinstance(message, m.Credit)]
     return sum(grant.responses for grant in grants if grant.id == number)
 
 
@@ -243,7 +243,7 @@ def test_credit_is_granted_for_what_is_read(repeat: Scheduler, stream: Stream) -
     stream.end()
     reader.join(20)
     assert values(got) == [("a", value, False) for value in range(1000)]
-    grants = [message for message in repeat.others if isinstance(message, m.Grant)]
+    grants = [message for message in repeat.others if isinstance(message, m.Credit)]
     assert len(grants) <= 1000 // 16
 
 

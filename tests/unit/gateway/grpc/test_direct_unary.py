@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading, Soon
-from shmserve.gateway.grpc.core.core_call import Waiter
-from shmserve.gateway.grpc.core.direct_unary import Call, acceptors
+from shmserve.gateway.grpc.core.core_call import CoreWaiter
+from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall, acceptors
 from shmserve.gateway.inference.body_budget import SLOWEST_RATE
 from tests.support.wire.http2 import (
     ACK,
@@ -48,7 +48,7 @@ class Scene:
 
 
 def play(
-    handler: Callable[[bytes, Call], None],
+    handler: Callable[[bytes, DirectUnaryCall], None],
     act: Callable[[Scene], Awaitable[None]],
     ends: bool = True,
     calls: Calls | None = None,
@@ -61,7 +61,7 @@ def play(
         scene.aio += 1
         return b"aio " + raw
 
-    def first(raw: bytes, call: Call) -> None:
+    def first(raw: bytes, call: DirectUnaryCall) -> None:
         call.finish(raw) if raw == b"first" else handler(raw, call)
 
     async def slow_way(_: Any, context: Any) -> bytes:
@@ -78,7 +78,7 @@ def play(
         way = grpc.unary_unary_rpc_method_handler(own)
         (short,) = acceptors(
             server,
-            {PATH: (way, lambda state: Call(state, calls).begin(first, lambda _: None))},
+            {PATH: (way, lambda state: DirectUnaryCall(state, calls).begin(first, lambda _: None))},
         )
         port = scene.port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -97,7 +97,7 @@ def play(
     return scene
 
 
-def echo(raw: bytes, call: Call) -> None:
+def echo(raw: bytes, call: DirectUnaryCall) -> None:
     call.finish(b"short " + raw)
 
 
@@ -116,7 +116,7 @@ def test_most_calls_go_the_short_way() -> None:
 def test_an_error_has_its_code_text_and_metadata() -> None:
     seen: list[Any] = []
 
-    def refuse(raw: bytes, call: Call) -> None:
+    def refuse(raw: bytes, call: DirectUnaryCall) -> None:
         seen.append((call.peer(), dict(call.invocation_metadata()), call.time_remaining()))
         call.fail(grpc.StatusCode.NOT_FOUND, "no such thing: é", (("key", "value"),))
 
@@ -144,7 +144,7 @@ def test_a_client_that_leaves() -> None:
         call.finish(b"too late")
         assert await scene.ask(b"another") == b"short another"
 
-    def hold(raw: bytes, call: Call) -> None:
+    def hold(raw: bytes, call: DirectUnaryCall) -> None:
         if raw == b"hold":
             call.on_gone = lambda: gone.put_nowait(call)
             arrived.put_nowait(None)
@@ -152,10 +152,10 @@ def test_a_client_that_leaves() -> None:
             echo(raw, call)
 
     arrived: asyncio.Queue[None] = asyncio.Queue()
-    gone: asyncio.Queue[Call] = asyncio.Queue()
+    gone: asyncio.Queue[DirectUnaryCall] = asyncio.Queue()
     play(hold, act)
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is Call]
+    assert not [thing for thing in gc.get_objects() if type(thing) is DirectUnaryCall]
 
 
 @pytest.mark.parametrize("path", [PATH, f"/test.Service/{SLOW}"])
@@ -173,7 +173,7 @@ def test_who_reads_no_response_is_disconnected(path: str) -> None:
         writer.close()
         assert await scene.ask(b"another") == b"short another"
 
-    def much(raw: bytes, call: Call) -> None:
+    def much(raw: bytes, call: DirectUnaryCall) -> None:
         call.finish(bytes(1_000_000)) if raw == b"a" else echo(raw, call)
 
     play(much, act, calls=Calls(0.5))
@@ -208,7 +208,7 @@ def test_who_reads_slowly_is_waited_for() -> None:
             writer.write(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
         writer.close()
 
-    def much(raw: bytes, call: Call) -> None:
+    def much(raw: bytes, call: DirectUnaryCall) -> None:
         call.finish(bytes(size))
 
     calls = Looking(1.0)
@@ -216,7 +216,7 @@ def test_who_reads_slowly_is_waited_for() -> None:
 
 
 def test_the_server_stops_while_a_call_waits() -> None:
-    gone: list[Call] = []
+    gone: list[DirectUnaryCall] = []
 
     async def act(scene: Scene) -> None:
         arrived = asyncio.get_running_loop().create_future()
@@ -229,7 +229,7 @@ def test_the_server_stops_while_a_call_waits() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await asked
 
-    def hold(raw: bytes, call: Call) -> None:
+    def hold(raw: bytes, call: DirectUnaryCall) -> None:
         call.on_gone = lambda: gone.append(call)
         waiting[0].set_result(None)
 
@@ -263,7 +263,7 @@ def test_what_is_to_be_done_soon_is_done_once_and_not_at_once() -> None:
 
 
 def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    def crash(raw: bytes, call: Call) -> None:
+    def crash(raw: bytes, call: DirectUnaryCall) -> None:
         raise ValueError("a bug")
 
     async def act(scene: Scene) -> None:
@@ -284,12 +284,12 @@ def test_a_release_without_these_parts_goes_its_own_way() -> None:
 def test_a_waiter_goes_on_with_what_it_gets() -> None:
     ends: list[Any] = []
 
-    async def wait(waiter: Waiter) -> str:
+    async def wait(waiter: CoreWaiter) -> str:
         await waiter
         return "result"
 
     for error in (None, ValueError()):
-        waiter = Waiter()
+        waiter = CoreWaiter()
         coroutine = wait(waiter)
         coroutine.send(None).resumes(coroutine, ends.append)
         waiter.set_result(None) if error is None else waiter.set_exception(error)

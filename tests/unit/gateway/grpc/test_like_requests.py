@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.gateway.http.body import inference as http
+from shmserve.gateway.http.body import read_request as http
 from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.model_table import GatewayModel
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")
@@ -52,13 +52,13 @@ class Read:
 
 
 @pytest.fixture
-def model() -> Model:
+def model() -> GatewayModel:
     nobody: Any = SimpleNamespace(endpoint="ipc:///nowhere")
-    return Model(publication(identity_config("m", "INT8", [1]), nobody), nobody)
+    return GatewayModel(publication(identity_config("m", "INT8", [1]), nobody), nobody)
 
 
 @pytest.fixture
-def gateway(model: Model) -> Any:
+def gateway(model: GatewayModel) -> Any:
     models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     nothing = {"arena": None, "body_budget": None, "regions": None}
@@ -71,7 +71,7 @@ def check(asked: Callable[[Any], BuiltRequest]) -> None:
         for said in SAID[turn % 2 :]:
             request_id, sequence, start, end = said
             built = asked(said)
-            wire = built.wire
+            wire = built.infer_request
             assert (wire.id, wire.flags) == (request_id, start | end * 2)
             assert (wire.correlation_id, wire.timeout_us) == (sequence, 5)
             works.add(built.work)
@@ -79,7 +79,7 @@ def check(asked: Callable[[Any], BuiltRequest]) -> None:
     assert len(works) == 1
 
 
-def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Model) -> None:
+def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: GatewayModel) -> None:
     read = Read(monkeypatch, http, "parse_request")
 
     def asked(said: Any) -> BuiltRequest:
@@ -101,7 +101,7 @@ def test_over_http(monkeypatch: pytest.MonkeyPatch, gateway: Any, model: Model) 
 
 
 def test_over_grpc(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
-    read = Read(monkeypatch, grpc, "wire_request")
+    read = Read(monkeypatch, grpc, "infer_request")
     inferences = grpc.Inferences(gateway)
 
     def asked(said: Any) -> BuiltRequest:

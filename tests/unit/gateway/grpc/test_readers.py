@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from shmserve.gateway.grpc.core.readers import Loop, start
+from shmserve.gateway.grpc.core.readers import ReaderLoop, start
 
 
 class _Queue:
@@ -57,6 +57,6 @@ def test_events_that_are_here_together_take_one_turn_of_the_loop() -> None:
             handled.clear()
         await asyncio.sleep(0)
 
-    with reads, writes, asyncio.Runner(loop_factory=Loop) as runner:
+    with reads, writes, asyncio.Runner(loop_factory=ReaderLoop) as runner:
         runner.run(main())
     assert turns == [b"1"] * 3

@@ -14,7 +14,7 @@ from shmserve.gateway.grpc.client_identity import Users
 from shmserve.gateway.grpc.core.sockets import address_of
 from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
 from shmserve.gateway.grpc.wire.fingerprint import split
-from shmserve.gateway.inference.request import ANONYMOUS, Identity
+from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
 
@@ -106,7 +106,11 @@ def test_a_request_is_known_by_all_but_its_tensors() -> None:
 def test_one_without_raw_contents_is_known_as_a_whole() -> None:
     raw = request("").SerializeToString()
     assert split(raw) == ((raw, ()), [], ANONYMOUS)
-    assert split(request("one").SerializeToString()) == ((raw, ()), [], Identity("one", 0, 0))
+    assert split(request("one").SerializeToString()) == (
+        (raw, ()),
+        [],
+        RequestIdentity("one", 0, 0),
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import Refused, Submitted
+from shmserve.gateway.grpc.infer import RequestRefused, Submitted
 from shmserve.gateway.grpc.streaming.call import stream_infer
 
 
@@ -85,9 +85,9 @@ def test_a_refusal_that_waits_holds_nothing() -> None:
         try:
             raise KeyError(raw)
         except KeyError:
-            raise Refused(Unavailable("no"), "1") from None
+            raise RequestRefused(Unavailable("no"), "1") from None
 
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         refuse(b"large")
     refused = caught.value.bare()
     for error in (refused, refused.error):

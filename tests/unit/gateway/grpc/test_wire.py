@@ -25,7 +25,7 @@ from shmserve.proto import grpc_service_pb2 as ours
 
 pytest.importorskip("grpc")
 
-from shmserve.gateway.grpc.wire.request import wire_request
+from shmserve.gateway.grpc.wire.request import infer_request
 
 theirs = pytest.importorskip("tritonclient.grpc.service_pb2")
 
@@ -67,7 +67,7 @@ def request(**parameters: object) -> ours.ModelInferRequest:
 
 
 def test_parameters() -> None:
-    wire = wire_request(
+    wire = infer_request(
         request(
             sequence_id="int64:-1",
             sequence_start="bool:True",
@@ -86,7 +86,7 @@ def test_narrow_integers_are_cut_off() -> None:
     made = request()
     tensor = made.inputs.add(name="x", datatype="INT8", shape=[2])
     tensor.contents.int_contents.extend([257, -129])
-    assert wire_request(made).inputs[0].data == b"\x01\x7f"
+    assert infer_request(made).inputs[0].data == b"\x01\x7f"
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -105,7 +105,7 @@ def test_typed_numbers_keep_their_bits(datatype: str, tag: bytes, value: bytes, 
     unknown = b"\x7a\3abc"  # a field of a later version
     values = value * count
     tensor.contents.MergeFromString(unknown + tag + varint(len(values)) + values)
-    assert wire_request(made).inputs[0].data == values
+    assert infer_request(made).inputs[0].data == values
 
 
 def output(**parameters: object) -> ours.ModelInferRequest:
@@ -117,11 +117,11 @@ def output(**parameters: object) -> ours.ModelInferRequest:
 
 
 def test_classification() -> None:
-    assert wire_request(output(int64_param=3)).classes == {"y": 3}
+    assert infer_request(output(int64_param=3)).classes == {"y": 3}
     with pytest.raises(InvalidArgument, match="expected >= 0"):
-        wire_request(output(int64_param=0))
+        infer_request(output(int64_param=0))
     with pytest.raises(InvalidArgument, match="expected int64_param"):
-        wire_request(output(string_param="1"))
+        infer_request(output(string_param="1"))
 
 
 def test_what_a_plan_goes_by() -> None:
@@ -167,7 +167,7 @@ def test_what_a_request_alone_says_is_no_part_of_its_plan(
         assert parts is None  # the long way: it may be too long
         return
     assert parts is not None and expected is not None
-    assert parts.identity.is_of(wire_request(made))
+    assert parts.identity.is_of(infer_request(made))
     assert parts.key == expected.key and parts.contents == expected.contents
 
 

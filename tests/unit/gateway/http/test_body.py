@@ -18,13 +18,13 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http.body import arrival
 from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import Body
-from shmserve.gateway.http.request import Request
+from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference import body_budget
 from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
 from tests.rigs.clocks import Clock
 
@@ -54,8 +54,10 @@ class Client:
         self.content = StreamReader(cast("Any", protocol), 2**16, loop=loop)
         headers = CIMultiDictProxy(CIMultiDict({"Content-Length": str(MIB)}))
         request = SimpleNamespace(content=self.content, headers=headers)
-        settings = Settings(max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s)
-        self.body = Body(cast("Request", request), settings, budget)
+        settings = GatewaySettings(
+            max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s
+        )
+        self.body = Body(cast("HttpRequest", request), settings, budget)
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Have a block of the arena and wait for what goes into it."""

@@ -20,7 +20,7 @@ from shmserve.gateway.http.json.fingerprint import (
 from shmserve.gateway.http.json.identity import identity
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.inference.request import Identity, WireRequest
+from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.template_cache import BoundedCache
 
 LIMIT = 1 << 20
@@ -43,7 +43,7 @@ def test_the_place_in_a_sequence_is_cut_out(space: str, sequence: int | str) -> 
             text = header(json.dumps(given, separators=("," + space, ":" + space))[1:-1])
             key, found = identity(text)
             assert found is not None and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
-            assert found == Identity("", sequence, start | end * 2)
+            assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -63,7 +63,7 @@ def test_the_id_is_cut_out(request_id: str) -> None:
         if found is None:
             assert key == first and (not request_id.isascii() or "\\" in json.dumps(request_id))
         else:
-            assert found == Identity(request_id, 0, 0) and json.loads(key)["id"] == 0
+            assert found == RequestIdentity(request_id, 0, 0) and json.loads(key)["id"] == 0
             assert found.is_of(parse_request(loads(first), 1, "m", LIMIT))
     last = header(f'"other":2}},"id":{json.dumps(request_id)},"x":{{"y":1')
     assert identity(last) == (last, None)
@@ -73,7 +73,9 @@ def test_an_id_and_a_place_are_cut_out_together() -> None:
     place = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(place)[1:]
     key, found = identity(text)
-    assert found == Identity("7", 5, 1) and found.is_of(parse_request(loads(text), 1, "m", LIMIT))
+    assert found == RequestIdentity("7", 5, 1) and found.is_of(
+        parse_request(loads(text), 1, "m", LIMIT)
+    )
     assert key == text.replace(b'"7"', b"0").replace(place.encode(), b'"sequence_id":0')
 
 
@@ -120,7 +122,7 @@ def made() -> Cache:
     return BoundedCache(256)
 
 
-def wire_of(text: bytes) -> WireRequest:
+def wire_of(text: bytes) -> InferRequest:
     return parse_request(loads(text), 0, "m", LIMIT)
 
 

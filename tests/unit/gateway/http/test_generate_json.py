@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.events import JSON_LINES, SERVER_SENT_EVENTS, accepted
 from shmserve.gateway.http.json.generate import parse_generate, response_json
-from shmserve.gateway.inference.request import WireRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 INPUTS = {
@@ -29,7 +29,7 @@ INPUTS = {
 }
 
 
-def parsed(body: Any) -> WireRequest:
+def parsed(body: Any) -> InferRequest:
     return parse_generate(body, INPUTS)
 
 
@@ -175,11 +175,11 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
         (tensor("IO", 2), b"[1,2]"),
         (tensor("E", 0), b"[]"),
     ]
-    said = response_json(WireRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
+    said = response_json(InferRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
     assert said == (
         b'{"E":[],"IO":[1,2],"SAW":"a","id":"x1","model_name":"gen","model_version":"1","k":1}'
     )
-    said = response_json(WireRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {})
+    said = response_json(InferRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {})
     assert said == b'{"N":7,"model_name":"gen","model_version":"1"}'
 
 

@@ -23,16 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
-from shmserve.gateway.grpc.wire.request import wire_request
-from shmserve.gateway.http.body import inference as body_inference
-from shmserve.gateway.http.body.inference import header_size
+from shmserve.gateway.grpc.wire.request import infer_request
+from shmserve.gateway.http.body import read_request
+from shmserve.gateway.http.body.read_request import header_size
 from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.http.json import large_arrays, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
-from shmserve.gateway.http.json.infer_response import ResponseTemplate
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.inference.builder import check_room, raw_request
-from shmserve.gateway.inference.request import RegionRange, WireOutput, WireRequest
+from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.tensors.datatypes import NUMPY, decode_bytes, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -105,7 +105,7 @@ def test_tensors_have_a_number_that_no_model_has(noun: str) -> None:
     for _ in range(20_000):
         getattr(message, noun).add(name="A")
     with pytest.raises(InvalidArgument, match=f"16384 {noun} at most, this one has 20000"):
-        wire_request(message)
+        infer_request(message)
 
 
 @pytest.mark.parametrize("dim", [2, 2**63 - 1, -2, -(2**63)])
@@ -574,9 +574,9 @@ def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values:
             turns += 1
             await asyncio.sleep(0)
 
-    async def read(header: bytes) -> WireRequest:
+    async def read(header: bytes) -> InferRequest:
         task = asyncio.create_task(others())
-        wire = await body_inference._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        wire = await read_request._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
         task.cancel()
         return wire
 
@@ -657,10 +657,10 @@ def test_a_raw_request_takes_its_shape_from_its_size() -> None:
 
 
 def test_the_response_has_its_keys_in_order() -> None:
-    wire = WireRequest("", [], [])
-    text = ResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).json("7", ())
+    wire = InferRequest("", [], [])
+    text = JsonResponseTemplate(wire, "m", "1", Inferred((), {"p": 1})).json("7", ())
     assert list(json.loads(text)) == ["id", "model_name", "model_version", "parameters", "outputs"]
-    bare = ResponseTemplate(wire, "m", "1", Inferred(())).json("", ())
+    bare = JsonResponseTemplate(wire, "m", "1", Inferred(())).json("", ())
     assert list(json.loads(bare)) == ["model_name", "model_version", "outputs"]
 
 
@@ -669,8 +669,8 @@ def test_a_response_is_made_for_what_was_asked() -> None:
     datas = {"A": b"\1\2", "B": b"\3\4", "C": b"\5\6"}
     answer = Inferred(tuple(TensorRef(name, "INT8", (2,), data) for name, data in datas.items()))
     region = RegionRange("r", 0, 2)
-    wire = WireRequest("", [], [WireOutput("A", True), WireOutput("C", False, region)])
-    form = ResponseTemplate(wire, "m", "1", answer)
+    wire = InferRequest("", [], [InferOutput("A", True), InferOutput("C", False, region)])
+    form = JsonResponseTemplate(wire, "m", "1", answer)
     assert [(output.name, output.binary) for output in form.outputs] == [("A", True), ("B", False)]
     assert form.datas(answer) == [b"\1\2", b"\3\4"]
     assert not form.whole  # C's bytes are in the answer, and are not sent

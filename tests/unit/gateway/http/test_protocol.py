@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.gateway.client_identity import Listener, ListenerKind
+from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import Body
-from shmserve.gateway.http.connection.limits import Server
-from shmserve.gateway.http.connection.protocol import Connection, Handle
-from shmserve.gateway.http.request import Request
-from shmserve.gateway.http.response import Response, json_response
+from shmserve.gateway.http.connection.limits import HttpServer
+from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.gateway.inference.body_budget import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 
-_SETTINGS = Settings()
+_SETTINGS = GatewaySettings()
 _BODIES = (b"", b"{}", b"{1}", b"POST /a HTTP/1.1\r\n\r\n", bytes(300))
 _HEADS = (
     ("POST", "/a", ()),
@@ -66,7 +66,7 @@ class Transport(asyncio.Transport):
         pass
 
 
-async def repeat(request: Request) -> Response:
+async def repeat(request: HttpRequest) -> HttpResponse:
     """What was asked, as it was understood."""
     body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
         1 << 20, "{size} {limit}"
@@ -100,11 +100,11 @@ requests = st.lists(
 
 
 def connected(
-    answer: Handle = repeat, settings: Settings = _SETTINGS
-) -> tuple[Connection, Transport]:
+    answer: Handle = repeat, settings: GatewaySettings = _SETTINGS
+) -> tuple[HttpConnection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
-    listener = Listener(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    connection = Server(answer, settings, listener, 10)()
+    listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
+    connection = HttpServer(answer, settings, listener, 10)()
     transport = Transport()
     connection.connection_made(transport)
     return connection, transport
@@ -174,7 +174,7 @@ def test_every_request_is_answered_with_its_own(
 def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
-    async def first(request: Request) -> Response:
+    async def first(request: HttpRequest) -> HttpResponse:
         found, request.call = request.call is not None, (first, ())
         return json_response(found)
 
@@ -291,7 +291,9 @@ def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
 
     async def run() -> tuple[int, bool]:
         clock = Clock()
-        connection, transport = connected(settings=Settings(header_timeout_s=4, body_timeout_s=4))
+        connection, transport = connected(
+            settings=GatewaySettings(header_timeout_s=4, body_timeout_s=4)
+        )
         await settle()
         connection.data_received(first[:-2])
         await clock.go_on(1)
@@ -317,7 +319,7 @@ def test_the_time_of_one_request_is_not_that_of_the_next() -> None:
 def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
     known = packed("POST", "/a", (), b"{}", "length")
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: HttpRequest) -> HttpResponse:
         try:
             return await repeat(request)
         except BodyTimeout:
@@ -325,7 +327,9 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
 
     async def run() -> list[list[Any]]:
         clock = Clock()
-        connection, transport = connected(answer, Settings(header_timeout_s=5, body_timeout_s=2))
+        connection, transport = connected(
+            answer, GatewaySettings(header_timeout_s=5, body_timeout_s=2)
+        )
         await settle()
         for _ in range(2):
             connection.data_received(known)
@@ -342,25 +346,25 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
     assert asyncio.run(run()) == [[], ["late"]]
 
 
-@pytest.mark.parametrize("end", [Connection.force_close, Connection.abort])
+@pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_put_off_the_end(
-    end: Callable[[Connection], None],
+    end: Callable[[HttpConnection], None],
 ) -> None:
     """Its connection would be beyond every limit for as long as it likes."""
     ended = asyncio.Event()
 
-    class Kept(Server):
-        def connection_lost(self, connection: Connection) -> None:
+    class Kept(HttpServer):
+        def connection_lost(self, connection: HttpConnection) -> None:
             super().connection_lost(connection)
             ended.set()
 
-    async def flood(request: Request) -> Response:
-        return Response(200, (bytes(1 << 10),))
+    async def flood(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, (bytes(1 << 10),))
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        listener = Listener(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-        server = Kept(flood, Settings(body_timeout_s=0.1), listener, 10)
+        listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
+        server = Kept(flood, GatewaySettings(body_timeout_s=0.1), listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             accepting = await loop.create_server(server, sock=listening)
@@ -379,5 +383,5 @@ def test_a_client_that_does_not_read_does_not_put_off_the_end(
     uvloop.run(run())
 
 
-def _unflushed(connection: Connection) -> int:
+def _unflushed(connection: HttpConnection) -> int:
     return 0 if connection.transport is None else connection.transport.get_write_buffer_size()

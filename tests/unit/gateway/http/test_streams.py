@@ -128,7 +128,7 @@ class Asked:
         return sum(
             message.responses
             for message in self._scheduler.others
-            if isinstance(message, m.Grant) and message.id == self.number
+            if isinstance(message, m.Credit) and message.id == self.number
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -135,7 +135,7 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
     assert len(rig.told()) == m.FIRST_CREDIT
-    rig.client_says(m.Grant(1, 1))
+    rig.client_says(m.Credit(1, 1))
     only(rig.told(), m.Responded)
     rig.respond("a", number, b"", final=True)
     assert only(rig.told(), m.Responded).final
@@ -223,11 +223,9 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
 
 def test_times_are_the_steps_together() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.client_says(m.ReportTimes())
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Timed(number, 1, 20, 300))
-        rig.finish(name, number)
-    timed, finished = rig.told()
-    assert (timed, type(finished)) == (m.Timed(1, 2, 40, 600), m.Finished)
+        rig.step_says(name, m.Finished(number, made(b"\0" * 4), 1, 20, 300))
+    (finished,) = rig.told()
+    assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

@@ -34,10 +34,10 @@ def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
     for index in range(m.FIRST_CREDIT):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
-    assert rig.sent(m.Grant) == []
+    assert rig.sent(m.Credit) == []
     assert len(rig.told()) == m.FIRST_CREDIT
-    rig.client_says(m.Grant(1, 2))
-    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))] * 2
+    rig.client_says(m.Credit(1, 2))
+    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
 
 def test_a_producer_behind_a_failure_is_granted_on() -> None:
@@ -45,10 +45,10 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     rig, number = begun_stream()
     rig.respond("a", number, b"0000")
     rig.step_says("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
-    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     for _ in range(2 * m.FIRST_CREDIT):
         rig.respond("a", number, b"0000")
-        assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+        assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
     assert failed(rig).code == "INTERNAL"
     assert rig.ensemble.live == 0
@@ -57,7 +57,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
 def test_a_response_that_is_an_error_is_granted_on() -> None:
     rig, number = begun_stream()
     rig.step_says("a", m.Responded(number, "INTERNAL", "boom", b"", False))
-    assert rig.sent(m.Grant) == [("a", m.Grant(number, 1))]
+    assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
 
 
 def test_an_output_whose_memory_is_gone_fails_its_request() -> None:
@@ -105,4 +105,4 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
             rig.finish("a", rig.runs()["a"])
         else:
             rig.sent()  # it stays: the first deadline is never done
-    assert len(rig.ensemble._live._timers) < 2000
+    assert len(rig.core._live._timers) < 2000

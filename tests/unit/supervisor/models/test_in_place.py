@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import find, version_fingerprint
-from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate, fits_in_place
+from shmserve.supervisor.models.version.instance_update import (
+    InstanceUpdate,
+    differs_in_instances_only,
+)
 from shmserve.supervisor.models.version.instances import (
     Instance,
     change_between,
@@ -23,6 +26,7 @@ from shmserve.supervisor.models.version.instances import (
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
 
@@ -45,11 +49,13 @@ def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Reference 2: nothing else avoids a full reload."""
     old = spec(config(group("m_0", 1)))
-    assert fits_in_place(old, spec(config(group("m_0", 2), group("g", 1, 0))))
-    assert fits_in_place(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
-    assert not fits_in_place(old, spec(config(group("m_0", 2), max_batch_size=4)))
-    assert not fits_in_place(old, spec(config(group("m_0", 2)), files="others"))
-    assert not fits_in_place(old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other")))
+    assert differs_in_instances_only(old, spec(config(group("m_0", 2), group("g", 1, 0))))
+    assert differs_in_instances_only(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
+    assert not differs_in_instances_only(old, spec(config(group("m_0", 2), max_batch_size=4)))
+    assert not differs_in_instances_only(old, spec(config(group("m_0", 2)), files="others"))
+    assert not differs_in_instances_only(
+        old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
+    )
 
 
 def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
@@ -120,6 +126,9 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 # --- processes --------------------------------------------------------------------------------
 
 
+ALONE = Group("scheduler m", frozenset({"m"}))
+
+
 class NoModels:
     """No other model serves."""
 
@@ -134,14 +143,18 @@ class NoModels:
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
     made = ModelVersion(
-        processes.context, spec(config(group("m_0", count))), lambda changed: None, NoModels()
+        processes.context,
+        spec(config(group("m_0", count))),
+        lambda changed: None,
+        NoModels(),
+        ALONE,
     )
     processes.on_end = made.process_exited
     await made.start()
     return made
 
 
-def update(version: ModelVersion, count: int) -> InPlaceUpdate:
+def update(version: ModelVersion, count: int) -> InstanceUpdate:
     found = version.update_to(spec(config(group("m_0", count))))
     assert found is not None
     return found

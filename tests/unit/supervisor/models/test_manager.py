@@ -11,10 +11,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.models.manager import Models
+from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
-from shmserve.supervisor.models.status import ModelRegistry
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
@@ -64,17 +64,17 @@ class Repository:
         return {}
 
 
-def models(processes: Processes, repository: Repository) -> Models:
+def models(processes: Processes, repository: Repository) -> ModelManager:
     """Of one repository."""
     return server(processes, repository)[0]
 
 
-def server(processes: Processes, repository: Repository) -> tuple[Models, Poller]:
+def server(processes: Processes, repository: Repository) -> tuple[ModelManager, Poller]:
     """The models of one repository, and what looks at it."""
     planner: Any = repository
     registry = ModelRegistry(repository.metadata)
     nobody = MagicMock()
-    made = Models(processes.context, planner, registry, nobody, nobody)
+    made = ModelManager(processes.context, planner, registry, nobody, nobody)
     processes.on_end = registry.process_exited
     return made, Poller(processes.context, planner, registry, made)
 
@@ -197,4 +197,4 @@ def test_the_end_of_a_server_waits_for_no_load() -> None:
         await processes.end()
         return [await child.exited for child in processes.started]
 
-    assert asyncio.run(live()) == ["signal 9", "signal 9"]
+    assert asyncio.run(live()) == ["signal 9", "signal 15"]

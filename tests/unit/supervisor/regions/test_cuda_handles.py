@@ -28,7 +28,7 @@ from shmserve.gateway.api.cuda_memory import decode_uuid
 from shmserve.gateway.grpc.admin import shared_memory
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
-from shmserve.gateway.settings import Settings
+from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
@@ -595,7 +595,7 @@ class Stub:
     """As much of a gateway as the calls of gRPC need, and their caller."""
 
     def __init__(self) -> None:
-        self.settings = Settings(cuda_devices=2)
+        self.settings = GatewaySettings(cuda_devices=2)
         self.regions = RegionTable(lambda memory_id: None)
         self.regions.publish(published("device", 5))
         self.regions.publish(host(6, 0))
@@ -646,7 +646,7 @@ def test_grpc() -> None:
                 setattr(bad, field, value)
             with pytest.raises(InvalidArgument):
                 await shared_memory.cuda_register(stub, stub, bad)
-        stub.settings = Settings()
+        stub.settings = GatewaySettings()
         with pytest.raises(InvalidArgument, match="GPUs not supported"):
             await shared_memory.cuda_register(stub, stub, request)
         stub.shm = False

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec
 
 
-def fits_in_place(old: VersionSpec, new: VersionSpec) -> bool:
+def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     """Whether nothing differs but the instances: neither what else is configured, nor a file."""
     same_files = (old.model_dir, old.files) == (new.model_dir, new.files)
-    same_rest = deployed_part(old.config) == deployed_part(new.config)
+    same_rest = immutable_config(old.config) == immutable_config(new.config)
     return same_files and same_rest and not new.steps
 
 
-class InPlaceUpdate:
+class InstanceUpdate:
     """Leads from the instances that a version has to those of `config`, the final configuration of
     `spec`."""
 

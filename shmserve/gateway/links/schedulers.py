@@ -1,8 +1,13 @@
-"""The gateway's end of a scheduler: a link, the in-flight table, its successor in a fail-over."""
+"""Requests to schedulers: a link to each, the requests in flight there, and fail-over.
+
+`shmserve.ipc.inflight` has the life of a request. A client that leaves frees no memory: its request
+is cancelled at the scheduler, and stays in flight until that responds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import secrets
@@ -10,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.links.channel import Link
+from shmserve.gateway.links.link import Link
 from shmserve.ipc import messages as m
-from shmserve.ipc.inflight import InflightRequest, InflightTable, Response
+from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
@@ -24,7 +29,7 @@ logger = logging.getLogger(__name__)
 OnResponse = Callable[[Response], None]
 
 
-class Pending(InflightRequest):
+class GatewayRequest(InflightRequest):
     """A request of this gateway. `release` gives back what keeps its memory: its block of the
     arena, its references to regions.
 
@@ -36,7 +41,7 @@ class Pending(InflightRequest):
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: SchedulerLink,
         submit: m.Submit,
         release: Callable[[], None],
         future: asyncio.Future[Response],
@@ -68,19 +73,19 @@ class Pending(InflightRequest):
         self.release()
 
 
-class Scheduler:
+class SchedulerLink:
     """A link to a scheduler, and what is in flight there; reference counted.
 
     `users` counts the models that send to it and the responses that are being read; an unused, idle
     scheduler is dropped.
     """
 
-    def __init__(self, endpoint: str, on_idle: Callable[[Scheduler], None]) -> None:
+    def __init__(self, endpoint: str, on_idle: Callable[[SchedulerLink], None]) -> None:
         self.endpoint = endpoint
-        self.inflight: InflightTable[Pending] = InflightTable()
+        self.inflight: InflightTable[GatewayRequest] = InflightTable()
         self._reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
-        self.successor: Scheduler | None = None
+        self.successor: SchedulerLink | None = None
         self._unsent: list[m.Release] = []
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
@@ -100,14 +105,14 @@ class Scheduler:
         if not (self.users or self.inflight or self._reports):
             self._on_idle(self)
 
-    def latest(self) -> Scheduler:
+    def latest(self) -> SchedulerLink:
         """Who serves what this one did: itself, or the last of its successors."""
         scheduler = self
         while scheduler.successor is not None:
             scheduler = scheduler.successor
         return scheduler
 
-    def submit(self, pending: Pending) -> None:
+    def submit(self, pending: GatewayRequest) -> None:
         """Send a request, also one that another scheduler had."""
         pending.scheduler = self
         pending.endpoint = self.endpoint
@@ -173,9 +178,104 @@ class Scheduler:
         else:
             scheduler._unsent.append(release)
 
-    def give_way(self, successor: Scheduler) -> None:
+    def give_way(self, successor: SchedulerLink) -> None:
         """This one is gone: `successor` is sent what was not sent here."""
         self.successor = successor
         unsent, self._unsent = self._unsent, []
         for release in unsent:
             self._release(release)
+
+
+class RequestDispatcher:
+    """Schedulers by endpoint, and the operations on requests: submit, grant, cancel."""
+
+    def __init__(self) -> None:
+        self._schedulers: dict[str, SchedulerLink] = {}
+        # A number for a request, each time it is called.
+        self.next_number = itertools.count(1).__next__
+        self._loop = asyncio.get_running_loop()
+
+    def scheduler(self, endpoint: str) -> SchedulerLink:
+        """The scheduler at `endpoint`; it lasts while it has users or requests in flight."""
+        scheduler = self._schedulers.get(endpoint)
+        if scheduler is None:
+            scheduler = self._schedulers[endpoint] = SchedulerLink(endpoint, self._drop)
+        return scheduler
+
+    def _drop(self, scheduler: SchedulerLink) -> None:
+        if self._schedulers.get(scheduler.endpoint) is not scheduler:
+            return  # dropped before: a response that it had given was read only now
+        del self._schedulers[scheduler.endpoint]
+        scheduler.link.retire()
+        if scheduler.successor is not None:
+            scheduler.successor.leave()
+
+    def close(self) -> None:
+        """Close every link; requests in flight get no response."""
+        for scheduler in self._schedulers.values():
+            scheduler.link.close()
+
+    def submit(
+        self,
+        scheduler: SchedulerLink,
+        submit: m.Submit,
+        release: Callable[[], None],
+        on_response: OnResponse | None = None,
+    ) -> GatewayRequest:
+        """Hand a request over; `pending.future` resolves to its last response, once: `Finished` or
+        `Failed`.
+
+        `release` runs when no worker can touch the request's memory any more. For a model that may
+        give any number of responses, `on_response` is called for each, in the event loop, the last
+        included. Flow control is by credit: `FIRST_CREDIT` of them come unasked, and more as they
+        are granted with `grant`.
+        """
+        if scheduler.successor is not None:
+            scheduler = scheduler.latest()
+        pending = GatewayRequest(
+            scheduler, submit, release, self._loop.create_future(), on_response
+        )
+        scheduler.submit(pending)
+        if len(scheduler.inflight.pending) == 1:
+            scheduler.link.hurry()
+        return pending
+
+    def grant(self, pending: GatewayRequest, responses: int) -> None:
+        """The client has read so many responses, and takes as many more."""
+        if pending.submit.id in pending.scheduler.inflight.pending:
+            pending.scheduler.link.post(m.Credit(pending.submit.id, responses))
+
+    def cancel(self, pending: GatewayRequest) -> None:
+        """Nobody waits for this any more, or will read its response if that has come already; its
+        memory is in use until the scheduler responds."""
+        future = pending.future
+        if future.done() and not future.cancelled() and pending.on_response is None:
+            pending.scheduler.discard(future.result())
+        future.cancel()
+        if pending.submit.id in pending.scheduler.inflight.pending:
+            pending.scheduler.link.post(m.Cancel(pending.submit.id))
+
+    def lost(self, endpoint: str, successor: str) -> None:
+        """Fail over: the scheduler at `endpoint` is gone, what was in flight there is submitted to
+        `successor`, or, if that is "", fails."""
+        old = self._schedulers.get(endpoint)
+        if old is None or old.successor is not None:
+            return
+        old.use()
+        old.link.hear_out()
+        new: SchedulerLink | None = None
+        if successor:
+            new = self.scheduler(successor)
+            old.give_way(new)
+            new.use()  # models send there through the old one until they are published anew
+        for pending in old.inflight.lose(endpoint):
+            if new is None:
+                pending.fail(ENDED)
+            else:
+                new.submit(pending)
+        old.fail_reports()
+        old.leave()
+
+    def report(self, scheduler: SchedulerLink) -> asyncio.Future[dict[str, Any]]:
+        """Request a scheduler's statistics; the caller sets the limit on time."""
+        return scheduler.latest().report(self.next_number())

@@ -22,20 +22,20 @@ from shmserve.gateway.http.json.identity import identity
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, Request, WholeBody
+from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, HttpRequest, WholeBody
 from shmserve.gateway.inference.builder import (
-    admit,
     build,
+    check_request,
     raw_request,
     resources_of,
     tensor_ref,
 )
 from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import WireInput, WireRequest
+from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.inference.resources import Resources
-from shmserve.gateway.model_table import Model
-from shmserve.gateway.region_table import admit as admit_user
+from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.region_table import authorise
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 
 _BODY_TOO_LARGE = (
@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 _NOTHING: dict[str, str] = {}
 
 
-async def read_request(gateway: Gateway, model: Model, request: Request) -> BuiltRequest:
+async def read_request(gateway: Gateway, model: GatewayModel, request: HttpRequest) -> BuiltRequest:
     """Read, parse and admit a request.
 
     Raises what the client did wrong, BodyTimeout, or Unavailable when memory for its tensors is
@@ -81,27 +81,31 @@ async def read_request(gateway: Gateway, model: Model, request: Request) -> Buil
             if itself is not None:
                 known.identify(itself)
             return known
-    wire = await _parse(header, tail_size, model, limit)
-    wire.parameters |= extra
+    infer_request = await _parse(header, tail_size, model, limit)
+    infer_request.parameters |= extra
     # What comes with parameters of its own is not like others with its body.
     prepare = not extra and worth_preparing(model.prepared, key)
-    built, prepared = build(gateway, model, wire, body, size, prepare=prepare)
-    if prepared is not None and (itself is None or itself.is_of(wire)):
-        remember(model.prepared, key, wire, prepared, len(arrays))
+    built, prepared = build(gateway, model, infer_request, body, size, prepare=prepare)
+    if prepared is not None and (itself is None or itself.is_of(infer_request)):
+        remember(model.prepared, key, infer_request, prepared, len(arrays))
     return built
 
 
-def _raw(gateway: Gateway, model: Model, body: bytes, extra: dict[str, str]) -> BuiltRequest:
+def _raw(gateway: Gateway, model: GatewayModel, body: bytes, extra: dict[str, str]) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     if len(body) > limit:
         raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
-    wire, body = raw_request(model.signature, body)
-    wire.parameters |= extra
-    return build(gateway, model, wire, body, 0)[0]
+    infer_request, body = raw_request(model.signature, body)
+    infer_request.parameters |= extra
+    return build(gateway, model, infer_request, body, 0)[0]
 
 
 async def _read(
-    gateway: Gateway, model: Model, request: Request, said: str | None, extra: dict[str, str]
+    gateway: Gateway,
+    model: GatewayModel,
+    request: HttpRequest,
+    said: str | None,
+    extra: dict[str, str],
 ) -> bytes | BuiltRequest:
     """A body that is compressed, or still arriving; a large binary one as the request that it is,
     in its place."""
@@ -152,25 +156,25 @@ def _number(said: str) -> int:
     return int(said)
 
 
-async def _parse(header: bytes, tail_size: int, model: Model, limit: int) -> WireRequest:
+async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
     if len(header) < LARGE:
-        wire = parse_request(loads(header), tail_size, model.name, limit)
-        decode_data(wire)
-        return wire
-    wire = parse_request(loads_large(header), tail_size, model.name, limit)
-    for tensor in wire.inputs:
+        infer_request = parse_request(loads(header), tail_size, model.name, limit)
+        decode_data(infer_request)
+        return infer_request
+    infer_request = parse_request(loads_large(header), tail_size, model.name, limit)
+    for tensor in infer_request.inputs:
         data = tensor.data
         if isinstance(data, Numbers):
             tensor.data = await _read_parts(data.parts(), tensor)
         elif type(data) is list and tensor.count:
             tensor.data = await _read_parts(tensors.parts(data), tensor)
-    decode_data(wire)
-    return wire
+    decode_data(infer_request)
+    return infer_request
 
 
-async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
+async def _read_parts(parts: Iterator[list[Any]], tensor: InferInput) -> bytes:
     pieces: list[bytes] = []
     for piece in tensors.decode_parts(parts, tensor.datatype, tensor.count, tensor.name):
         pieces.append(piece)
@@ -180,7 +184,7 @@ async def _read_parts(parts: Iterator[list[Any]], tensor: WireInput) -> bytes:
 
 async def _streamed(
     gateway: Gateway,
-    model: Model,
+    model: GatewayModel,
     body: Body,
     size: int,
     client: ClientIdentity,
@@ -193,15 +197,15 @@ async def _streamed(
     start = await body.read_start(size)
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
-    wire = await _parse(start[:size], body.declared - size, model, limit)
-    wire.parameters |= extra
+    infer_request = await _parse(start[:size], body.declared - size, model, limit)
+    infer_request.parameters |= extra
     start = start[size:]
     resources = resources_of(gateway)
     try:
-        built, views = _room(model, wire, resources)
+        built, views = _room(model, infer_request, resources)
         if resources.regions:
             # Nobody waits for the body with another's region in use.
-            admit_user(resources.regions, client.peer())
+            authorise(resources.regions, client.peer())
         with body.keeping(resources.release):
             if not await body.read_into(views, start):
                 raise InvalidArgument(_CUT_SHORT)
@@ -212,22 +216,22 @@ async def _streamed(
 
 
 def _room(
-    model: Model, wire: WireRequest, resources: Resources
+    model: GatewayModel, infer_request: InferRequest, resources: Resources
 ) -> tuple[BuiltRequest, list[memoryview]]:
     """The request, and where its binary tensors are to be read to."""
     sizes = [
         len(tensor.data) if tensor.data is not None else max(tensor.binary_size, 0)
-        for tensor in wire.inputs
+        for tensor in infer_request.inputs
     ]
     places = resources.allocate(sizes)
     tensors = [
         tensor_ref(resources, tensor, None if tensor.place is not None else place)
-        for tensor, place in zip(wire.inputs, places, strict=True)
+        for tensor, place in zip(infer_request.inputs, places, strict=True)
     ]
     # Before the body is read, so that a wrong request costs no upload's time.
-    built, _ = admit(model, wire, tensors, resources)
+    built, _ = check_request(model, infer_request, tensors, resources)
     views: list[memoryview] = []
-    for tensor, place in zip(wire.inputs, places, strict=True):
+    for tensor, place in zip(infer_request.inputs, places, strict=True):
         if tensor.data is not None:
             resources.view(place)[:] = tensor.data
         elif tensor.binary_size > 0:

@@ -9,15 +9,15 @@ from shmserve.errors import QueueFull, ShmserveError, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.model_table import Model
-from shmserve.gateway.region_table import admit as admit_user
+from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.region_table import authorise
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import make_submit
 
 logger = logging.getLogger(__name__)
 
 
-def admit(
+def prepare_submit(
     gateway: Gateway,
     built: BuiltRequest,
     client: ClientIdentity,
@@ -32,24 +32,24 @@ def admit(
     """
     try:
         if built.regions:
-            admit_user(built.regions, client.peer())
+            authorise(built.regions, client.peer())
     except BaseException:
         built.release()
         raise
-    wire = built.wire
+    request = built.infer_request
     return make_submit(
         gateway.dispatcher.next_number(),
         built.admission,
         arrived_ns,
         built.work,
-        request_id=wire.id,
-        priority=wire.priority,
-        timeout_us=wire.timeout_us,
+        request_id=request.id,
+        priority=request.priority,
+        timeout_us=request.timeout_us,
         limit_us=gateway.settings.request_timeout_us,
         call_limit_us=call_limit_us,
-        flags=wire.flags,
-        correlation_id=wire.correlation_id,
-        source=client.source if wire.correlation_id else 0,
+        flags=request.flags,
+        correlation_id=request.correlation_id,
+        source=client.source if request.correlation_id else 0,
     )
 
 
@@ -60,7 +60,7 @@ def failure(message: m.Failed) -> ShmserveError:
     return from_code(message.code, message.message)
 
 
-def log_failure(model: Model, request_id: str, error: ShmserveError) -> None:
+def log_failure(model: GatewayModel, request_id: str, error: ShmserveError) -> None:
     """Log a failure: a server's fault as an error, a client's at debug level."""
     if error.server_fault:
         logger.error(

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.deployment import deployed_part
+from shmserve.common.deployment import immutable_config
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.version.in_place_update import InPlaceUpdate
+from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import ModelState
@@ -39,7 +39,7 @@ class Status:
 
 
 @dataclass(slots=True, eq=False)
-class Model:
+class ModelEntry:
     """Everything about one name; `serving` by version."""
 
     name: str
@@ -49,7 +49,7 @@ class Model:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changes: int = 0  # that have their turn, or wait for it
     coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
-    updates: list[InPlaceUpdate] = field(default_factory=list)  # as `coming`, of what serves
+    updates: list[InstanceUpdate] = field(default_factory=list)  # as `coming`, of what serves
     unloads: int = 0  # that were asked for: each gives up the loads before it
 
     @property
@@ -78,30 +78,30 @@ class ModelRegistry:
 
     def __init__(self, metadata: Callable[[dict[str, Any], list[str]], dict[str, Any]]) -> None:
         self._metadata = metadata
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ModelEntry] = {}
         self._live: set[ModelVersion] = set()  # from creation to the end of its last process
 
-    def get(self, name: str) -> Model | None:
+    def get(self, name: str) -> ModelEntry | None:
         """The model of this name, if anything is known of it."""
         return self._models.get(name)
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> ModelEntry:
         """The model of this name, entered if need be."""
-        return self._models.setdefault(name, Model(name))
+        return self._models.setdefault(name, ModelEntry(name))
 
     def names(self) -> set[str]:
         """Of all models of which anything is known."""
         return set(self._models)
 
     @contextlib.asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[Model]:
+    async def turn(self, name: str) -> AsyncIterator[ModelEntry]:
         """One change of a model after the other."""
         with self.changing(name) as model:
             async with model.turn:
                 yield model
 
     @contextlib.contextmanager
-    def changing(self, name: str) -> Iterator[Model]:
+    def changing(self, name: str) -> Iterator[ModelEntry]:
         """A model is about to be changed; of a name that is none's nothing stays."""
         model = self.model(name)
         model.changes += 1
@@ -174,7 +174,7 @@ class ModelRegistry:
         """Of the versions that serve, apart from what may change while they do."""
         model = self._models.get(name)
         serving = {} if model is None else model.serving
-        return {v: deployed_part(each.config) for v, each in serving.items()}
+        return {v: immutable_config(each.config) for v, each in serving.items()}
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""
@@ -237,7 +237,9 @@ class ModelRegistry:
             for version in model.serving.values():
                 yield self.publication(model, version, 0)
 
-    def publication(self, model: Model, version: ModelVersion, number: int) -> m.ModelPublished:
+    def publication(
+        self, model: ModelEntry, version: ModelVersion, number: int
+    ) -> m.ModelPublished:
         """What is told of a version that serves; `number` asks for an acknowledgement."""
         metadata = self._metadata(version.config, sorted(model.serving, key=int))
         return m.ModelPublished(

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.pipeline import failure, log_failure
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.response import unpack
-from shmserve.gateway.links.scheduler import Pending
-from shmserve.gateway.model_table import Model
+from shmserve.gateway.inference.submit import failure, log_failure
+from shmserve.gateway.links.schedulers import GatewayRequest
+from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.tensors.inference import Inferred
@@ -27,7 +27,7 @@ _GRANTED_TOGETHER = m.FIRST_CREDIT // 2
 Message = m.Responded | m.Failed
 
 
-class OpenRequest:
+class StreamingRequest:
     """`on_response(request, message)` is called for each response, the last included, in the
     event loop.
 
@@ -35,23 +35,26 @@ class OpenRequest:
     those whose outputs are not released are to be discarded, and the request abandoned.
     """
 
-    __slots__ = ("_credit", "_dispatcher", "_grant_at", "_pending", "model", "over", "wire")
+    __slots__ = (
+        *("_credit", "_dispatcher", "_grant_at", "_pending"),
+        *("infer_request", "model", "over"),
+    )
 
     def __init__(
         self,
         gateway: Gateway,
-        model: Model,
+        model: GatewayModel,
         built: BuiltRequest,
         submit: m.Submit,
-        on_response: Callable[[OpenRequest, Message], None],
+        on_response: Callable[[StreamingRequest, Message], None],
     ) -> None:
         self._dispatcher = gateway.dispatcher
         self._credit = 0  # of responses that have gone on, not granted again yet
         # Each response goes over the one before it where they have places: they come one by one.
-        placed = any(output.place is not None for output in built.wire.outputs)
+        placed = any(output.place is not None for output in built.infer_request.outputs)
         self._grant_at = 1 if placed else _GRANTED_TOGETHER
         self.model = model
-        self.wire = built.wire
+        self.infer_request = built.infer_request
         self.over = False  # the last response is here, or it is abandoned
 
         def responded(message: Response) -> None:
@@ -61,7 +64,7 @@ class OpenRequest:
                 self.over = is_last(message)
                 on_response(self, message)
 
-        self._pending: Pending = self._dispatcher.submit(
+        self._pending: GatewayRequest = self._dispatcher.submit(
             model.scheduler, submit, built.release, responded
         )
 
@@ -77,7 +80,7 @@ class OpenRequest:
             body = b"" if isinstance(message, m.Failed) else message.body
             return unpack(body) if body else None
         except ShmserveError as error:
-            log_failure(self.model, self.wire.id, error)
+            log_failure(self.model, self.infer_request.id, error)
             raise
 
     def release(self, inferred: Inferred | None) -> None:
