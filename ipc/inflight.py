@@ -35,8 +35,8 @@ ONCE = (
 )
 
 
-class Admitted(Protocol):
-    """What the scheduler is told of a request that fits its model: see `signature.Admission`."""
+class Batchable(Protocol):
+    """A request that fits its model, as the scheduler batches it: see `signature.BatchFit`."""
 
     @property
     def batch_size(self) -> int:
@@ -49,7 +49,7 @@ class Admitted(Protocol):
 
 def make_submit(
     number: int,
-    admitted: Admitted,
+    fit: Batchable,
     arrived_ns: int,
     work: bytes,
     *,
@@ -84,8 +84,8 @@ def make_submit(
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
-        admitted.batch_size,
-        admitted.shape_key,
+        fit.batch_size,
+        fit.shape_key,
         arrived_ns,
         deadline_ns,
         timeout_us,

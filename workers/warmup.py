@@ -145,7 +145,7 @@ def _requests(sample: Sample, signature: Signature, unpacker: Unpacker) -> Itera
     sent = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
     # Controls of sequences, which no client sends, are as the sample has them.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
-    signature.admit("", sent, ())
+    signature.check("", sent, ())
     packed = pack_inference(Inference(tuple(sent)))
     for key in range(1, sample.batch_size + 1):
         request = unpacker.request(Work(key, 0, packed))

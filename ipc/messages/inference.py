@@ -261,6 +261,6 @@ class ExecutionResponded:
 @message
 class MetricsReported:
     """An instance's model has changed metrics of its own: all of them, since the process began.
-    shmserve.common.metrics.model_metrics says what `families` are."""
+    shmserve.common.model_metrics says what `families` are."""
 
     families: list[list[Any]]

@@ -32,7 +32,7 @@ class SchedulingLimits:
     delay_scheduler: int = 0
     backlog_delay_scheduler: int = 0
     quantiles: tuple[float, ...] = ()
-    rate_limited: bool = False  # instances execute only with a grant
+    rate_limited: bool = False  # instances execute only with a ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A model's signature, its inputs and outputs, and the admission of requests: one check for every
+"""A model's signature, its inputs and outputs, and the check of requests against it: one for every
 listener.
 
 Built from the model's configuration (the dict that `GET /v2/models/NAME/config` shows), used by
@@ -48,9 +48,9 @@ class TensorSpec:
 
 
 @record
-class Admission:
-    """What the scheduler needs of a request: batch size (0: the model does not batch) and what
-    must be equal to batch."""
+class BatchFit:
+    """How a request that fits its model batches: it has `batch_size` rows (0: the model does not
+    batch), and runs with others of an equal `shape_key`."""
 
     batch_size: int
     shape_key: bytes
@@ -84,12 +84,12 @@ class Signature:
         self.any_optional = len(self.required) != len(self.inputs)
         self.padding = Padding.of(config)
 
-    def admit(
+    def check(
         self,
         request_id: str,
         inputs: Sequence[TensorRef],
         outputs: Iterable[RequestedOutput],
-    ) -> Admission:
+    ) -> BatchFit:
         """Check a request against the model.
 
         Input byte sizes must already match `data`; BYTES contents are checked by the worker, which
@@ -97,7 +97,7 @@ class Signature:
         as there: not for names that the model does not have.
         """
         try:
-            return self._admit(inputs, outputs)
+            return self._check(inputs, outputs)
         except _Unexpected as error:
             raise InvalidArgument(error.message) from None
         except InvalidArgument as error:
@@ -111,7 +111,7 @@ class Signature:
             return None
         return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
 
-    def _admit(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> Admission:
+    def _check(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> BatchFit:
         seen: set[str] = set()
         for tensor in inputs:
             if tensor.name in seen:
@@ -157,7 +157,7 @@ class Signature:
         shape_key = repr(sorted(key, key=repr)).encode() if key else b""
         if self.padding is not None:
             shape_key = self.padding.key(shape_key, padded)
-        return Admission(batch_size, shape_key)
+        return BatchFit(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[TensorRef]) -> int:
         # Before any shape is looked at: a batch dimension that is too large, or forgotten, is told.

@@ -25,10 +25,9 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.main import compose, hold_signals
 from shmserve.supervisor.supervisor import Supervisor
 
@@ -110,7 +109,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         work = pack_inference(Inference(inputs))
     except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
         return "not tried: a batch of zeros is too large to be sent", 0.0
-    admission = signature.admit("check", inputs, ())
+    fit = signature.check("check", inputs, ())
     dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
     text = _ids_are_texts(where["config"])
@@ -118,8 +117,8 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         dealer.send(
             Submit(
                 id=1,
-                batch_size=admission.batch_size,
-                shape_key=admission.shape_key,
+                batch_size=fit.batch_size,
+                shape_key=fit.shape_key,
                 arrived_ns=time.monotonic_ns(),
                 deadline_ns=0,
                 timeout_us=0,

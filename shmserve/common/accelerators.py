@@ -8,6 +8,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from shmserve.errors import InvalidArgument
+
+# Why CUDA memory is refused, in Triton's words.
+CUDA_INVALID = "failed to register shared memory region: invalid args"
+
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
@@ -43,3 +48,10 @@ def cuda_devices(visible: str | None = None) -> int:
     """How many of the host's accelerators are CUDA devices."""
     found = accelerators(visible=visible)
     return found.count if found.kind == "cuda" else 0
+
+
+def cuda_not_supported(name: str) -> InvalidArgument:
+    """The refusal of region `name` where there is no CUDA device: a CPU-only Triton's text."""
+    return InvalidArgument(
+        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+    )

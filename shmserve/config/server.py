@@ -19,22 +19,37 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import is_inline
-from shmserve.config import grpc, http
-from shmserve.config.cache import cache_byte_size
+from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
+from shmserve.config.flag_values import (
+    MetricsConfig,
+    Resources,
+    cache_byte_size,
+    parse_metrics_config,
+    parse_resources,
+    workspace_byte_sizes,
+)
 from shmserve.config.grpc import GrpcConfig
-from shmserve.config.http import HttpConfig
-from shmserve.config.metrics import MetricsConfig, parse_metrics_config
-from shmserve.config.rate_limit import Resources, parse_resources
-from shmserve.config.workspace import workspace_byte_sizes
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
 
 @dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP listener: where it serves (over TCP: `allow`), and what a body may be."""
+
+    allow: bool
+    address: str
+    port: int
+    unix_socket: Path | None
+    max_input_size: int
+    body_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything `shmserve serve` was told. `model_files` are "path/model.py:Class".
+    """The settings of `shmserve serve`. `model_files` are "path/model.py:Class".
 
     No `tokens`: none is asked for. The restricted APIs are by scope.
     """
@@ -116,7 +131,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         max_queue_size=value["max-queue-size"],
         request_timeout_us=value["request-timeout-us"],
         execution_timeout_s=value["execution-timeout-secs"],
-        http=http.from_values(value),
+        http=_http(value),
         gateways=value["gateways"],
         grpc=grpc.from_values(value),
         allow_metrics=value["allow-metrics"],
@@ -154,6 +169,18 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+    )
+
+
+def _http(value: Mapping[str, Any]) -> HttpConfig:
+    unix_socket = value["http-unix-socket"]
+    return HttpConfig(
+        allow=value["allow-http"],
+        address=value["http-address"],
+        port=value["http-port"],
+        unix_socket=Path(unix_socket) if unix_socket else None,
+        max_input_size=value["http-max-input-size"],
+        body_timeout_s=value["http-body-timeout-secs"],
     )
 
 

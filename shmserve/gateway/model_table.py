@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import orjson
 
-from shmserve.common.deployment import immutable_config
+from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerLink
 from shmserve.ipc.messages import ModelPublished

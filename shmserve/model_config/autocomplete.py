@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.batching_strategy import MAX_STREAMS, STRATEGY, TARGET
+from shmserve.common.model_settings import MAX_STREAMS, STRATEGY, TARGET
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
 from shmserve.model_config.rules.padding import PADDING

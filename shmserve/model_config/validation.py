@@ -14,8 +14,7 @@ from shmserve.model_config.rules.batching import dynamic_problems, strategy_prob
 from shmserve.model_config.rules.ensembles import ensemble_problems
 from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
-from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems
-from shmserve.model_config.rules.warmup import warmup_problems
+from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 # Of one group: each is a process, and the supervisor keeps a place for it before it is started.

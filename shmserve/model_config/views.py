@@ -1,11 +1,14 @@
-"""Views of a configuration: its JSON, the model metadata, the fields without effect."""
+"""Views of a configuration: its JSON, the model metadata, the labels of outputs, the fields without
+effect."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from shmserve.common.metrics import first_response
+from shmserve.common import model_settings
+from shmserve.errors import InvalidArgument
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     DataType,
@@ -80,7 +83,7 @@ def _ignored(config: ModelConfig) -> Iterator[str]:
         if _is_set(config, name):
             yield name
     for index, control in enumerate(config.model_metrics.metric_control):
-        if control.metric_identifier.family != first_response.FAMILY:
+        if control.metric_identifier.family != model_settings.FIRST_RESPONSE_FAMILY:
             yield f"model_metrics.metric_control[{index}]"
     yield from _ignored_optimization(config.optimization, _EFFECTIVE.get(config.backend, ()))
     for index, state in enumerate(config.sequence_batching.state):
@@ -113,3 +116,32 @@ def _is_set(message: Any, name: str) -> bool:
 def _protocol_name(data_type: int) -> str:
     name = DataType.Name(data_type).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name
+
+
+_LARGEST_LABEL_FILE = 4 * 1024 * 1024
+
+
+def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
+    """What the label files of a validated configuration have, by output: a label a line, by index;
+    an empty line is no label.
+
+    Raises InvalidArgument for a file that cannot be read or has more than 4 MiB.
+    """
+    return {
+        output.name: _read_lines(model_dir / output.label_filename, output.name)
+        for output in config.output
+        if output.label_filename
+    }
+
+
+def _read_lines(path: Path, output: str) -> list[str]:
+    what = f"label file '{path.name}' of output '{output}'"
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_LARGEST_LABEL_FILE + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{what} cannot be read: {error.strerror}") from None
+    if len(raw) > _LARGEST_LABEL_FILE:
+        raise InvalidArgument(f"{what} has more than {_LARGEST_LABEL_FILE} bytes")
+    lines = raw.decode(errors="replace").split("\n")
+    return [line.removesuffix("\r") for line in lines]

@@ -33,9 +33,9 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.requests.client import Client, stopping
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
@@ -74,8 +74,8 @@ class BatchingCore(Core[Request]):
         self.statistics = Statistics(settings)
         self._responses = Responses(clients, workers, self.statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
-        self._grants = Grants(control) if settings.rate_limited else None
-        self._pool = Pool(settings.execution_limit_ns, self._grants, settings.most_open)
+        self._tickets = InstanceTickets(control) if settings.rate_limited else None
+        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
         self._losses = Losses(
             settings, self._pool, control, self._queue, self._responses, self.statistics
         )
@@ -90,7 +90,7 @@ class BatchingCore(Core[Request]):
             batcher,
             lambda request: self._dispatch.again(request),
         )
-        parts = (self._queue, self._pool, self._executions, self._responses, self._grants)
+        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
         self._dispatch: Dispatcher = (
             Dispatch(settings, batcher, *parts)
             if settings.sequences is None
@@ -204,8 +204,8 @@ class BatchingCore(Core[Request]):
             case PoolFailed():
                 self._pool.fail(message.reason)
             case TicketGranted():
-                if self._grants is not None:
-                    self._grants.granted(message.ticket)
+                if self._tickets is not None:
+                    self._tickets.granted(message.ticket)
             case _:
                 assert_never(message)
 
@@ -242,8 +242,8 @@ class BatchingCore(Core[Request]):
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
-        if self._grants is not None:
-            self._grants.end_turn()
+        if self._tickets is not None:
+            self._tickets.end_turn()
         if self._pool.retiring:
             for index, pid in self._pool.take_retired(self._dispatch.needs):
                 self._to_control.post(InstanceRetired(index, pid))

@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.peer_credentials import admit_group
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.inference import (
     Inference,
     unpack_inference,
 )
-from shmserve.ipc.tensors.signature import Admission, Signature
+from shmserve.ipc.tensors.signature import BatchFit, Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Router
@@ -103,9 +103,9 @@ class LocalClientRules:
         self._signature = signature
         self._limit_us = limit_us
         self._memories: set[tuple[int, Memory]] = set()
-        self._templates: TemplateCache[Admission] = TemplateCache()  # of small tensors
+        self._templates: TemplateCache[BatchFit] = TemplateCache()  # of small tensors
         # By a local client and its request, whose tensors are in memory.
-        self._known: BoundedCache[tuple[int, bytes], Admission] = BoundedCache(_MOST_KNOWN)
+        self._known: BoundedCache[tuple[int, bytes], BatchFit] = BoundedCache(_MOST_KNOWN)
 
     def forget(self, number: int) -> None:
         """A local client is gone."""
@@ -128,19 +128,19 @@ class LocalClientRules:
                 "a sequence's id must be an integer from 0 on, or a text of "
                 f"{LONGEST_CORRELATION_ID} characters at most"
             )
-        admission = self._admission(number, submit)
+        fit = self._fit(number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
             arrived_ns = now_ns
         deadline_ns = self._deadline_ns(submit, min(arrived_ns, now_ns))
         given = (submit.arrived_ns, submit.deadline_ns, submit.batch_size, submit.shape_key)
-        believed = (arrived_ns, deadline_ns, admission.batch_size, admission.shape_key)
+        believed = (arrived_ns, deadline_ns, fit.batch_size, fit.shape_key)
         if given == believed and not submit.source:
             return submit
         return Submit(
             submit.id,
-            admission.batch_size,
-            admission.shape_key,
+            fit.batch_size,
+            fit.shape_key,
             arrived_ns,
             deadline_ns,
             submit.timeout_us,
@@ -163,7 +163,7 @@ class LocalClientRules:
             ends.append(submit.deadline_ns)
         return min(ends, default=0)
 
-    def _admission(self, number: int, submit: Submit) -> Admission:
+    def _fit(self, number: int, submit: Submit) -> BatchFit:
         """What a request counts as; most requests are like one before."""
         work = submit.work
         key = (number, work)
@@ -179,12 +179,12 @@ class LocalClientRules:
         places += [output.place for output in inference.outputs if output.place is not None]
         for place in places:
             self._check_owner(number, place)
-        admission = self._signature.admit(submit.request_id, inference.inputs, inference.outputs)
+        fit = self._signature.check(submit.request_id, inference.inputs, inference.outputs)
         if not places:
-            self._templates.learn(work, inference, admission)
+            self._templates.learn(work, inference, fit)
         elif len(places) >= len(inference.inputs) and len(work) <= _LONGEST_KNOWN:
-            self._known.remember(key, admission)
-        return admission
+            self._known.remember(key, fit)
+        return fit
 
     def _check_owner(self, number: int, place: Place) -> None:
         key = (number, place.memory)

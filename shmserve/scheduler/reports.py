@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.metrics import model_metrics
-from shmserve.common.metrics.model_metrics import ModelMetrics
+from shmserve.common import model_metrics
+from shmserve.common.model_metrics import ModelMetrics
 from shmserve.ipc.messages import (
     CountsInherited,
     MetricsReported,

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common import batching_strategy
-from shmserve.common.batching_strategy import MAX_STREAMS, Strategy, max_streams
-from shmserve.common.metrics import first_response
+from shmserve.common import model_settings
+from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
@@ -130,9 +129,9 @@ class Settings:
     decoupled: bool = False  # any number of responses to a request
     most_open: int = 0  # requests that an instance of a decoupled model has at a time; 0: any
     quantiles: tuple[float, ...] = ()  # of the last minute's times; none: not kept
-    first_response_buckets_ms: tuple[float, ...] = first_response.BUCKETS_MS
+    first_response_buckets_ms: tuple[float, ...] = model_settings.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
-    rate_limited: bool = False  # instances execute only with a grant
+    rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
@@ -168,11 +167,11 @@ class Settings:
 
 def _strategy(config: dict[str, Any], dynamic: dict[str, Any]) -> Batching:
     rules = replace(_batching(dynamic, config["max_batch_size"]), padding=Padding.of(config))
-    match _parameter(config, batching_strategy.STRATEGY):
+    match _parameter(config, model_settings.STRATEGY):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = batching_strategy.target_ms(_parameter(config, batching_strategy.TARGET))
+            target_ms = model_settings.target_ms(_parameter(config, model_settings.TARGET))
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules
@@ -234,9 +233,9 @@ def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
     for control in (config.get("model_metrics") or {}).get("metric_control") or ():
         identifier = control.get("metric_identifier") or {}
         buckets = (control.get("histogram_options") or {}).get("buckets")
-        if identifier.get("family") == first_response.FAMILY and buckets:
+        if identifier.get("family") == model_settings.FIRST_RESPONSE_FAMILY and buckets:
             return tuple(map(float, buckets))
-    return first_response.BUCKETS_MS
+    return model_settings.FIRST_RESPONSE_BUCKETS_MS
 
 
 def _policies(dynamic: dict[str, Any], default_bound: int, ordered: bool) -> QueuePolicies:

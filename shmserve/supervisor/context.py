@@ -14,7 +14,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl

@@ -19,8 +19,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)

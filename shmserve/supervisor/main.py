@@ -13,6 +13,7 @@ import secrets
 import signal
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
@@ -26,13 +27,13 @@ from shmserve.ipc.messages import AskTicket, ProcessExited, ProcessStarted, Tick
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
-from shmserve.supervisor.events.feed import EventFeed
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health, Snapshot
+from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
-from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
@@ -45,7 +46,6 @@ from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
@@ -152,9 +152,10 @@ def compose(
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = _regions(control, opener, events)
-    lent = LentRegions(opener, lambda message: control.broadcast(message, "worker"))
+    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    memory = LocalMemory(capabilities, opener, partial(_tell_workers, control))
     snapshot = Snapshot(registry, regions, health)
-    context = _context(config, run_dir, control, processes, events, lent, snapshot)
+    context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
         events,
         registry.states,
@@ -175,7 +176,7 @@ def compose(
         context=context,
         processes=processes,
         regions=regions,
-        lent=lent,
+        local_memory=memory,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         workspace_holders=WorkspaceHolders(context),
         models=models,
@@ -200,7 +201,7 @@ def _regions(
     return RegionRegistry(
         lambda make: control.publish(make, "gateway"),
         partial(control.pids, "gateway"),
-        lambda message: control.broadcast(message, "worker"),
+        partial(_tell_workers, control),
         opener,
         events.publish,
     )
@@ -212,10 +213,10 @@ def _context(
     control: ControlSocket,
     processes: ProcessTable,
     events: EventPublisher,
-    lent: LentRegions,
+    capabilities: Capabilities,
+    memory: LocalMemory,
     snapshot: Snapshot,
 ) -> SupervisorContext:
-    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     logging = LogControl(control, config.log)
     front_zygote = _front_zygote(processes, run_dir)
     return SupervisorContext(
@@ -230,9 +231,9 @@ def _context(
             run_dir.path,
             config.shm.group,
             capabilities,
-            lent,
+            memory,
             snapshot.for_local_client,
-            partial(_local_client_left, control, lent),
+            partial(_local_client_left, control, memory),
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
@@ -242,10 +243,14 @@ def _context(
     )
 
 
-def _local_client_left(control: ControlSocket, lent: LentRegions, number: int) -> None:
+def _tell_workers(control: ControlSocket, message: Any) -> None:
+    control.broadcast(message, "worker")
+
+
+def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
     control.broadcast(ProcessExited(number), "scheduler", "ensemble")
-    lent.give_back(number)
+    memory.release(number)
     control.broadcast(ProcessExited(number), "worker")
 
 

@@ -21,14 +21,14 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health
+from shmserve.supervisor.host.console import StartupReport, model_table
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.host.startup_report import StartupReport, model_table
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
@@ -47,7 +47,7 @@ class Supervisor:
     context: SupervisorContext
     processes: ProcessTable
     regions: RegionRegistry
-    lent: LentRegions
+    local_memory: LocalMemory
     gateways: Gateways
     workspace_holders: WorkspaceHolders
     models: ModelManager
@@ -183,7 +183,7 @@ class Supervisor:
         await self._kill_rest()
         context.local_clients.close()
         self.regions.close()
-        self.lent.close()
+        self.local_memory.close()
         context.workspaces.close()
         context.events.close()
         context.control.close()

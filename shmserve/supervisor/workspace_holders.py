@@ -1,4 +1,4 @@
-"""The processes that hold the workspace pools of CUDA devices (resources/workspace_holder.py):
+"""The processes that hold the workspace pools of CUDA devices (resources/workspaces.py):
 started before models are loaded, and again when one dies. Its memory is gone then: who asks waits
 for the next.
 """
@@ -17,12 +17,11 @@ from shmserve.ipc.messages import WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, encode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-_ENTRY = "shmserve.supervisor.resources.workspace_holder:run"
+_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 
 @dataclass(slots=True, eq=False)

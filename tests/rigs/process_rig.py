@@ -19,7 +19,7 @@ from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
 from shmserve.supervisor.processes.log_control import LogControl

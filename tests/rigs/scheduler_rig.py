@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.metrics import first_response
+from shmserve.common import model_settings
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
@@ -73,7 +73,7 @@ class Rig:
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
         if buckets_ms is not None:
-            family = {"metric_identifier": {"family": first_response.FAMILY}}
+            family = {"metric_identifier": {"family": model_settings.FIRST_RESPONSE_FAMILY}}
             control = {**family, "histogram_options": {"buckets": buckets_ms}}
             config["model_metrics"] = {"metric_control": [control]}
         if sequences is not None:

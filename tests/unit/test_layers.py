@@ -47,7 +47,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
     "common.access": ("common",),
-    "common.metrics": (),
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("model_config",),

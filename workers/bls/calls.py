@@ -191,10 +191,10 @@ class CallRouter:
         request = call.request
         if target.decoupled and not call.takes_many:
             raise _decoupled(request.model)
-        admission, work = request.admit(target.signature, call.inputs.refs)
+        fit, work = request.check(target.signature, call.inputs.refs)
         call.submit = make_submit(
             call.number,
-            admission,
+            fit,
             call.arrived_ns,
             work,
             request_id=request.request_id,

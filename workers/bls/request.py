@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import Admission, Signature
+from shmserve.ipc.tensors.signature import BatchFit, Signature
 from shmserve.workers.batch.request import Input
 
 
@@ -50,15 +50,15 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
 
-    def admit(self, signature: Signature, inputs: tuple[TensorRef, ...]) -> tuple[Admission, bytes]:
+    def check(self, signature: Signature, inputs: tuple[TensorRef, ...]) -> tuple[BatchFit, bytes]:
         """What the scheduler of a model with this signature is told of it, with its inputs where
         they lie now; and the packed `Inference`.
 
         Raises InvalidArgument when it does not fit the model.
         """
         outputs = tuple(map(RequestedOutput, dict.fromkeys(self.outputs)))
-        admission = signature.admit(self.request_id, inputs, outputs)
-        return admission, pack_inference(Inference(inputs, outputs, self.parameters))
+        fit = signature.check(self.request_id, inputs, outputs)
+        return fit, pack_inference(Inference(inputs, outputs, self.parameters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,8 @@ def _in_place(model: ClientModel, region: Region, options: Options) -> PackedReq
             for name in region
             if name not in signature.inputs
         ]
-        admission = signature.admit(options.request_id, refs, asked)
-        known = pack(refs, asked, options.parameters), admission.batch_size, admission.shape_key
+        fit = signature.check(options.request_id, refs, asked)
+        known = pack(refs, asked, options.parameters), fit.batch_size, fit.shape_key
         if not options.parameters:
             region.remember(model, known)
     lease, segment = region.lease, region.segment
@@ -260,7 +260,7 @@ class _Loose:
             refs.append(form.ref(data))
         end = nothing if block is None else block.give_back
         try:
-            admission = signature.admit(self._options.request_id, refs, asked)
+            fit = signature.check(self._options.request_id, refs, asked)
         except InvalidArgument:
             end()
             raise
@@ -268,8 +268,8 @@ class _Loose:
         return PackedRequest(
             self._model,
             work,
-            admission.batch_size,
-            admission.shape_key,
+            fit.batch_size,
+            fit.shape_key,
             self._options,
             as_torch=self._as_torch,
             end=end,

@@ -100,8 +100,8 @@ class RequestTemplate:
         self._memories = memories
         self._asked = tuple(map(RequestedOutput, outputs))
         refs = [form.ref(Place(_NOWHERE, 0, form.byte_size)) for form in forms]
-        admission = signature.admit("", refs, self._asked)
-        self.batch_size, self.shape_key = admission.batch_size, admission.shape_key
+        fit = signature.check("", refs, self._asked)
+        self.batch_size, self.shape_key = fit.batch_size, fit.shape_key
         self._inline = sum(form.byte_size for form in forms) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, self.batch_size) for name in wanted}

@@ -2,7 +2,9 @@
 
     unix socket     SO_PEERCRED, SO_PEERGROUPS: who connected
     loopback TCP    sock_diag, or /proc/net/tcp: who has the other end's socket; asked once a
-                    connection, and only when it wants shared memory
+                    connection, and only when it wants shared memory. /proc/net/tcp lists all
+                    others with it: after some ten thousand connections that takes a tenth of a
+                    second
 
 A program that passes on what others send (a proxy on this host) is the user it runs as.
 """
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import ipaddress
 import os
 import pwd
@@ -19,12 +23,27 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.access import sock_diag
 from shmserve.common.access.shm_access import Peer
 
 _SO_PEERGROUPS = 59
 _MOST_GROUPS = 256
 _CREDENTIALS = struct.Struct("iII")
+
+# Queries of sock_diag(7).
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLMSG_ERROR = 2
+_NLM_F_REQUEST = 1
+_ANY_STATE = 0xFFFFFFFF
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
+_REQUEST = struct.Struct("=BBBBI")  # family, protocol, extensions, padding, states
+_SOCKET = struct.Struct("!HH16s16s12s")  # ports and addresses, own end first; interface, cookie
+_ANY_COOKIE = bytes(4) + b"\xff" * 8
+_ENDS = struct.Struct("!HH")
+_ENDS_AT = _HEADER.size + 4
+_OWNER = struct.Struct("=II")  # uid, inode
+_OWNER_AT = _ENDS_AT + _SOCKET.size + 12
+_LARGEST = 4096
 
 Address = tuple[str, int]
 
@@ -60,7 +79,7 @@ def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
     None when the kernel does not say, as for an end that is closed already.
     """
     try:
-        found = sock_diag.owner(theirs, ours)
+        found = tcp_owner(theirs, ours)
     except OSError:
         found = _listed(ours, theirs)
     # An end that no process has any more (no inode) is shown as root's.
@@ -70,7 +89,7 @@ def loopback_peer(ours: Address, theirs: Address) -> Peer | None:
 
 
 def _listed(ours: Address, theirs: Address) -> tuple[int, int] | None:
-    """As `sock_diag.owner`, from the kernel's list of all connections."""
+    """As `tcp_owner`, from the kernel's list of all connections."""
     for table, spelled in _tables(ours, theirs):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
@@ -125,3 +144,54 @@ def network(address: str) -> str:
             return str(found.ipv4_mapped)
         return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
     return str(found)
+
+
+def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
+    """The uid and the inode of the socket at `end` of a connection of this host with `other`; inode
+    0: no process has it any more. None when there is none.
+
+    Raises OSError where the kernel does not support such queries.
+    """
+    response = _query(end, other)
+    if response is None:
+        if not _supported():
+            raise OSError(errno.ENOENT, "sock_diag")
+        return None
+    # Where nobody has the connection, whoever listens at that port is found.
+    if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
+        return None
+    uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
+    return uid, inode
+
+
+def _query(end: Address, other: Address) -> bytes | None:
+    """The kernel's response, None where it knows no such socket; raises OSError."""
+    a, b = (ipaddress.ip_address(address.partition("%")[0]) for address, _ in (end, other))
+    family = socket.AF_INET if a.version == b.version == 4 else socket.AF_INET6
+    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
+    body += _SOCKET.pack(end[1], other[1], a.packed, b.packed, _ANY_COOKIE)
+    size = _HEADER.size + len(body)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
+        asked.sendto(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body, (0, 0))
+        response = asked.recv(_LARGEST, socket.MSG_DONTWAIT)
+    _, kind, *_ = _HEADER.unpack_from(response)
+    if kind != _NLMSG_ERROR:
+        return response
+    number = -struct.unpack_from("=i", response, _HEADER.size)[0]
+    if number == errno.ENOENT:
+        return None
+    raise OSError(number, "sock_diag")
+
+
+@functools.cache
+def _supported() -> bool:
+    """Whether a socket that is there is found: a kernel without TCP's part of this knows none."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        return _query(address, address) is not None
+
+
+def admit_group(path: Path, group: int) -> None:
+    """Let a group pass through a folder, or connect to a socket."""
+    os.chown(path, -1, group)
+    path.chmod(0o710 if path.is_dir() else 0o660)

@@ -10,8 +10,8 @@ import base64
 import binascii
 import re
 
+from shmserve.common.accelerators import CUDA_INVALID, cuda_not_supported
 from shmserve.common.access.shm_access import Peer
-from shmserve.common.cuda_errors import INVALID, not_supported
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
@@ -25,7 +25,7 @@ _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 def require_cuda(gateway: Gateway, name: str) -> None:
     """Raise InvalidArgument where the server has no CUDA device."""
     if not gateway.settings.cuda_devices:
-        raise not_supported(name)
+        raise cuda_not_supported(name)
 
 
 def decode_handle(text: str) -> bytes:
@@ -71,9 +71,9 @@ async def register(
     """
     require_cuda(gateway, name)
     if len(handle) != HANDLE_SIZE or not 0 <= device_id < gateway.settings.cuda_devices:
-        raise InvalidArgument(INVALID)
+        raise InvalidArgument(CUDA_INVALID)
     if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
-        raise InvalidArgument(INVALID)
+        raise InvalidArgument(CUDA_INVALID)
     await gateway.supervisor.ask(
         lambda number: RegisterCudaRegion(
             *(number, name, handle, device_id, device_uuid, offset, byte_size),

@@ -105,14 +105,14 @@ def check_request(
         )
         for output in request.outputs
     ]
-    admission = signature.admit(request.id, tensors, outputs)
+    fit = signature.check(request.id, tensors, outputs)
     for wanted in outputs:
         if wanted.place is not None:
-            check_room(signature, wanted.name, wanted.place.byte_size, admission.batch_size)
+            check_room(signature, wanted.name, wanted.place.byte_size, fit.batch_size)
     inference = Inference(tuple(tensors), tuple(outputs), request.parameters)
     release = resources.release if resources else nothing
     work = pack_inference(inference)
-    return BuiltRequest(request, admission, work, release, resources.regions), inference
+    return BuiltRequest(request, fit, work, release, resources.regions), inference
 
 
 def check_room(signature: Signature, name: str, room: int, batch_size: int) -> None:

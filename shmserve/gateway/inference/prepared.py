@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, Uses
 from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
-from shmserve.ipc.tensors.signature import Admission
+from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
 _MOST_TEMPLATES = 8  # of responses to requests with one header
@@ -29,12 +29,12 @@ class BuiltRequest:
     references to `regions`. `templates` are of responses, shared by all requests with its header.
     """
 
-    __slots__ = ("admission", "infer_request", "regions", "release", "templates", "work")
+    __slots__ = ("fit", "infer_request", "regions", "release", "templates", "work")
 
     def __init__(
         self,
         request: InferRequest,
-        admission: Admission,
+        fit: BatchFit,
         work: bytes,
         release: Callable[[], None],
         regions: Sequence[GatewayRegion] = (),
@@ -43,7 +43,7 @@ class BuiltRequest:
         self.regions = regions
         self.templates = templates
         self.infer_request = request
-        self.admission = admission
+        self.fit = fit
         self.work = work
         self.release = release
 
@@ -56,11 +56,11 @@ class BuiltRequest:
 class PreparedRequest:
     """The template of the requests with one header, of small tensors and of places in regions."""
 
-    __slots__ = ("_admission", "_request", "_template", "_templates", "_uses")
+    __slots__ = ("_fit", "_request", "_template", "_templates", "_uses")
 
     def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
         self._request = built.infer_request
-        self._admission = built.admission
+        self._fit = built.fit
         self._template = InferenceTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
         self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
@@ -73,10 +73,10 @@ class PreparedRequest:
         """
         work = self._template.fill(body, at)
         if self._uses is None:
-            return BuiltRequest(self._request, self._admission, work, nothing, (), self._templates)
+            return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()
         if uses is None:
             return None
         return BuiltRequest(
-            self._request, self._admission, work, uses.release, uses.regions, self._templates
+            self._request, self._fit, work, uses.release, uses.regions, self._templates
         )

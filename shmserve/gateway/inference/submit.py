@@ -39,7 +39,7 @@ def prepare_submit(
     request = built.infer_request
     return make_submit(
         gateway.dispatcher.next_number(),
-        built.admission,
+        built.fit,
         arrived_ns,
         built.work,
         request_id=request.id,

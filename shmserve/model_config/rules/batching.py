@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shmserve.common.batching_strategy import (
+from shmserve.common.model_settings import (
     MAX_STREAMS,
     MOST_STREAMS,
     STRATEGY,

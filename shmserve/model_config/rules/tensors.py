@@ -1,11 +1,12 @@
-"""Validation of a model's tensors: names, datatypes, dims, reshape, generated batch tensors."""
+"""Validation of a model's tensors: names, datatypes, dims, reshape, generated batch tensors,
+warm-up samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from shmserve.model_config.diagnostics import Key, Problem, repeats
+from shmserve.model_config.diagnostics import Key, Problem, member, repeats
 from shmserve.proto.model_config_pb2 import (
     BatchInput,
     BatchOutput,
@@ -166,3 +167,22 @@ def _products(dims: Sequence[int]) -> list[int]:
         else:
             stretches[-1].append(dim)
     return [math.prod(stretch) for stretch in stretches]
+
+
+def warmup_problems(config: ModelConfig) -> Iterator[Problem]:
+    """What is wrong with model_warmup; files are read when an instance is loaded."""
+    for index, sample in enumerate(config.model_warmup):
+        for name, tensor in sorted(sample.inputs.items()):
+            at: Key = ("model_warmup", index, "inputs", member(name))
+            if tensor.data_type == DataType.TYPE_INVALID:
+                text = f"warmup setting of input '{name}' must specify 'data_type'"
+                yield Problem(at, text)
+            if any(dim < 0 for dim in tensor.dims):
+                text = (
+                    "warmup setting expects all variable-size dimensions are specified for input "
+                    f"'{name}'"
+                )
+                yield Problem(at, text)
+            if tensor.WhichOneof("input_data_type") is None:
+                text = f"warmup setting expects input '{name}' to have input_data_type set"
+                yield Problem(at, text)

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from shmserve.scheduler.batchers.arrivals import Arrivals
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.batchers.batch_time import BatchTime
-from shmserve.scheduler.batchers.dynamic import Front, gather
+from shmserve.scheduler.batchers.dynamic import Front, closed, gather
 from shmserve.scheduler.batchers.trial import Trial
 from shmserve.scheduler.settings import Batching
 
@@ -36,7 +36,6 @@ _LOWEST = 0.25  # of the target: the aim goes no lower
 class AdaptiveBatcher(Batcher):
     """A `Batcher` by these rules."""
 
-    grows = True
     learns = True
 
     def __init__(self, rules: Batching) -> None:
@@ -45,7 +44,9 @@ class AdaptiveBatcher(Batcher):
         self._arrivals = Arrivals()
         self._waiting = Trial()
         self._aim_ns = float(rules.target_ns)
-        self._began_ns = 0  # when the wait for the batch that is being formed began; 0: it has not
+        # The first request of the batch that is being formed, and until when that may wait.
+        self._first: Pending | None = None
+        self._until_ns = 0
         self._draining = False
 
     # --- what it learns -----------------------------------------------------------------------
@@ -80,12 +81,15 @@ class AdaptiveBatcher(Batcher):
         front = gather(pending, self._rules)
         if front is None:
             return None
-        decision = self._decide(now_ns, front, reserve_ns)
-        if isinstance(decision, Batch):
-            self._began_ns = 0
-        elif not self._began_ns:
-            self._began_ns = now_ns
-        return decision
+        # A batch that was decided on is not always taken: the instance may still wait for its
+        # ticket. So what ends a wait is that its first request is gone, not the decision.
+        if not any(request is self._first for request in front.requests):
+            self._first, self._until_ns = front.requests[0], now_ns + int(self._time.setup_ns)
+        return self._decide(now_ns, front, reserve_ns)
+
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+        """As `Batcher` says."""
+        return closed(gather(pending, self._rules))
 
     def _decide(self, now_ns: int, front: Front, reserve_ns: int) -> Batch | WaitUntil:
         count = len(front.requests)
@@ -102,10 +106,9 @@ class AdaptiveBatcher(Batcher):
             return Batch(count, Closed.DEADLINE)
         if self._rules.delay_ns:
             ends_ns = min(ends_ns, front.oldest_ns + self._rules.delay_ns)
-        setup_ns = self._time.setup_ns
-        ends_ns = min(ends_ns, (self._began_ns or now_ns) + int(setup_ns))
         room = self._rules.max_batch_size - front.units
-        expected_ns = min(ends_ns, self._arrivals.burst_until(setup_ns, room))
+        burst_ns = self._arrivals.burst_until(self._time.setup_ns, room)
+        expected_ns = min(ends_ns, self._until_ns, burst_ns)
         if expected_ns <= now_ns:
             return Batch(count, Closed.IDLE)
         return WaitUntil(min(expected_ns, front.hurry_ns - reserve_ns))

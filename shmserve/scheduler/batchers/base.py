@@ -52,7 +52,6 @@ class WaitUntil:
 class Batcher(Protocol):
     """Asked only while an instance can take a batch. One that `learns` is told what happens."""
 
-    grows: bool  # whether more requests in the queue may make a larger batch
     learns: bool = False
 
     def decide(
@@ -62,6 +61,9 @@ class Batcher(Protocol):
 
         `reserve_ns`: how long before a deadline a batch must start to be done in time.
         """
+
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+        """The batch at the front of `pending` that can take no further request, if there is one."""
 
     def hurry(self) -> None:
         """Nothing more comes that would be worth waiting for."""

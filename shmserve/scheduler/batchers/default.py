@@ -12,8 +12,10 @@ _ONE = Batch(1, Closed.IDLE)
 class DefaultBatcher(Batcher):
     """A `Batcher` that never waits."""
 
-    grows = False
-
     def decide(self, now_ns: int, pending: Iterable[Pending], reserve_ns: int) -> Batch | None:
+        """As `Batcher` says."""
+        return self.closed(pending)
+
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
         """As `Batcher` says."""
         return next((_ONE for _ in pending), None)

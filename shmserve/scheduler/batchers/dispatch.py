@@ -8,14 +8,12 @@ from shmserve.scheduler.batchers.default import DefaultBatcher
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
-
-_CANNOT_GROW = (Closed.FULL, Closed.SHAPE)
 
 
 class Dispatch(Dispatcher):
@@ -31,15 +29,15 @@ class Dispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
-        grants: Grants | None = None,
+        tickets: InstanceTickets | None = None,
     ) -> None:
         self._batcher = batcher
         self._queue = queue
         self._pool = pool
         self._executions = executions
         self._responses = responses
-        self._grants = grants
-        self._sends_ahead = not settings.policies.limited and grants is None
+        self._tickets = tickets
+        self._sends_ahead = not settings.policies.limited and tickets is None
 
     def hurry(self) -> None:
         """As `Dispatcher` says."""
@@ -55,43 +53,41 @@ class Dispatch(Dispatcher):
         """As `Dispatcher` says."""
         queue, executions, batcher = self._queue, self._executions, self._batcher
         pool = self._pool
-        grants = self._grants
+        tickets = self._tickets
         while len(queue):
             slot, ahead = None, not pool.free
             if ahead:
                 slot = pool.room(executions.service_time.credit) if self._sends_ahead else None
                 if slot is None:
                     break
-            elif grants is not None:
-                slot = grants.find(pool.free)
+            elif tickets is not None:
+                slot = tickets.find(pool.free)
                 if slot is None and self._would_run(now_ns):
-                    grants.ask(pool.free, len(queue))
+                    tickets.ask(pool.free, len(queue))
                     break
             if queue.retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
-            reserve_ns = executions.service_time.reserve_ns
-            decision = batcher.decide(now_ns, queue.waiting(), reserve_ns)
+            # What must run alone waits for an instance that has nothing else.
+            decision = batcher.closed(queue.waiting()) if ahead else self._decide(now_ns)
             if isinstance(decision, WaitUntil):
-                if grants is not None:
-                    grants.give_back()
-                return NEVER if ahead else decision.ns
+                if tickets is not None:
+                    tickets.give_back()
+                return decision.ns
             if decision is None:
-                break  # what must run alone waits for an instance that has nothing else
-            if ahead and batcher.grows and decision.reason not in _CANNOT_GROW:
                 break
             executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
-        if grants is not None:
-            grants.give_back()
+        if tickets is not None:
+            tickets.give_back()
         return NEVER
 
     def _would_run(self, now_ns: int) -> bool:
         """Whether a batch is there for an instance that is free."""
-        queue = self._queue
-        if queue.retries:
-            return True
+        return bool(self._queue.retries) or isinstance(self._decide(now_ns), Batch)
+
+    def _decide(self, now_ns: int) -> Batch | WaitUntil | None:
         reserve_ns = self._executions.service_time.reserve_ns
-        return isinstance(self._batcher.decide(now_ns, queue.waiting(), reserve_ns), Batch)
+        return self._batcher.decide(now_ns, self._queue.waiting(), reserve_ns)
 
 
 def batcher_of(settings: Settings) -> Batcher:

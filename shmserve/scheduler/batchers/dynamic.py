@@ -28,8 +28,6 @@ from shmserve.scheduler.settings import Batching
 class DynamicBatcher(Batcher):
     """A `Batcher` by these rules."""
 
-    grows = True
-
     def __init__(self, rules: Batching) -> None:
         self._rules = rules
 
@@ -38,6 +36,10 @@ class DynamicBatcher(Batcher):
     ) -> Batch | WaitUntil | None:
         """As `Batcher` says."""
         return decide(now_ns, pending, self._rules, reserve_ns)
+
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+        """As `Batcher` says."""
+        return closed(gather(pending, self._rules))
 
     def hurry(self) -> None:
         """As `Batcher` says."""
@@ -104,6 +106,17 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
     if not requests:
         return None
     return Front(requests, total, best, full, other_shape, oldest, hurry)
+
+
+def closed(front: Front | None) -> Batch | None:
+    """The batch of the first requests of a queue, if it can take no further one."""
+    if front is None or 0 < front.best < len(front.requests):
+        return None
+    if front.full:
+        return Batch(len(front.requests), Closed.FULL)
+    if front.other_shape and not front.best:
+        return Batch(len(front.requests), Closed.SHAPE)
+    return None
 
 
 def decide(

@@ -127,7 +127,7 @@ class Lost(NamedTuple):
     open: list[Request]
 
 
-class Grants(Protocol):
+class Ticketing(Protocol):
     """What an instance needs to execute, where that is limited."""
 
     def use(self, slot: Slot) -> None:
@@ -141,7 +141,7 @@ class Grants(Protocol):
 
 
 class Pool:
-    """All slots of a model version. With `grants` each execution needs one.
+    """All slots of a model version. With `tickets` each execution needs one.
 
     `free` are the instances that can take a batch, the one that has been free for longest first; of
     a decoupled model those alone that have less than `most_open` requests (0: any number).
@@ -150,7 +150,7 @@ class Pool:
     """
 
     def __init__(
-        self, execution_limit_ns: int, grants: Grants | None = None, most_open: int = 0
+        self, execution_limit_ns: int, tickets: Ticketing | None = None, most_open: int = 0
     ) -> None:
         self._limit_ns = execution_limit_ns
         self._most_open = most_open
@@ -161,7 +161,7 @@ class Pool:
         self._failed = ""  # why no instance will come back, if none is here
         self.retiring: list[Slot] = []
         self.members = 0  # counts who came, who went, and who is to
-        self._grants = grants
+        self._tickets = tickets
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -246,8 +246,8 @@ class Pool:
 
     def _leave(self, slot: Slot) -> Lost:
         slot.meet("exit")
-        if self._grants is not None:
-            self._grants.gone(slot.index)
+        if self._tickets is not None:
+            self._tickets.gone(slot.index)
         executions = list(slot.executions)
         begun = {request.key for each in executions for request in each.requests}
         lost = Lost(executions, [r for r in slot.requests.values() if r.key not in begun])
@@ -289,8 +289,8 @@ class Pool:
             slot = wanted
             if slot in self.free:
                 self.free.remove(slot)
-            if self._grants is not None:
-                self._grants.use(slot)
+            if self._tickets is not None:
+                self._tickets.use(slot)
             slot.meet("assign")
         slot.executions.append(execution)
         worker = Worker(slot.peer, slot.pid)
@@ -304,8 +304,8 @@ class Pool:
         """The instance has returned its batch, and begins the next one if it has it. What becomes
         of its `requests` is the caller's to say."""
         slot.executions.popleft()
-        if self._grants is not None:
-            self._grants.done(slot)
+        if self._tickets is not None:
+            self._tickets.done(slot)
         if slot.executions:
             slot.executions[0].started_ns = now_ns
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from shmserve.common.metrics.cumulative_counters import lasting
+from shmserve.common.cumulative_counters import lasting
 from shmserve.ipc.messages import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shmserve.common.access.group_access import admit_group
+from shmserve.common.access.peer_credentials import admit_group
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY

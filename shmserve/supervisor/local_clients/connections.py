@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common import fd_limits
-from shmserve.common.access.group_access import admit_group
-from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.access.peer_credentials import admit_group, credentials
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import FIRST

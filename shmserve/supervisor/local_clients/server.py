@@ -31,7 +31,6 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import LocalClient, LocalClientConnections
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
-from shmserve.supervisor.regions.lent import LentRegions
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class LocalClientServer:
         run_dir: Path,
         group: int,
         capabilities: Capabilities,
-        lent: LentRegions,
+        memory: LocalMemory,
         snapshot: Callable[[], Iterable[Any]],
         on_left: Callable[[int], None],
     ) -> None:
@@ -60,7 +59,7 @@ class LocalClientServer:
         Raises Unavailable when the run directory has no room for it.
         """
         self._capabilities = capabilities
-        self._memory = LocalMemory(capabilities, lent)
+        self._memory = memory
         self._snapshot = snapshot
         self._on_left = on_left
         self._checks: set[asyncio.Task[None]] = set()
@@ -132,7 +131,7 @@ class LocalClientServer:
             case m.ShareDeviceMemory() if client.welcomed:
                 in_background(self._share_device(client, message), self._checks)
             case m.WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
-                self._memory.give_back(client.number, memory_id)
+                self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
@@ -141,7 +140,7 @@ class LocalClientServer:
         try:
             memory = await self._memory.share_device(client.number, client.uid, request)
             if client.number not in self._connections:
-                self._memory.give_back(client.number)
+                self._memory.release(client.number)
             response = m.Answered(request.id, {"memory": memory})
         except ShmserveError as error:
             response = m.Refused(request.id, error.code, error.message)

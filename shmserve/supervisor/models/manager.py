@@ -15,7 +15,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.host.startup_report import StartupReport
+from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader

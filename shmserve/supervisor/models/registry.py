@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.deployment import immutable_config
+from shmserve.common.model_settings import immutable_config
 from shmserve.errors import NotFound
 from shmserve.ipc import messages as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder

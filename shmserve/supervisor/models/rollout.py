@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from shmserve.common.deployment import immutable_config
+from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext

@@ -18,10 +18,9 @@ from shmserve.common.access.shm_access import (
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.supervisor.regions.cuda_handles import ExporterWatch, HandleCheck
-from shmserve.supervisor.regions.pinned_quota import PinnedQuota
-from shmserve.supervisor.regions.quota import RegionQuota
-from shmserve.supervisor.regions.region import OpenRegion
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.quota import PinnedQuota, RegionQuota
+from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
 
 class RegionOpener:

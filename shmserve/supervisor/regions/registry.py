@@ -25,11 +25,11 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from shmserve.common.accelerators import cuda_not_supported
 from shmserve.common.access.shm_access import (
     EVERYONE,
     Peer,
 )
-from shmserve.common.cuda_errors import not_supported
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
@@ -141,7 +141,7 @@ class RegionRegistry:
         """
         handles = self._opener.handles
         if handles is None:
-            raise not_supported(name)
+            raise cuda_not_supported(name)
         memory_id = secrets.randbits(62)
         if not self._has_cuda(name, handle, offset, byte_size, peer):
             # Before our turn: workers may be busy, and nobody else waits for them.

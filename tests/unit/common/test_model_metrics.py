@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shmserve.common.metrics.model_metrics import (
+from shmserve.common.model_metrics import (
     Families,
     ModelMetrics,
     added,

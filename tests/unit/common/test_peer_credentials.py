@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
-from shmserve.common.access import peer_credentials, sock_diag
+from shmserve.common.access import peer_credentials
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.access.peer_credentials import groups_of, loopback_peer, unix_peer
 from shmserve.common.access.shm_access import REMOTE, SHM_DISABLED, Peer
@@ -63,7 +63,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError
 
     if request.param == "listed":
-        monkeypatch.setattr(sock_diag, "owner", none)
+        monkeypatch.setattr(peer_credentials, "tcp_owner", none)
 
 
 @pytest.mark.usefixtures("way")
@@ -104,7 +104,7 @@ def test_others_connections_are_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
     """A host may have ended ten thousands in the last minute; whoever came next paid for them."""
     with tcp_pair() as (ours, theirs):
         try:
-            assert sock_diag.owner(theirs.getsockname(), ours.getsockname()) is not None
+            assert peer_credentials.tcp_owner(theirs.getsockname(), ours.getsockname()) is not None
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peer_credentials, "_tables", None)

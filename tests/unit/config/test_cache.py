@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.config.cache import cache_byte_size
+from shmserve.config.flag_values import cache_byte_size
 from shmserve.errors import InvalidArgument
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve import cli
 from shmserve.config import command_line, options, server
-from shmserve.config.metrics import MetricsConfig
+from shmserve.config.flag_values import MetricsConfig
 from shmserve.config.option import Flag
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.config.rate_limit import parse_resources
+from shmserve.config.flag_values import parse_resources
 from shmserve.errors import InvalidArgument
 
 

@@ -54,7 +54,7 @@ def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> byte
         TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
         TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
     ]
-    return Signature(config(entry), "1").admit("", tensors, []).shape_key
+    return Signature(config(entry), "1").check("", tensors, []).shape_key
 
 
 def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:

@@ -27,7 +27,7 @@ def key(model: Signature, rows: int, free: int, last: int = 0) -> bytes:
     for name, shape in shapes.items():
         size = shape[0] * shape[1] * (2 if len(shape) == 3 else 1)
         tensors.append(TensorRef(name, "UINT8", shape, bytes(size)))
-    return model.admit("", tensors, []).shape_key
+    return model.check("", tensors, []).shape_key
 
 
 def test_inputs_of_any_size_must_be_alike() -> None:
@@ -61,7 +61,7 @@ def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
         "1",
     )
     keys = {
-        model.admit("", [TensorRef(n, "UINT8", (1, 1), b"x") for n in names], []).shape_key
+        model.check("", [TensorRef(n, "UINT8", (1, 1), b"x") for n in names], []).shape_key
         for names in ("A", "B", "AB", "BA")
     }
     assert len(keys) == 3
@@ -78,7 +78,7 @@ def test_the_count_must_be_between_required_and_total(names: str, got: str) -> N
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
-        signature().admit("7", tensors, [])
+        signature().check("7", tensors, [])
     said = caught.value.message
     assert said.startswith("[request id: 7] expected number of inputs between 2 and 3 " + got)
     assert "missing required input(s) ['FIXED','FREE']" in said
@@ -91,4 +91,4 @@ def test_one_more_than_all_is_refused() -> None:
     with pytest.raises(
         InvalidArgument, match="expected number of inputs between 2 and 3 but got 4"
     ):
-        signature().admit("", tensors, [])
+        signature().check("", tensors, [])

@@ -74,11 +74,11 @@ A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
 def test_a_request_that_fits() -> None:
-    admission = Signature(config(), "1").admit("", [A, B], [RequestedOutput("Y")])
-    assert admission.batch_size == 2
-    assert admission.shape_key == Signature(config(), "1").admit("", [B, A], []).shape_key
+    fit = Signature(config(), "1").check("", [A, B], [RequestedOutput("Y")])
+    assert fit.batch_size == 2
+    assert fit.shape_key == Signature(config(), "1").check("", [B, A], []).shape_key
     other = tensor("A", "FP32", 2, 4, 2)
-    assert admission.shape_key != Signature(config(), "1").admit("", [other, B], []).shape_key
+    assert fit.shape_key != Signature(config(), "1").check("", [other, B], []).shape_key
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_request_that_fits() -> None:
 )
 def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        Signature(config(), "1").admit("r", inputs, [RequestedOutput(name) for name in outputs])
+        Signature(config(), "1").check("r", inputs, [RequestedOutput(name) for name in outputs])
     assert text in error.value.message
     prefixed = error.value.message.startswith("[request id: r] ")
     assert prefixed != text.startswith("unexpected inference")
@@ -137,8 +137,8 @@ def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: st
 
 def test_optional_inputs() -> None:
     signature = Signature(config(optional=True), "1")
-    without = signature.admit("", [A], [])
-    with_b = signature.admit("", [A, B], [])
+    without = signature.check("", [A], [])
+    with_b = signature.check("", [A, B], [])
     assert without.shape_key != with_b.shape_key
     with pytest.raises(InvalidArgument, match="between 1 and 2 but got 1 inputs"):
-        signature.admit("", [B], [])
+        signature.check("", [B], [])

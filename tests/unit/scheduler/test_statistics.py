@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.metrics.cumulative_counters import following, lasting
+from shmserve.common.cumulative_counters import following, lasting
 from shmserve.ipc import messages as m
 from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.statistics.histogram import Histogram

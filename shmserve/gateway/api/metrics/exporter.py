@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shmserve.common.metrics import cumulative_counters, model_metrics
+from shmserve.common import cumulative_counters, model_metrics
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.metrics.cache_families import cached
 from shmserve.gateway.api.metrics.latency_families import first_responses, summaries

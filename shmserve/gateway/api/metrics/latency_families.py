@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from shmserve.common.metrics.first_response import FAMILY
+from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
 
 # What a report has of each model, by its labels.
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
@@ -75,7 +75,7 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
 def first_responses(reports: Reports) -> Iterator[Metric]:
     """Of each decoupled model; nothing where there is none."""
     text = "Duration from request to first response in milliseconds"
-    family = Metric(FAMILY, text, "histogram")
+    family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
     for labels, report in reports:
         histogram = report["histograms"].get("first_response_ms")
         if histogram is not None:

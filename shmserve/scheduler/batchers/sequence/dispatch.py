@@ -17,9 +17,9 @@ from shmserve.scheduler.batchers.sequence.lane import Lane, Rows, Sequence
 from shmserve.scheduler.batchers.sequence.oldest import OldestLane
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.grants import Grants
 from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Event, Request
@@ -43,7 +43,7 @@ class SequenceDispatch(Dispatcher):
         pool: Pool,
         executions: Executions,
         responses: Responses,
-        grants: Grants | None = None,
+        tickets: InstanceTickets | None = None,
     ) -> None:
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
@@ -51,7 +51,7 @@ class SequenceDispatch(Dispatcher):
         self._rows = 1 if settings.max_batch_size else 0  # of a request
         self._queue = queue
         self._pool = pool
-        self._grants = grants
+        self._tickets = tickets
         self._executions = executions
         self._responses = responses
         self._sequences = Sequences(settings.name, rules.idle_ns, rules.most, rules.iterative)
@@ -165,8 +165,8 @@ class SequenceDispatch(Dispatcher):
             for lane, slot in slots:
                 if slot is not None and slot.idle:
                     wake_ns = min(wake_ns, self._start(lane, slot, now_ns))
-        if self._grants is not None:
-            self._grants.give_back()
+        if self._tickets is not None:
+            self._tickets.give_back()
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
@@ -215,8 +215,8 @@ class SequenceDispatch(Dispatcher):
         """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
         decision = lane.decide(now_ns, self._executions.service_time.reserve_ns)
         if isinstance(decision, Rows):
-            if self._grants is not None and self._grants.find([slot]) is None:
-                self._grants.ask([slot], 1)
+            if self._tickets is not None and self._tickets.find([slot]) is None:
+                self._tickets.ask([slot], 1)
                 return NEVER
             # Before they begin: who ends then has no slot any more.
             rows = [_row(number, sequence) for number, sequence in decision.rows]

@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import Admission, Signature, agree
+from shmserve.ipc.tensors.signature import BatchFit, Signature, agree
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -85,7 +85,7 @@ def _submit(
     correlation_id, flags = sequence_of(origin, firing.inputs.values())
     return make_submit(
         number,
-        form.admission,
+        form.fit,
         now_ns,
         pack_inference(Inference(inputs, outputs, request.inference.parameters)),
         request_id=origin.request_id,
@@ -102,7 +102,7 @@ class _Form(NamedTuple):
     """What requests of a step have in common that are described alike: what is asked for, and the
     sizes of what is to be placed."""
 
-    admission: Admission
+    fit: BatchFit
     wanted: tuple[RequestedOutput, ...]
     known: dict[str, int]
     given: frozenset[str]
@@ -126,10 +126,10 @@ def _form(
     form = forms.get(key) if lasts else None
     if form is None:
         wanted = _wanted(request, firing)
-        admission = target.signature.admit(request.submit.request_id, inputs, wanted)
-        sizes = placed_sizes(firing.step, target, graph, admission.batch_size, wanted)
+        fit = target.signature.check(request.submit.request_id, inputs, wanted)
+        sizes = placed_sizes(firing.step, target, graph, fit.batch_size, wanted)
         given = frozenset(output.name for output in wanted if output.place is not None)
-        form = _Form(admission, wanted, sizes, given)
+        form = _Form(fit, wanted, sizes, given)
         if lasts:
             if len(forms) >= _MOST_FORMS:
                 forms.clear()

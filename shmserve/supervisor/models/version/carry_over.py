@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.metrics.cumulative_counters import following
+from shmserve.common.cumulative_counters import following
 from shmserve.ipc.messages import CountsInherited
 
 

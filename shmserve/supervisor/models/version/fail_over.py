@@ -16,7 +16,7 @@ from shmserve.supervisor.models.version.instance_processes import InstanceProces
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import StepModels
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
+from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 

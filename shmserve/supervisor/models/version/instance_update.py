@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.deployment import immutable_config
+from shmserve.common.model_settings import immutable_config
 from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.supervisor.models.version.states import InstanceState, instance_after
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
 _OF_EACH = ("name", "kind", "count", "gpus")  # what of a group every instance has for itself

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.common.deployment import immutable_config
+from shmserve.common.model_settings import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext

@@ -17,7 +17,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.counters import counted
+from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec

@@ -1,4 +1,4 @@
-"""A scheduler under the rate limiter: an instance executes only with a grant."""
+"""A scheduler under the rate limiter: an instance executes only with a ticket."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from tests.rigs.scheduler_rig import MS, Rig
+
+ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def asked(rig: Rig) -> list[Any]:
@@ -21,7 +23,7 @@ def limited(dynamic: dict[str, Any] | None = None, instances: int = 1, **more: A
     return rig
 
 
-def test_an_execution_waits_for_its_grant_and_gives_it_back() -> None:
+def test_an_execution_waits_for_its_ticket_and_gives_it_back() -> None:
     """Section 3.9."""
     rig = limited({})
     rig.submit()
@@ -66,7 +68,46 @@ def test_nothing_is_held_while_a_batch_waits_for_more() -> None:
     assert asked(rig) == [m.AskTicket(1, 0)]
 
 
-def test_a_grant_that_is_of_no_use_any_more_is_given_back() -> None:
+def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is() -> None:
+    """It is asked again with each request that comes before the ticket, and with the ticket:
+    that must not begin another wait."""
+    rig = limited({}, max_batch_size=64, parameters=ADAPTIVE)
+
+    def grant() -> None:
+        asks = [each for each in asked(rig) if isinstance(each, m.AskTicket)]
+        rig.supervisor(*[m.TicketGranted(each.ticket) for each in asks])
+
+    for _ in range(60):  # bursts of 8 with 2 ms between them; a batch takes 60 ms
+        for _ in range(8):
+            rig.pass_time(2 * MS)
+            rig.submit()
+        while rig.scheduler.live:
+            grant()
+            for peer, batch in rig.executes():
+                rig.pass_time(60 * MS)
+                rig.finish(peer, batch)
+    rig.scheduler._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    asked(rig)
+    began = rig.now
+    last = rig.submit(2)[1]
+    asks: list[Any] = []
+    while not asks:  # there always seem to be more to come, since others go
+        rig.pass_time(2 * MS)
+        (new,) = rig.submit()
+        rig.client(m.Cancel(last))
+        last, asks = new, asked(rig)
+    assert 10 * MS < rig.now - began <= 62 * MS
+    for _ in range(5):  # the ticket is late
+        rig.pass_time(2 * MS)
+        (new,) = rig.submit()
+        rig.client(m.Cancel(last))
+        last = new
+        assert asked(rig) == []
+    rig.supervisor(m.TicketGranted(asks[0].ticket))
+    assert len(rig.executes()) == 1
+
+
+def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     rig = limited()
     (number,) = rig.submit()
     rig.client(m.Cancel(number))

@@ -1,11 +1,12 @@
-"""How requests are scheduled: a model's parameters `batching_strategy`, `target_p99_ms` and
-`max_streams`."""
+"""Settings in a model's configuration that several rooms read: the parameters of the batching
+strategy, the buckets of the first-response histogram, and what a deployment is made for."""
 
 from __future__ import annotations
 
 import math
 import re
 from enum import StrEnum
+from typing import Any
 
 STRATEGY = "batching_strategy"
 TARGET = "target_p99_ms"
@@ -13,11 +14,16 @@ MAX_STREAMS = "max_streams"
 MOST_STREAMS = 65_536
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
+# The time to the first response of decoupled models; `model_metrics` of a configuration names it by
+# its family and gives other buckets.
+FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+_CHANGES_IN_PLACE = frozenset({"instance_group", "version_policy"})
 _NUMBER = re.compile(r"[-+.0-9eE]+")  # no more of what Python takes for one
 
 
 class Strategy(StrEnum):
-    """What a model may say of it; the first is what holds where it says nothing."""
+    """A batching strategy; the first is the default."""
 
     PREFER_BATCH = "prefer_batch"  # an instance waits up to the delay for a fuller batch
     PREFER_LATENCY = "prefer_latency"  # what is there runs as soon as an instance is free
@@ -43,3 +49,9 @@ def max_streams(text: str) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_STREAMS))):
         return None
     return int(text) if 1 <= int(text) <= MOST_STREAMS else None
+
+
+def immutable_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration, as `model_config.to_dict` gives it, that a deployment is made
+    for: how many instances there are and where, and which versions are loaded, can change later."""
+    return {key: value for key, value in config.items() if key not in _CHANGES_IN_PLACE}

@@ -1,4 +1,4 @@
-"""Grants of the rate limiter, as a scheduler has them: an instance executes only with one.
+"""Tickets of the rate limiter, as a scheduler has them: an instance executes only with one.
 
 An instance is asked for once a batch could run on it, so none holds resources while requests are
 still awaited; what is granted and not used within a turn is given back. What has been used is given
@@ -16,12 +16,12 @@ from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.outboxes import ControlLink
 
 
-class Grants:
+class InstanceTickets:
     """The tickets of this model version's instances, by index."""
 
     def __init__(self, control: ControlLink) -> None:
         self._control = control
-        self._tickets = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._asked: dict[int, int] = {}
         self._granted: dict[int, int] = {}
         self._used: dict[int, int] = {}
@@ -43,7 +43,7 @@ class Grants:
         """Ask for these instances, of which `most` could be used now."""
         for slot in itertools.islice(slots, most):
             if slot.index not in self._asked and slot.index not in self._granted:
-                ticket = self._asked[slot.index] = next(self._tickets)
+                ticket = self._asked[slot.index] = next(self._numbers)
                 self._control.post(AskTicket(ticket, slot.index))
 
     def use(self, slot: Slot) -> None:
@@ -57,20 +57,20 @@ class Grants:
             self._done.append(ticket)
 
     def end_turn(self) -> None:
-        """Give back what has been used."""
+        """Return the tickets that have been used."""
         for ticket in self._done:
             self._control.post(TicketReturned(ticket, True))
         self._done.clear()
 
     def gone(self, index: int) -> None:
-        """The instance is gone, whatever it had."""
+        """Return what the instance had, which is gone."""
         for tickets in (self._asked, self._granted, self._used):
             ticket = tickets.pop(index, 0)
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used))
 
     def give_back(self) -> None:
-        """What is granted now is of no use."""
+        """Return the tickets that are granted and were not used."""
         for ticket in self._granted.values():
             self._control.post(TicketReturned(ticket, False))
         self._granted.clear()

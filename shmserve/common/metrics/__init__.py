@@ -1,2 +1,0 @@
-"""What schedulers and workers count, and gateways show: counters, histograms, models' own
-metrics (pure)."""
