@@ -119,15 +119,15 @@ class Asking:
 @pytest.mark.parametrize(
     ("mode", "victim"),
     [
-        *(("server", f"worker {step}.0") for step in ("first", "second", "third")),
-        ("server", "ensemble pipe"),
+        *(("hosted", f"worker {step}.0") for step in ("first", "second", "third")),
+        ("hosted", "ensemble pipe"),
         *(("separate", victim) for victim in ("scheduler first", "scheduler third")),
         *(("separate", victim) for victim in ("worker second.0", "ensemble pipe")),
     ],
 )
-def test_a_process_dies(mode: str, victim: str, request: pytest.FixtureRequest) -> None:
+def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str) -> None:
     """What it had runs again, or was written where it outlives it: no answer is wrong."""
-    server: Server = request.getfixturevalue(mode)
+    server = {"hosted": server, "separate": separate}[mode]
     with Asking(server):  # what a first load takes for good is no leak
         pass
     before = State.of(server)

@@ -1,5 +1,5 @@
-"""The scheduling of ensembles: to its clients the scheduler of a model, to the schedulers of its steps
-a client.
+"""The scheduling of an ensemble: to its clients the scheduler of a model, to the schedulers of its
+steps a client.
 
 core.py            what each message changes (no clock, no socket)
 admission.py       a client's message -> a request in the flow; the plans of requests

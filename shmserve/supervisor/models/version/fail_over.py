@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import StepModels
@@ -36,7 +36,7 @@ class FailOver:
         self,
         context: SupervisorContext,
         scheduler: VersionScheduler,
-        instances: InstanceProcesses | StepModels,
+        instances: Instances | StepModels,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common.model_settings import immutable_config
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec
 
@@ -26,9 +26,7 @@ class InstanceUpdate:
     """Leads from the instances that a version has to those of `config`, the final configuration of
     `spec`."""
 
-    def __init__(
-        self, instances: InstanceProcesses, spec: VersionSpec, config: dict[str, Any]
-    ) -> None:
+    def __init__(self, instances: Instances, spec: VersionSpec, config: dict[str, Any]) -> None:
         self.spec = spec
         self._instances = instances
         self._config = config

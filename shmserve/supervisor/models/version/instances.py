@@ -51,14 +51,14 @@ class Instance:
         """Whether there is a process that has not been seen to end."""
         return self.child is not None and self.child.alive
 
-    def event(self, name: str) -> None:
-        """Move to the next state."""
-        self.state = instance_after(self.state, name)
+    def transition(self, event: str) -> None:
+        """Move to the state after an event; raises IllegalTransition."""
+        self.state = instance_after(self.state, event)
 
     def loaded(self, checks_ready: bool) -> None:
         """Its model is loaded; `checks_ready`: it says itself whether it is ready."""
         self.checks_ready = checks_ready
-        self.event("loaded")
+        self.transition("loaded")
         self.ready_at = time.monotonic()
         self.failed_loads = 0
 
