@@ -174,7 +174,7 @@ class Front(Generic[R]):
                     self._core.credit(request, message.responses, now_ns)
             case Release():
                 read = (client.pid, message.pid, message.offsets)
-                if self._cache is None or not self._cache.release(*read):
+                if self._cache is None or not self._cache.lent.release(*read):
                     self._core.release(client, message)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
@@ -192,7 +192,7 @@ class Front(Generic[R]):
                 raise Unavailable(stopping(submit.request_id))
             if self._cache is not None:
                 core.check(submit, now_ns)
-                lookup = self._cache.look_up(submit, client.pid)
+                lookup = self._cache.look_up(submit)
                 if lookup is not None and lookup.body:
                     core.hit(client, submit, lookup, now_ns)
                     return

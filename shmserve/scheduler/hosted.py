@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from shmserve.ipc import endpoints
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
     Drain,
@@ -80,7 +81,8 @@ class HostedScheduler(ABC):
         self._routed = PeerCredRouter(self.endpoint, first_number)
         self._local_clients = LocalClientListener.open(start)
         self._clients = ClientLinks(self.endpoint, self._routed, self._local_clients, neighbours)
-        self._cache = _cache(start.cache, self._settings)
+        self._lent = LentMemory(start.arena_byte_size)
+        self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
         self._front: Front[Any] = Front(
             self._core, self._clients, self._control, time.time_ns, self._cache
@@ -231,7 +233,7 @@ class EnsembleScheduler(HostedScheduler):
             control.post(MemoryDropped(memory_id))
 
         steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
-        self._memory = EnsembleMemory(start.arena_byte_size, memory_dropped)
+        self._memory = EnsembleMemory(self._lent, memory_dropped)
         core = EnsembleCore(
             self._settings,
             start.config,
@@ -249,10 +251,10 @@ class EnsembleScheduler(HostedScheduler):
         self._memory.close()
 
 
-def _cache(start: CacheStart, settings: Settings) -> ResponseCache | None:
+def _cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
     if not settings.cached or not start.byte_size:
         return None
-    return ResponseCache(settings.name, settings.version, start)
+    return ResponseCache(settings.name, settings.version, start, lent)
 
 
 KINDS: dict[str, type[HostedScheduler]] = {

@@ -7,7 +7,8 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -20,6 +21,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.front import Front
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
 
@@ -83,6 +85,7 @@ class EnsembleRig:
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
+        cache_bytes: int = 0,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -98,7 +101,9 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
+        lent = LentMemory(1 << 27)
+        self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
+        cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
         self.core = EnsembleCore(
             Settings.read(config, "1", SchedulingLimits()),
             config,
@@ -106,8 +111,9 @@ class EnsembleRig:
             self.steps,
             self.control,
             self.memory,
+            cache,
         )
-        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS)
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
         self.now_ns = 1_000 * MS
         for each in models:
             self.publish(each)

@@ -119,7 +119,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._live.touch(request)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
-        self._responses.given_back(client, message)
+        self._memory.lent.release(client.pid, message.pid, message.offsets)
 
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
@@ -166,7 +166,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def process_exited(self, pid: int, now_ns: int) -> None:
         self._live.now_ns = now_ns
         self._memory.process_exited(pid)
-        self._responses.forget(pid)
+        self._memory.lent.drop_reader(pid)
 
     @property
     def live(self) -> int:

@@ -147,7 +147,7 @@ class VersionScheduler:
             )
             return CacheStart()
         share = shares.join(id(self), self.tell)
-        return CacheStart(share, self._context.config.arena_byte_size, os.getpid())
+        return CacheStart(share, os.getpid())
 
     def _on_scheduler(self, message: Any) -> None:
         match message:
