@@ -36,6 +36,7 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     Credit,
     CreditExecution,
+    EndSequences,
     Execute,
     ExecutionResponded,
     Failed,
@@ -147,6 +148,7 @@ __all__ = [
     "CreditExecution",
     "Drain",
     "Drained",
+    "EndSequences",
     "EnsembleToSupervisor",
     "EventHeader",
     "Execute",
@@ -246,7 +248,7 @@ __all__ = [
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
-SchedulerToWorker = Execute | CancelExecution | CreditExecution | ReleaseOutputs
+SchedulerToWorker = Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished
