@@ -99,7 +99,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
-    "supervisor.resources": ("ipc.*",),
+    "supervisor.resources": ("ipc.*", "supervisor.processes"),
     "supervisor.processes": ("ipc.*", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
