@@ -7,7 +7,8 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -18,8 +19,10 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.scheduler.ensemble.core import Ensemble
+from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.front import Front
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
 
@@ -66,7 +69,7 @@ class StepsOutbox:
         """Keep it."""
         self.posted.append((endpoint, message))
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
+    def lose(self, endpoint: str, successor: str) -> None:
         """Nothing was left to say."""
 
 
@@ -83,6 +86,7 @@ class EnsembleRig:
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
+        cache_bytes: int = 0,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -98,16 +102,20 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
-        self.ensemble = Ensemble(
-            Settings.read(ModelSpec.of(config), "1", SchedulingLimits()),
-            ModelSpec.of(config),
+        spec = ModelSpec.of(config)
+        lent = LentMemory(1 << 27)
+        self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
+        cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
+        self.core = EnsembleCore(
+            Settings.read(spec, "1", SchedulingLimits()),
+            spec,
             self.clients,
             self.steps,
             self.control,
             self.memory,
-            lambda: WALL_NS,
+            cache,
         )
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
         self.now_ns = 1_000 * MS
         for each in models:
             self.publish(each)
@@ -139,22 +147,22 @@ class EnsembleRig:
     def client_says(self, message: Any) -> None:
         """The gateway says this."""
         self.ensemble.from_client(GATEWAY, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def control_says(self, message: Any) -> None:
         """The supervisor says this."""
         self.ensemble.from_control(message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def step_says(self, endpoint: str, message: Any) -> None:
         """A step's scheduler says this."""
-        self.ensemble.from_step(endpoint, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.core.from_step(endpoint, message, self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:
         """Time goes by."""
         self.now_ns += ms * MS
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def told(self) -> list[Any]:
         """What the gateway was told since the last time."""

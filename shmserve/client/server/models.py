@@ -44,7 +44,7 @@ class ClientModel:
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
-            _MOST_PREPARED, lambda prepared: prepared.close()
+            _MOST_PREPARED, RequestTemplate.close
         )
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False

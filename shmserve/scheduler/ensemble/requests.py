@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Submit
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.memory.lent import Block
+from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
@@ -82,6 +82,13 @@ class EnsembleRequest:
         self.responded_ns = now_ns
         self.untimed = False
 
+    def add_times(self, message: Finished | Responded) -> None:
+        """A step's execution took so long."""
+        times_ns = self.times_ns
+        times_ns[0] += message.input_ns
+        times_ns[1] += message.infer_ns
+        times_ns[2] += message.output_ns
+
     @property
     def over(self) -> bool:
         """Whether no further step of it runs."""
@@ -119,7 +126,7 @@ class StepRequest(InflightRequest):
         signature: Signature,
         submit: Submit,
         endpoint: str,
-        placed: dict[str, Place],
+        placed: dict[str, Block],
         given: frozenset[str],
     ) -> None:
         super().__init__(submit, endpoint)

@@ -52,7 +52,7 @@ class LoadPlanner:
         return {**repository.scan(*self._where()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
-        """What changes when a file of the model does; "" when there is no such model."""
+        """A text that changes with any file of the model; "" when there is no such model."""
         folder = self._find(name) if is_model_name(name) else None
         return repository.fingerprint(folder) if folder is not None else ""
 
@@ -132,7 +132,7 @@ class LoadPlanner:
         ]
 
     def discard(self, plan: VersionSpec) -> None:
-        """Nothing of `plan` runs any more: remove what a load request's files were written to."""
+        """Remove the folder that a load request's files were written to: nothing of `plan` runs."""
         self._remove(plan.model_dir)
 
     def _remove(self, folder: Path) -> None:

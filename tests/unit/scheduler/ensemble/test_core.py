@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -175,6 +175,24 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     assert rig.memory.used == 0
 
 
+def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
+    """Both lie in the process's memory: a release says which by its offset alone."""
+    elements = 10_000
+    shape = [model("a", dims=(elements,))]
+    rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    for number, (byte, hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
+        rig.submit(number, data=byte * 4 * elements)
+        for _, submit in rig.sent():
+            assert not hit
+            (output,) = unpack_inference(submit.work).outputs
+            assert output.place is not None
+            rig.step_says("a", m.Finished(submit.id, placed(output.place)))
+        (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+        assert isinstance(read.data, Place) and rig.memory.used
+        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset]))
+        assert rig.memory.used == 0
+
+
 def placed(place: Place) -> bytes:
     from shmserve.ipc.tensors.descriptors import TensorRef
     from shmserve.ipc.tensors.inference import Inferred, pack_inferred
@@ -223,11 +241,9 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
 
 def test_times_are_the_steps_together() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.client_says(m.ReportTimes())
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Timed(number, 1, 20, 300))
-        rig.finish(name, number)
-    timed, finished = rig.told()
-    assert (timed, type(finished)) == (m.Timed(1, 2, 40, 600), m.Finished)
+        rig.step_says(name, m.Finished(number, made(b"\0" * 4), 1, 20, 300))
+    (finished,) = rig.told()
+    assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

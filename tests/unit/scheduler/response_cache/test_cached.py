@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -45,7 +46,11 @@ def cached(
 ) -> Rig:
     clock = itertools.count(0, 7)
     cache = ResponseCache(
-        "m", "1", CacheStart(byte_size, arena_byte_size, SUPERVISOR), lambda: next(clock)
+        "m",
+        "1",
+        CacheStart(byte_size, SUPERVISOR),
+        LentMemory(arena_byte_size),
+        lambda: next(clock),
     )
     return Rig(dynamic, cache=cache, **server)
 
@@ -192,6 +197,18 @@ def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    "refused", [{"deadline_ns": 1}, {"batch_size": 99}], ids=["too late", "too large"]
+)
+def test_a_hit_that_is_refused_gives_its_copy_back(arena: Arena, refused: Any) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    rig.submit(work=work(), **refused)
+    assert [type(answer) for answer in rig.answers()] == [m.Failed]
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
 def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
     rig = cached(arena_byte_size=128 * 1024)
     peer = rig.start()
@@ -266,7 +283,7 @@ def test_counts_go_on_in_a_successor() -> None:
     before = rig.report()
     assert kept == []
     heir = cached()
-    heir.scheduler.go_on([before, []], [], heir.now)
+    heir.scheduler.restore([before, []], [], heir.now)
     stats = heir.report()["inference_stats"]
     assert stats == before["inference_stats"]
 
