@@ -172,6 +172,7 @@ class Instance:
     def attach(self, endpoint: str) -> None:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         self.link.attach(endpoint)
+        self._executor.attached()
         self._metrics.attach(self.link)
         self.link.flush()
 

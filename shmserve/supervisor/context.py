@@ -28,8 +28,8 @@ LOCAL_CLIENT = "local client"
 
 
 def _callers(news: Any) -> tuple[str, ...]:
-    """Who is told of this besides local clients: an ensemble finishes what it has begun with what
-    is withdrawn."""
+    """The roles that are sent a message besides local clients: an ensemble finishes what it has
+    begun with what is withdrawn."""
     return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 

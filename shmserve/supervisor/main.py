@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
@@ -101,8 +102,12 @@ def hold_signals() -> list[int]:
     """Have what ends the server wait for the supervisor: soon there is something to clear away.
     Those that come until `Supervisor.open` are in the list."""
     held: list[int] = []
+
+    def hold_signal(number: int, _: object) -> None:
+        held.append(number)
+
     for number in ENDING:  # blocked, they would end the server in another thread
-        signal.signal(number, lambda number, _: held.append(number))
+        signal.signal(number, hold_signal)
     return held
 
 
@@ -146,13 +151,13 @@ def compose(
     registry = ModelRegistry(planner.metadata)
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
-    processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))
+    processes = ProcessTable(partial(_publish_start, events))
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = _regions(control, opener, events)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, partial(_tell_workers, control))
+    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
     snapshot = Snapshot(registry, regions, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
@@ -160,7 +165,7 @@ def compose(
         registry.states,
         processes.all,
         regions.active,
-        lambda: health.current,
+        health.current,
         registry.publish_counters,
     )
     announcer = Announcer(context, health, feed)
@@ -198,9 +203,9 @@ def _regions(
     control: ControlSocket, opener: RegionOpener, events: EventPublisher
 ) -> RegionRegistry:
     return RegionRegistry(
-        lambda make: control.publish(make, "gateway"),
+        partial(_publish_to_gateways, control),
         partial(control.pids, "gateway"),
-        partial(_tell_workers, control),
+        partial(_broadcast_to_workers, control),
         opener,
         events.publish,
     )
@@ -239,7 +244,15 @@ def _context(
     )
 
 
-def _tell_workers(control: ControlSocket, message: Any) -> None:
+def _publish_start(events: EventPublisher, child: Child) -> None:
+    events.publish(ProcessStarted(child.pid, child.title))
+
+
+async def _publish_to_gateways(control: ControlSocket, make: Callable[[int], Any]) -> None:
+    await control.publish(make, "gateway")
+
+
+def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
     control.broadcast(message, "worker")
 
 

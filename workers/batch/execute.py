@@ -57,6 +57,9 @@ class Executor:
         """What it serves of a scheduler's messages."""
         return {Execute: self.execute}
 
+    def attached(self) -> None:
+        """Another scheduler feeds the instance from now on."""
+
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         """Run one batch; every request that does not stay open has a reply, or had its end."""
         start_ns = time.monotonic_ns()

@@ -28,7 +28,7 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models. `on_change` hears when one begins, and when one fails."""
+    """Loads models. `on_change` is called when a load begins, and when it fails."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ModelLoader:
         graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
             await asyncio.gather(*(v.kill() for v in new))
-            self._rollout.forget(new)
+            self._rollout.remove(new)
             for number, status in model.status.items():
                 if status.state is ModelState.LOADING:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
