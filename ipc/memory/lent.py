@@ -210,10 +210,10 @@ def releases(outputs: Iterable[TensorRef], own: Container[int] = ()) -> list[Rel
     return [Release(pid, of_pid) for pid, of_pid in offsets.items()]
 
 
-def unread(body: bytes) -> list[Release]:
+def unread(body: bytes, own: Container[int] = ()) -> list[Release]:
     """The messages that give back what a packed response has, which nobody reads."""
     try:
-        return releases(unpack_inferred(body).outputs) if body else []
+        return releases(unpack_inferred(body).outputs, own) if body else []
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []

@@ -43,7 +43,6 @@ class OutputMemory:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers = Readers()
-        self.release = self._readers.release  # what a reader does not have is ignored
         self._fresh: dict[int, _Output] = {}  # by offset: of what is not returned yet
         self._held: dict[int, int] = {}  # by reader: bytes
         self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
@@ -85,6 +84,10 @@ class OutputMemory:
                 f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
                 f"this client has not released {held} yet; it may hold as much as is free then"
             )
+
+    def release(self, reader: int, offsets: list[int]) -> None:
+        """Take blocks back from their reader; what is not lent to it is ignored."""
+        self._readers.release(reader, offsets)
 
     def drop_reader(self, reader: int) -> None:
         """Take back every block of a process that has ended."""
