@@ -96,7 +96,7 @@ async def _report(supervisor: Supervisor) -> int:
 
 
 def _verdict(failure: str, seconds: float) -> str:
-    """What stands beside a model's name; of several lines the others are indented."""
+    """The text beside a model's name; of several lines the others are indented."""
     if not failure:
         return f"ok      one batch in {seconds * 1e3:.1f} ms"
     return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)

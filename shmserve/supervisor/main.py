@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +43,8 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
@@ -101,8 +103,12 @@ def hold_signals() -> list[int]:
     """Have what ends the server wait for the supervisor: soon there is something to clear away.
     Those that come until `Supervisor.open` are in the list."""
     held: list[int] = []
+
+    def hold_signal(number: int, _: object) -> None:
+        held.append(number)
+
     for number in ENDING:  # blocked, they would end the server in another thread
-        signal.signal(number, lambda number, _: held.append(number))
+        signal.signal(number, hold_signal)
     return held
 
 
@@ -146,13 +152,13 @@ def compose(
     registry = ModelRegistry(planner.metadata)
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
-    processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))
+    processes = ProcessTable(partial(_publish_start, events))
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = _regions(control, opener, events)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, partial(_tell_workers, control))
+    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
     snapshot = Snapshot(registry, regions, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
@@ -160,7 +166,7 @@ def compose(
         registry.states,
         processes.all,
         regions.active,
-        lambda: health.current,
+        health.current,
         registry.publish_counters,
     )
     announcer = Announcer(context, health, feed)
@@ -198,9 +204,9 @@ def _regions(
     control: ControlSocket, opener: RegionOpener, events: EventPublisher
 ) -> RegionRegistry:
     return RegionRegistry(
-        lambda make: control.publish(make, "gateway"),
+        partial(_publish_to_gateways, control),
         partial(control.pids, "gateway"),
-        partial(_tell_workers, control),
+        partial(_broadcast_to_workers, control),
         opener,
         events.publish,
     )
@@ -216,14 +222,16 @@ def _context(
     memory: LocalMemory,
     snapshot: Snapshot,
 ) -> SupervisorContext:
+    logging = LogControl(control, config.log)
+    front_zygote = _front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=_front_zygote(processes, run_dir),
+        front_zygote=front_zygote,
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=LogControl(control, config.log),
+        logging=logging,
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,
@@ -236,10 +244,19 @@ def _context(
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
+        hosts=SchedulerHosts(control, front_zygote, run_dir.path, lambda: logging.settings),
     )
 
 
-def _tell_workers(control: ControlSocket, message: Any) -> None:
+def _publish_start(events: EventPublisher, child: Child) -> None:
+    events.publish(ProcessStarted(child.pid, child.title))
+
+
+async def _publish_to_gateways(control: ControlSocket, make: Callable[[int], Any]) -> None:
+    await control.publish(make, "gateway")
+
+
+def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
     control.broadcast(message, "worker")
 
 

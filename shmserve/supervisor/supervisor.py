@@ -134,7 +134,7 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)
-        ready = "is ready" if self.health.current.ready else "serves, and is not ready,"
+        ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         _give_memory_back()
         if self.context.config.model_control_mode == "poll":
@@ -207,7 +207,6 @@ class Supervisor:
             await end_all(refused)
 
     async def _refuse(self) -> None:
-        """Fail what is in flight: it cannot be finished."""
         await self.models.kill()
         await self.gateways.drain()
         await self.gateways.stop()

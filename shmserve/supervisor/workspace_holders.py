@@ -1,5 +1,5 @@
 """The processes that hold the workspace pools of CUDA devices (resources/workspaces.py):
-started before models are loaded, and again when one dies. Its memory is gone then: who asks waits
+started before models are loaded, and again when one dies. Its memory is lost then: leases wait
 for the next.
 """
 
@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
@@ -67,7 +68,7 @@ class WorkspaceHolders:
             f"workspace {holder.device}", _ENTRY, encode(start)
         )
         holder.child = child
-        context.enrol(child.pid, "workspace", lambda message: self._allocated(holder, message))
+        context.enrol(child.pid, "workspace", partial(self._allocated, holder))
 
     def _allocated(self, holder: _Holder, message: Any) -> None:
         match message:

@@ -153,7 +153,7 @@ class EventFeed:
         self._timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Somebody subscribes to topics that begin with this, or nobody does any more."""
+        """Serve a new subscription to topics that begin with `prefix` (not `wanted`: its end)."""
         if wanted and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
         if wanted and prefix.startswith(SEQUENCES):
@@ -164,7 +164,7 @@ class EventFeed:
             self._tick()
 
     def models_changed(self) -> None:
-        """A model may be in another state."""
+        """Publish the difference of the models' states since the last look."""
         if self._publisher.wants(MODELS):
             before, self._known = self._known, self._models()
             for event in changes(before, self._known):

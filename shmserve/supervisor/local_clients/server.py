@@ -43,7 +43,7 @@ _LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
 
 class LocalClientServer:
     """The supervisor's side of the protocol. `snapshot()` gives the models and the health;
-    `on_left(number)` hears of a local client that has gone."""
+    `on_disconnect(number)` is called when one has disconnected."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LocalClientServer:
         capabilities: Capabilities,
         memory: LocalMemory,
         snapshot: Callable[[], Iterable[Any]],
-        on_left: Callable[[int], None],
+        on_disconnect: Callable[[int], None],
     ) -> None:
         """Open the listener: to programs of this user, or also of a group.
 
@@ -61,19 +61,19 @@ class LocalClientServer:
         self._capabilities = capabilities
         self._memory = memory
         self._snapshot = snapshot
-        self._on_left = on_left
+        self._on_disconnect = on_disconnect
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
-        self._connections = LocalClientConnections(run_dir, group, self._take, self._left)
+        self._connections = LocalClientConnections(run_dir, group, self._take, self._disconnected)
         self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
         self._connections.close()
 
-    def _left(self, number: int) -> None:
+    def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)
-        self._on_left(number)
+        self._on_disconnect(number)
 
     # --- models and health, to all
 

@@ -51,7 +51,7 @@ class LoadPlanner:
         return {**repository.scan(*self._where()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
-        """What changes when a file of the model does; "" when there is no such model."""
+        """A text that changes with any file of the model; "" when there is no such model."""
         folder = self._find(name) if is_model_name(name) else None
         return repository.fingerprint(folder) if folder is not None else ""
 
@@ -131,7 +131,7 @@ class LoadPlanner:
         ]
 
     def discard(self, plan: VersionSpec) -> None:
-        """Nothing of `plan` runs any more: remove what a load request's files were written to."""
+        """Remove the folder that a load request's files were written to: nothing of `plan` runs."""
         self._remove(plan.model_dir)
 
     def _remove(self, folder: Path) -> None:
@@ -208,7 +208,7 @@ class LoadPlanner:
 
     @staticmethod
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
-        """What GET /v2/models/NAME shows."""
+        """The object of GET /v2/models/NAME."""
         return model_config.metadata(model_config.from_json(config), map(int, versions))
 
 

@@ -1,7 +1,7 @@
 """The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
 load:    what it needs (dependencies) -> itself (model_loader) -> the ensembles that need it
-unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
+unload:  cancel what is loading -> withdraw from the gateways -> drain -> stop
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class ModelManager:
-    """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
+    """Loads and unloads. `on_change` is called when readiness may have changed, `on_states` when
+    any state has."""
 
     def __init__(
         self,
@@ -45,8 +46,16 @@ class ModelManager:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
-        self._loader = ModelLoader(context, planner, registry, self._rollout, self._states_changed)
-        self._dependencies = Dependencies(planner, registry, self.load)
+        hosted = context.config.ensemble_scheduling == "hosted"
+        self._dependencies = Dependencies(planner, registry, self.load, hosted)
+        self._loader = ModelLoader(
+            context,
+            planner,
+            registry,
+            self._rollout,
+            self._dependencies.group,
+            self._states_changed,
+        )
 
     def _states_changed(self) -> None:
         self._on_states()
@@ -64,6 +73,7 @@ class ModelManager:
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        await self._dependencies.expect(wanted)
         with self._dependencies.loading(wanted):
             loads = [self._load_at_start(name, progress) for name in wanted]
             return all(await asyncio.gather(*loads))
@@ -144,7 +154,7 @@ class ModelManager:
             await self._unload(ensemble)
 
     async def unload(self, name: str) -> None:
-        """Give up what loads, and have what serves finish what it has; an unknown model is fine.
+        """Cancel what loads, and have what serves finish what it has; an unknown model is fine.
         Ensembles that need it are unloaded before it, until it is loaded again."""
         self._dependencies.not_wanted(name)
         await self._unload(name)
@@ -157,8 +167,8 @@ class ModelManager:
             return
         # A model that hangs while it loads would keep its turn for ever, or take it next.
         known.unloads += 1
-        for update_in_place in known.updates:
-            update_in_place.give_up()
+        for update in known.updates:
+            update.cancel()
         await asyncio.gather(*(v.kill() for v in known.coming if not v.ready))
         async with self._registry.turn(name) as model:
             old, model.serving = model.serving, {}

@@ -27,7 +27,7 @@ STOPPED_LIMIT_S = 0.4
 @dataclass(slots=True, eq=False)
 class Child:
     """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9"). It is
-    everybody's: who waits for it alone waits for `gone`, and may be cancelled."""
+    shared: whoever waits for it alone awaits `gone`, and may be cancelled."""
 
     pid: int
     title: str
@@ -62,8 +62,8 @@ class Child:
 
 
 class ProcessTable:
-    """All processes of this server. `on_start(child)` is called for each that is entered, and who
-    watches hears of each that ends, before its `exited` waiters run."""
+    """All processes of this server. `on_start(child)` is called for each that is entered, and
+    watchers for each that ends, before its `exited` waiters run."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class ProcessTable:
             child.kill()
 
     def _kill_strays(self) -> None:
-        """What a worker's model started and left behind when it died is ours now, and must not
-        outlive it."""
+        """Kill what a worker's model started and left behind when it died: the supervisor has
+        adopted it."""
         if self._spawning:
             return
         self._early.clear()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from shmserve.common.access.shm_access import (
     NO_GROUP,
@@ -48,7 +49,7 @@ class RegionOpener:
             try:
                 await self._reserve(name, key, shared, offset, byte_size)
             except BaseException:
-                self._quota.leave(peer.uid, byte_size, shared.file)
+                self._quota.release(peer.uid, byte_size, shared.file)
                 raise
         except BaseException:
             os.close(shared.fd)
@@ -88,7 +89,8 @@ class RegionOpener:
     ) -> OpenRegion:
         """[offset, offset + byte_size) of what a handle opens, which was looked at already.
 
-        `on_exporter_exit(region)` hears when the process `exporter_pid` ends (0: it is not known).
+        `on_exporter_exit(region)` is called when the process `exporter_pid` ends (0: it is not
+        known).
         """
         # Whoever has a handle may use the memory; nobody can truncate it.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
@@ -96,7 +98,7 @@ class RegionOpener:
         self._quota.enter(peer.uid, byte_size)
         try:
             if exporter_pid:
-                region.exporter = ExporterWatch(exporter_pid, lambda: on_exporter_exit(region))
+                region.exporter = ExporterWatch(exporter_pid, partial(on_exporter_exit, region))
         except BaseException:
             self.close(region)
             raise
@@ -120,7 +122,7 @@ class RegionOpener:
         try:
             self._quota.enter(peer.uid, byte_size, shared.file)
         except InvalidArgument:
-            self._pins.give(byte_size if pin else 0)
+            self._pins.release(byte_size if pin else 0)
             raise
         return region
 
@@ -134,7 +136,7 @@ class RegionOpener:
         try:
             await self.handles.check(memory)
         except BaseException:
-            self._quota.leave(peer.uid, size)
+            self._quota.release(peer.uid, size)
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         return OpenRegion(
@@ -151,9 +153,9 @@ class RegionOpener:
             region.pinned = True
 
     def close(self, region: OpenRegion) -> None:
-        """Let go of a region, and of what counts for it."""
+        """Close a region, and release what counts for it."""
         if region.pinned:
-            self._pins.give(region.offset + region.byte_size)
+            self._pins.release(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
-        self._quota.leave(region.owner.uid, region.byte_size, file)
+        self._quota.release(region.owner.uid, region.byte_size, file)
         region.close()

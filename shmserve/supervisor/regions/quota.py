@@ -58,8 +58,8 @@ class RegionQuota:
         if file is not None:
             self._held[file] += 1
 
-    def leave(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """A region that was entered is closed."""
+    def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+        """Count a region no more that was entered."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
@@ -89,7 +89,7 @@ class RegionQuota:
             self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """So much of what was charged last was not allocated."""
+        """Return so much of what was charged last: it was not allocated."""
         key, charged = self._allocated.get(file, ("", 0))
         if charged > byte_size:
             self._allocated[file] = (key, charged - byte_size)
@@ -136,6 +136,6 @@ class PinnedQuota:
             )
         self._taken += byte_size
 
-    def give(self, byte_size: int) -> None:
-        """So much is pinned no more."""
+    def release(self, byte_size: int) -> None:
+        """Pin so much less."""
         self._taken -= byte_size

@@ -74,7 +74,7 @@ class OpenRegion:
     def published(self, acknowledge: int) -> RegionPublished:
         """The message to gateways."""
         shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
-        told = RegionPublished(
+        news = RegionPublished(
             name=self.name,
             key=self.key,
             memory_id=self.memory_id,
@@ -92,11 +92,11 @@ class OpenRegion:
         )
         if handle is not None:
             return replace(
-                told, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
+                news, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
             )
         assert shared is not None
         size = min(shared.size, end)
-        return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
+        return replace(news, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
     def registered(self) -> RegionRegistered:
         """The event."""
@@ -111,7 +111,7 @@ class OpenRegion:
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
     def close(self) -> None:
-        """Let go of the object and of its owner."""
+        """Close the object, and watch its owner no more."""
         if self.shared is not None:
             os.close(self.shared.fd)
         if self.exporter is not None:

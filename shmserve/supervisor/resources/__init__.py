@@ -1,4 +1,4 @@
-"""What the models of the server share.
+"""Resources that the models of the server share.
 
 cache_shares.py   the response cache's bytes, in equal parts
 rate_limiter.py   who may execute, by the resources that each instance needs (pure)

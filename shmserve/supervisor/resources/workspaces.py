@@ -50,13 +50,12 @@ class _Pool:
         self.memory: Memory | None = None
 
     def place(self, offset: int) -> Place:
-        """What begins at `offset`."""
+        """The place at an offset."""
         assert self.memory is not None
         return Place(self.memory, offset, 0)
 
 
 def _host_memory(byte_size: int) -> Memory:
-    """Raises Unavailable where the host has not so much."""
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
@@ -82,17 +81,17 @@ class Workspaces:
             self.allocated("cpu", _host_memory(self._pools["cpu"].byte_size))
 
     def allocated(self, device: str, memory: Memory) -> None:
-        """The memory of a device's pool is there: who waits for it is granted."""
+        """Open a device's pool, whose memory is there: what waits for it is granted."""
         pool = self._pools[device]
         pool.memory = memory
         self._tell(pool, pool.leases.open())
 
     def lost(self, device: str) -> None:
-        """The memory of a device's pool is gone, until it is `allocated` again."""
+        """Close a device's pool, whose holder has died, until it is `allocated` again."""
         self._pools[device].leases.close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
-        """What a worker asks for, or gives back.
+        """Handle a worker's request for a lease, or its return.
 
         Not in the background: what a process has sent is handled before its death is.
         """

@@ -28,7 +28,7 @@ from shmserve.supervisor.models.version.instances import (
     expand_instances,
     inbox,
 )
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
@@ -60,7 +60,7 @@ class Instances:
         self,
         context: SupervisorContext,
         spec: VersionSpec,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:
@@ -71,7 +71,7 @@ class Instances:
         self._on_change = on_change
         self._all = expand_instances(spec.config)
         self.config = spec.config
-        self.completed: dict[str, Any] = {}  # what the model has said of its configuration
+        self.completed: dict[str, Any] = {}  # by the model, of its configuration
         self.failure = ""
 
     @property
@@ -217,7 +217,7 @@ class Instances:
         )
 
     def _refuse_if_over(self, instance: Instance) -> None:
-        """Raise Unavailable: it is to stop, or its process died as soon as it had said that."""
+        # To stop, or its process died right after its message.
         self._lifetime.refuse_if_stopping()
         if not instance.alive:
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
@@ -234,7 +234,7 @@ class Instances:
     # --- another instance_group
 
     def change_to(self, config: dict[str, Any]) -> InstanceChange:
-        """What leads to the instances that `config` asks for."""
+        """The change to the instances that `config` asks for."""
         return change_between(self._all, config)
 
     async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
@@ -249,8 +249,8 @@ class Instances:
             raise first_of(failures) from None
 
     def settle(self, change: InstanceChange, config: dict[str, Any]) -> None:
-        """What a change adds is there: from now on `config` holds, and what it does not ask for
-        retires."""
+        """Complete a change whose instances are added: `config` holds from now on, and the
+        instances that it does not ask for retire."""
         self.config = config
         self.retire(change.leaving)
 
@@ -269,14 +269,13 @@ class Instances:
             self._scheduler.tell(m.RetireInstance(instance.index))
 
     def kill_loading(self, instances: list[Instance]) -> None:
-        """Give up those of these that are not there yet."""
+        """Kill those of these that are still loading."""
         for instance in instances:
             if instance.child is not None and instance.state is not InstanceState.READY:
                 instance.child.kill()
 
     def retired(self, index: int, pid: int) -> None:
-        """The scheduler says that an instance has finished what it had, and it gives it nothing
-        more."""
+        """End an instance that has finished what it had, and is given nothing more."""
         for instance in self._all:
             child = instance.child
             retires = instance.index == index and instance.state is InstanceState.RETIRING
@@ -314,8 +313,7 @@ class Instances:
     # --- deaths
 
     def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
-        """The scheduler says that an instance overran its limit: it is killed, if it is process
-        `pid` still."""
+        """Kill an instance that overran its limit, if it is process `pid` still."""
         instance = next((each for each in self._all if each.index == index), None)
         child = instance.child if instance is not None else None
         # It may have ended by itself meanwhile, and another process be on its way to its place.

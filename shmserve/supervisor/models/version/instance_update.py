@@ -23,8 +23,8 @@ def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
 
 
 class InstanceUpdate:
-    """Leads from the instances that a version has to those of `config`, the final configuration of
-    `spec`."""
+    """A change from the instances that a version has to those of `config`, the final configuration
+    of `spec`."""
 
     def __init__(self, instances: Instances, spec: VersionSpec, config: dict[str, Any]) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class InstanceUpdate:
         if self._change is not None:
             self._instances.retire(self._change.added)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Have `add` fail, if it is still loading: nobody waits for what is added."""
         if self._change is not None:
             self._instances.kill_loading(self._change.added)

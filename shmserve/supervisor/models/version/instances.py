@@ -56,7 +56,7 @@ class Instance:
         self.state = instance_after(self.state, event)
 
     def loaded(self, checks_ready: bool) -> None:
-        """Its model is loaded; `checks_ready`: it says itself whether it is ready."""
+        """Become ready; `checks_ready`: its model says itself whether it is."""
         self.checks_ready = checks_ready
         self.transition("loaded")
         self.ready_at = time.monotonic()
@@ -88,7 +88,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
 
 
 class InstanceChange(NamedTuple):
-    """What leads from the instances of one configuration to those of another."""
+    """The difference between the instances of two configurations."""
 
     added: list[Instance]
     leaving: list[Instance]
