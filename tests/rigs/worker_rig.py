@@ -15,7 +15,13 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, CreditExecution, Execute, ReleaseOutputs, Work
+from shmserve.ipc.messages.inference import (
+    CancelExecution,
+    CreditExecution,
+    Execute,
+    ReleaseOutputs,
+    Work,
+)
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -210,7 +216,8 @@ class Rig:
         self._tell(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
-        """Have the scheduler pass on a release."""
+        """Have the scheduler pass on a release, of what readers were told of until now."""
+        self.context.output_memory.delivered()
         self._tell(ReleaseOutputs(pid, offsets))
 
     def grant(self, key: int, responses: int) -> None:

@@ -27,7 +27,15 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
-from shmserve.ipc.messages import Cancel, Credit, Failed, Finished, Release, Responded, Settled
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Credit,
+    Failed,
+    Finished,
+    Release,
+    Responded,
+    Settled,
+)
 from shmserve.ipc.transport.dealer import Dealer
 
 LATE = "nobody answered within the timeout"
@@ -127,13 +135,13 @@ class RequestChannel:
             pending.done(TimedOut(LATE))
             self.cancel(pending)
 
-    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+    def release(self, endpoint: str, release: Release) -> None:
         """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
         lost = self.server.lost
         while endpoint in lost:
             endpoint = lost[endpoint]
         if endpoint:  # else its workers are gone as well
-            self._post(endpoint, Release(pid, offsets))
+            self._post(endpoint, release)
 
     @property
     def waiting(self) -> Collection[int]:
