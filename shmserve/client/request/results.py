@@ -107,7 +107,7 @@ def read_one_of_many(
 
 
 def discard(built: PackedRequest, body: bytes, release: Callable[[int, list[int]], None]) -> None:
-    """Nobody reads this response. Raises MalformedMessage."""
+    """Release the outputs of a response that nobody reads. Raises MalformedMessage."""
     for pid, offsets in _of_workers(unpack_inferred(body), built.segments).items():
         release(pid, offsets)
 
@@ -188,7 +188,7 @@ def _of_workers(response: Inferred, own: Sequence[AnySegment]) -> dict[int, list
 
 
 class _Outputs:
-    """Where the outputs of one response are."""
+    """The outputs of one response that lie in memory, found there."""
 
     def __init__(
         self, built: PackedRequest, lease: MemoryLease | None, copied: Callable[[Place], bytes]
