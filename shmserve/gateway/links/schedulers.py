@@ -19,9 +19,8 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.links.link import Link
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
@@ -155,22 +154,14 @@ class SchedulerHandle:
 
     def discard(self, message: Response) -> None:
         """Release the outputs of a response that nobody reads: they take up a worker's memory."""
-        if isinstance(message, m.Failed) or not message.body:
-            return
-        try:
-            self.release_outputs(unpack_inferred(message.body))
-        except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
+        if not isinstance(message, m.Failed):
+            for release in unread(message.body):
+                self._release(release)
 
     def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
-        offsets: dict[int, list[int]] = {}
-        for tensor in inferred.outputs:
-            place = tensor.data
-            if isinstance(place, Place) and place.memory.sealed:
-                offsets.setdefault(place.memory.pid, []).append(place.offset)
-        for pid, of_pid in offsets.items():
-            self._release(m.Release(pid, of_pid))
+        for release in releases(inferred.outputs):
+            self._release(release)
 
     def _release(self, release: m.Release) -> None:
         scheduler = self.latest()
