@@ -11,15 +11,8 @@ import time
 from functools import partial
 from typing import Any
 
-from shmserve.ipc.messages import (
-    Attach,
-    CheckMemory,
-    CheckReady,
-    MemoryDropped,
-    ProcessExited,
-    ReadyChecked,
-    Stop,
-)
+from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
+from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled

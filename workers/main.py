@@ -23,19 +23,19 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.start import WorkerStart, decode
+from shmserve.ipc.messages.supervision import (
     Attach,
     CompleteConfig,
     ConfigCompleted,
     InstanceLoaded,
     LoadFailed,
     LoadInstance,
-    MemoryDropped,
     ProcessExited,
     Stop,
     WorkerStarted,
 )
-from shmserve.ipc.messages.start import WorkerStart, decode
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends

@@ -13,7 +13,7 @@ from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import HealthChanged
+from shmserve.ipc.messages.supervision import HealthChanged
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ import orjson
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerHandle
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache

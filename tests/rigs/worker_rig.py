@@ -15,7 +15,13 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, CreditExecution, Execute, ReleaseOutputs, Work
+from shmserve.ipc.messages.inference import (
+    CancelExecution,
+    CreditExecution,
+    Execute,
+    ReleaseOutputs,
+    Work,
+)
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (

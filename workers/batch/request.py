@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef

@@ -23,17 +23,8 @@ from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
 from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import (
-    Cancel,
-    Credit,
-    Failed,
-    Finished,
-    ModelWithdrawn,
-    ProcessExited,
-    Responded,
-    SchedulerLost,
-    Settled,
-)
+from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
+from shmserve.ipc.messages.supervision import ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.ipc.messages import FindModel
+from shmserve.ipc.messages.supervision import FindModel
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.links.supervisor import Control
 

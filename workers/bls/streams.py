@@ -8,7 +8,7 @@ from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
 

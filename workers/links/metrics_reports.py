@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.messages import MetricsReported
+from shmserve.ipc.messages.inference import MetricsReported
 from shmserve.workers.links.scheduler import SchedulerLink
 
 _PAUSE_S = 0.1

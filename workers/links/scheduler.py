@@ -19,14 +19,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
+    FIRST_CREDIT,
+    MOST_UNREAD_BYTES,
     CancelExecution,
     CreditExecution,
     InstanceReady,
     ReleaseOutputs,
     Work,
 )
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers.links.supervisor import Control
 from shmserve.workers.links.timer import Timer

@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.supervision import (
     Answered,
     ModelWithdrawn,
     ProcessExited,

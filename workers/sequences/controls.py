@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.records import record

@@ -27,7 +27,15 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
-from shmserve.ipc.messages import Cancel, Credit, Failed, Finished, Release, Responded, Settled
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Credit,
+    Failed,
+    Finished,
+    Release,
+    Responded,
+    Settled,
+)
 from shmserve.ipc.transport.dealer import Dealer
 
 LATE = "nobody answered within the timeout"

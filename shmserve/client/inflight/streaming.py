@@ -21,7 +21,7 @@ from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.transport.records import MalformedMessage

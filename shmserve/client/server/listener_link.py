@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve.client.errors import Disconnected
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.transport import frames
 
 _LARGEST = 4 * 1024 * 1024  # bytes of a packet

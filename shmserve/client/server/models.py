@@ -6,7 +6,7 @@ from typing import Any, Never
 
 from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.messages import ChangeLogging
+from shmserve.ipc.messages.supervision import ChangeLogging
 
 SWITCHES = ("log_info", "log_warning", "log_error")
 LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"

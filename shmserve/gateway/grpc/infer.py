@@ -25,8 +25,8 @@ from shmserve.gateway.inference.streaming_request import Message, StreamingReque
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 

@@ -23,7 +23,7 @@ from shmserve.gateway.inference.response import classified_as_requested, unpack
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest, SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 

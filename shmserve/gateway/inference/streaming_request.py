@@ -18,8 +18,8 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.inference.submit import failure, log_failure
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
 _GRANTED_TOGETHER = m.FIRST_CREDIT // 2

@@ -17,9 +17,9 @@ from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.links.link import Link
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
 from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place

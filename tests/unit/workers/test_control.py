@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import NotFound, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.links.supervisor import Control, News
@@ -72,13 +73,13 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]
     asking.start()
     number = asked(router).id
     control.pump()
-    for message in (m.MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
+    for message in (MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
         router.post(NAME, message)
     router.flush()
     asking.join()
     assert heard == [news]
     control.wait()
-    assert list(control.inbox) == [m.MemoryDropped(7), m.Stop()]
+    assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
 
 def test_what_the_loop_s_own_thread_took_is_not_waited_for(ends: tuple[Control, Router]) -> None:

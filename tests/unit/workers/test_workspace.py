@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shmserve.errors import Internal
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
