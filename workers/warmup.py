@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec, WarmupInput
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.model_spec import CORRELATION_ID, ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
@@ -25,7 +25,7 @@ _PAIRS = {
 
 
 @record
-class Control:
+class ControlInput:
     """One control input: the bytes of its false and its true; of the correlation id none."""
 
     name: str
@@ -53,22 +53,22 @@ class Control:
         return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
 
 
-def read(config: ModelSpec) -> list[Control]:
+def read(config: ModelSpec) -> list[ControlInput]:
     """The control inputs of a model's configuration."""
     batching = config.sequence_batching
-    found: list[Control] = []
+    found: list[ControlInput] = []
     for name, control in batching.controls if batching is not None else ():
         if control.kind == CORRELATION_ID:
-            found.append(Control(name, control.kind, control.datatype))
+            found.append(ControlInput(name, control.kind, control.datatype))
             continue
-        for field, (datatype, form) in _PAIRS.items():
+        for field, (datatype, packing) in _PAIRS.items():
             if pair := getattr(control, field):
-                false, true = (struct.pack(form, value) for value in pair)
-                found.append(Control(name, control.kind, datatype, (false, true)))
+                false, true = (struct.pack(packing, value) for value in pair)
+                found.append(ControlInput(name, control.kind, datatype, (false, true)))
     return found
 
 
-def inputs(controls: list[Control], row: SequenceRow, batched: bool) -> dict[str, Input]:
+def inputs(controls: list[ControlInput], row: SequenceRow, batched: bool) -> dict[str, Input]:
     """The control inputs of a row, by name."""
     shape = (1, 1) if batched else (1,)
     return {

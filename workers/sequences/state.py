@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START

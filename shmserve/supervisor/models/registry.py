@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate

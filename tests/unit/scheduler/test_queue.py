@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.requests.client import Client

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
@@ -180,7 +181,7 @@ class ModelVersion:
                 self.instances.kill_overrunning(index, reason, pid)
             case m.InstanceRetired(index, pid):
                 self.instances.retired(index, pid)
-            case m.MemoryDropped():  # which an ensemble has kept for workers
+            case MemoryDropped():  # which an ensemble has kept for workers
                 self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
