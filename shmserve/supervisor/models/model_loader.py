@@ -29,8 +29,8 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when a
-    load begins, and when it fails."""
+    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when
+    a load begins, and when it fails."""
 
     def __init__(
         self,
