@@ -210,7 +210,8 @@ class Rig:
         self._tell(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
-        """Have the scheduler pass on a release."""
+        """Have the scheduler pass on a release, of what readers were told of until now."""
+        self.context.output_memory.delivered()
         self._tell(ReleaseOutputs(pid, offsets))
 
     def grant(self, key: int, responses: int) -> None:

@@ -11,8 +11,7 @@ from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.batch.failures import WrongCount
-from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.failures import InputPolicy, WrongCount
 from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.rehearsal import RehearsedStream
 from shmserve.workers.batch.request import Request, Response

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
+from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import (
     Cancel,
@@ -38,7 +39,7 @@ from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
-from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
+from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
 from shmserve.workers.links.supervisor import Control, News
 
@@ -93,7 +94,7 @@ class Call(InflightRequest):
         return True
 
     def free(self) -> None:
-        self.router.memory.free(self.inputs.taken)
+        self.inputs.release()
 
     def end(self, outcome: CallResponse | ShmserveError) -> None:
         """Settle it with this outcome."""
@@ -141,7 +142,7 @@ class CallRouter:
     def __init__(self, control: Control, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
-        self.memory = CallMemory(arena_byte_size)
+        self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
         self._ids = count(1)
         self.waiting = SharedWait(self._take)
@@ -177,7 +178,7 @@ class CallRouter:
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
-                call.inputs = self.memory.place(call.request.inputs)
+                call.inputs = place(call.request.inputs, self._memory)
                 try:
                     self._submit(call, target)
                 except BaseException:
@@ -263,9 +264,8 @@ class CallRouter:
 
     def discard(self, endpoint: str, body: bytes) -> None:
         """Nobody reads this response of a scheduler; with the lock."""
-        with contextlib.suppress(MalformedMessage):
-            if body:
-                self._links.release_outputs(endpoint, unpack_inferred(body))
+        for release in unread(body):
+            self._links.tell(endpoint, release)
 
     def read(self, call: Call, body: bytes) -> CallResponse | ShmserveError:
         """A response to a call, copied; with the lock."""
@@ -275,7 +275,8 @@ class CallRouter:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copied(response, self.mappings, call.request.model)
-        self._links.release_outputs(call.endpoint, response)
+        for release in releases(response.outputs):
+            self._links.tell(call.endpoint, release)
         return outcome
 
     def forget(self, model: str) -> None:

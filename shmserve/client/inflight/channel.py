@@ -127,13 +127,13 @@ class RequestChannel:
             pending.done(TimedOut(LATE))
             self.cancel(pending)
 
-    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+    def release(self, endpoint: str, release: Release) -> None:
         """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
         lost = self.server.lost
         while endpoint in lost:
             endpoint = lost[endpoint]
         if endpoint:  # else its workers are gone as well
-            self._post(endpoint, Release(pid, offsets))
+            self._post(endpoint, release)
 
     @property
     def waiting(self) -> Collection[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -14,7 +13,7 @@ from shmserve.client.request.results import Result, discard, read
 from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Finished, Responded
+from shmserve.ipc.messages import Failed, Finished, Release, Responded
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -37,7 +36,7 @@ class RequestSender(Protocol):
     def moved(self, pending: ClientRequest) -> bool:
         """Submit it to who serves the model now, if that is another."""
 
-    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+    def release(self, endpoint: str, release: Release) -> None:
         """Tell a worker that its outputs have been read."""
 
 
@@ -98,9 +97,8 @@ class ClientRequest(InflightRequest):
 
     def discard(self, message: Response) -> None:
         """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, Finished | Responded) and message.body:
-            with contextlib.suppress(MalformedMessage):
-                discard(self.built, message.body, self.release)
+        if isinstance(message, Finished | Responded):
+            discard(self.built, message.body, self.release)
 
     def _finish(self, body: bytes) -> None:
         channel = self.channel
@@ -122,9 +120,9 @@ class ClientRequest(InflightRequest):
             outcome = Internal("the response cannot be read")
         self.done(outcome)
 
-    def release(self, pid: int, offsets: list[int]) -> None:
+    def release(self, release: Release) -> None:
         """Tell a worker that its outputs have been read."""
-        self.channel.release(self.endpoint, pid, offsets)
+        self.channel.release(self.endpoint, release)
 
     def goes_elsewhere(self, message: Failed) -> bool:
         return self.channel.moved(self)

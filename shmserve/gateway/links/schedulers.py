@@ -12,15 +12,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.links.link import Link
 from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,11 @@ class SchedulerLink:
         """Request its statistics; the caller sets the limit on time."""
         report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._reports[number] = report
-        report.add_done_callback(lambda _: self._report_ended(number))
+        report.add_done_callback(partial(self._report_ended, number))
         self.link.post(m.ReportStatistics(number))
         return report
 
-    def _report_ended(self, number: int) -> None:
+    def _report_ended(self, number: int, _: asyncio.Future[dict[str, Any]]) -> None:
         del self._reports[number]
         if not self.users:
             self._check_idle()
@@ -154,22 +154,14 @@ class SchedulerLink:
 
     def discard(self, message: Response) -> None:
         """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, m.Failed) or not message.body:
-            return
-        try:
-            self.release_outputs(unpack_inferred(message.body))
-        except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
+        if not isinstance(message, m.Failed):
+            for release in unread(message.body):
+                self._release(release)
 
     def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
-        offsets: dict[int, list[int]] = {}
-        for tensor in inferred.outputs:
-            place = tensor.data
-            if isinstance(place, Place) and place.memory.sealed:
-                offsets.setdefault(place.memory.pid, []).append(place.offset)
-        for pid, of_pid in offsets.items():
-            self._release(m.Release(pid, of_pid))
+        for release in releases(inferred.outputs):
+            self._release(release)
 
     def _release(self, release: m.Release) -> None:
         scheduler = self.latest()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.tls import Tls
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc.messages.start import (
     HostStart,
     SchedulerStart,

@@ -731,6 +731,7 @@ def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
 
         with pytest.raises(Unavailable, match="this client has not released"):
             all_there_is()
+        memory.delivered()
         return offsets
 
     first = fill(FIRST)

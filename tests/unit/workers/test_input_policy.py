@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.ipc.messages import Work
 from shmserve.ipc.tensors.inference import Inference
-from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.failures import InputPolicy
 from shmserve.workers.batch.request import Input, Request
 
 

@@ -130,7 +130,7 @@ class NativeBackend(Backend):
                     self._workspace,
                 )
             )
-        plan = None if predict.streams else self._runner.plan(config, self._model)
+        plan = None if predict.streams else self._runner.memory_plan(config, self._model)
         if plan is not None:
             logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
@@ -142,7 +142,7 @@ class NativeBackend(Backend):
         """One call of `predict` for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
-            with self._runner.calling(requests):
+            with self._runner.calling():
                 result = self._model.predict(**inputs)
                 if asyncio.iscoroutine(result):
                     result = self._run(result)

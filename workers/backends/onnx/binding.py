@@ -21,7 +21,6 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description
-from shmserve.workers.batch.placement import free_places
 from shmserve.workers.device import Device
 from shmserve.workers.memory.torch_types import as_torch
 
@@ -76,7 +75,7 @@ class HostBinding:
         """Arrays to compute outputs in, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
-        own = free_places(request, _WORTH)
+        own = _free_places(request, _WORTH)
         for name in wanted:
             tensor = self._outputs[name]
             shape = _shape(tensor, sizes)
@@ -237,3 +236,24 @@ def _text(name: str, array: Array) -> Array:
     made = np.empty(len(texts), np.object_)
     made[:] = texts
     return made.reshape(array.shape)
+
+
+def _free_places(request: Request, least: int) -> dict[str, Place]:
+    """The places of outputs, by name, that have `least` bytes and overlap nothing else of the
+    request."""
+    found = {
+        name: output.place
+        for name, output in request.requested.items()
+        if output.place is not None
+        and output.place.byte_size >= least
+        and not output.place.memory.copied
+    }
+    if not found:
+        return {}
+    others = [item.place for item in request.inputs.values() if item.place is not None]
+    others += [output.place for output in request.requested.values() if output.place is not None]
+    return {
+        name: place
+        for name, place in found.items()
+        if sum(place.overlaps(other) for other in others) == 1  # itself
+    }
