@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Cancel, Credit, Release, Submit
+from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.ipc.transport.dealer import Dealer
 
 Message = Submit | Cancel | Credit | Release

@@ -9,9 +9,10 @@ import time
 from collections import deque
 from typing import Any
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import InstanceExpected, ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -122,11 +123,11 @@ class Chain:
 
         self._neighbours.enter(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
-        front.from_control(m.InstanceExpected(0, 100 + index), now_ns)
+        front.from_control(InstanceExpected(0, 100 + index), now_ns)
         core.from_worker(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         ensemble.from_control(
-            m.ModelPublished(name, "1", config, {}, name, True, True, 0.0, 0), now_ns
+            ModelPublished(name, "1", config, {}, name, True, True, 0.0, 0), now_ns
         )
 
     def run(self) -> None:

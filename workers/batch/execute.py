@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
-from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Execute, Reply
+from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import InputPolicy, WrongCount

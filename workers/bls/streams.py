@@ -8,7 +8,7 @@ from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
@@ -22,7 +22,7 @@ class StreamCall(Call):
     """`items` are the responses that have come and were not taken; `over`: no more will come.
     `begun`, of an event loop, is told of the first."""
 
-    __slots__ = ("_owed", "_owed_bytes", "begun", "items", "left", "over")
+    __slots__ = ("_owed", "_owed_bytes", "begun", "cancelled", "items", "over")
     takes_many = True
 
     def __init__(
@@ -31,18 +31,18 @@ class StreamCall(Call):
         super().__init__(router, request)
         self.items: deque[Item] = deque()
         self.over = False
-        self.left = False  # nobody takes what may come yet
+        self.cancelled = False  # nobody takes what may come yet
         self.begun = begun
         self._owed = 0  # responses that were taken, and are not granted again yet
         self._owed_bytes = 0
 
     def awaited(self) -> bool:
-        return not self.left
+        return not self.cancelled
 
     def respond(self, message: Response) -> None:
         if not isinstance(message, Responded):
             super().respond(message)
-        elif self.left:
+        elif self.cancelled:
             self.router.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
@@ -53,7 +53,7 @@ class StreamCall(Call):
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
-        if not self.left:
+        if not self.cancelled:
             self._add(outcome, True)
 
     def _add(self, item: Item, final: bool) -> None:
@@ -67,7 +67,7 @@ class StreamCall(Call):
 
     def ready(self) -> bool:
         """Whether there is something to take, or nothing will come any more."""
-        return bool(self.items) or self.over or self.left
+        return bool(self.items) or self.over or self.cancelled
 
     def wait(self) -> None:
         """Wait until it is `ready`."""
@@ -77,7 +77,7 @@ class StreamCall(Call):
     @property
     def finished(self) -> bool:
         """Whether all has been taken."""
-        return not self.items and (self.over or self.left)
+        return not self.items and (self.over or self.cancelled)
 
     def take(self) -> Item | None:
         """Wait for the next response; None when there is none any more."""
@@ -95,10 +95,10 @@ class StreamCall(Call):
             self._owed = self._owed_bytes = 0
         return item
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Nobody takes more responses: cancel it. At any moment, in any thread."""
-        if not self.left:
-            self.left = True
+        if not self.cancelled:
+            self.cancelled = True
             if not self.over:
                 self.router.cancel_soon(self)
 

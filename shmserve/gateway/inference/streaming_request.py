@@ -18,8 +18,8 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.inference.submit import failure, log_failure
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
 _GRANTED_TOGETHER = m.FIRST_CREDIT // 2
@@ -103,7 +103,7 @@ class StreamingRequest:
             self._pending.scheduler.discard(message)
 
     def abandon(self) -> None:
-        """Nobody waits for more responses."""
+        """Cancel it: no more responses are waited for."""
         if not self.over:
             self.over = True
             self._dispatcher.cancel(self._pending)

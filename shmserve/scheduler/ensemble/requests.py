@@ -7,7 +7,7 @@ from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     FIRST_CREDIT,
     ExecutionResponded,
     Failed,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
     CancelExecution,

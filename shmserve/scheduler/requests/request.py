@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner

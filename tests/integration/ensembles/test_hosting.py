@@ -46,7 +46,7 @@ def load(server: Server, name: str, what: str = "load") -> None:
 
 
 class Asking:
-    """Programs that ask models without a pause, by HTTP and by shared memory, and what went wrong."""
+    """Programs that ask models without a pause, by HTTP and by memory, and what went wrong."""
 
     def __init__(self, server: Server, *models: str) -> None:
         self._server = server

@@ -30,8 +30,8 @@ from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server.models import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec

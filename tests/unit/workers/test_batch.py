@@ -19,7 +19,7 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature

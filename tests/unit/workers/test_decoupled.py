@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred

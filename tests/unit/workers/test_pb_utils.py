@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.dlpack import from_dlpack
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 from shmserve.workers import triton_python_backend_utils as pb_utils

@@ -15,8 +15,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig

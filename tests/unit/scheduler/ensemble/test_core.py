@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
@@ -142,7 +143,7 @@ def test_what_waits_for_room_is_bounded() -> None:
 def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.control_says(m.ProcessExited(7000))  # the gateway
+    rig.control_says(ProcessExited(7000))  # the gateway
     rig.submit()
     assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
 
@@ -152,7 +153,7 @@ def test_places_of_models_that_are_gone_are_forgotten() -> None:
     known = len(rig.core._endpoints)
     for number in range(50):
         rig.publish(model("other"), f"other.{number}")
-        rig.control_says(m.SchedulerLost(f"other.{number}", ""))
+        rig.control_says(SchedulerLost(f"other.{number}", ""))
     assert len(rig.core._endpoints) == known
 
 
@@ -201,7 +202,7 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     (output,) = unpack_inference(first.work).outputs
     assert output.place is not None
     rig.step_says("a", m.Finished(first.id, placed(output.place)))
-    rig.control_says(m.ProcessExited(7000))
+    rig.control_says(ProcessExited(7000))
     assert rig.memory.used == 0
 
 
@@ -236,9 +237,9 @@ def test_a_scheduler_that_is_lost() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
-    rig.control_says(m.SchedulerLost("a", "a2"))
+    rig.control_says(SchedulerLost("a", "a2"))
     assert rig.sent() == [("a2", first)]
-    rig.control_says(m.SchedulerLost("a2", ""))
+    rig.control_says(SchedulerLost("a2", ""))
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
 
 
@@ -261,12 +262,12 @@ def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig = EnsembleRig(CHAIN[:1], MODELS, ["m"])
     rig.submit()
-    rig.control_says(m.Drain())
+    rig.control_says(Drain())
     rig.submit(2)
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
     rig.finish("a", rig.runs()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
-    assert kinds[-1] is m.Drained
+    assert kinds[-1] is Drained
 
 
 def test_times_are_the_steps_together() -> None:

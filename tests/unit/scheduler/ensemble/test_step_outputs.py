@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, model, step
