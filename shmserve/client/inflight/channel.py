@@ -123,7 +123,7 @@ class RequestChannel:
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
 
-    def grant(self, pending: ClientRequest, responses: int) -> None:
+    def credit(self, pending: ClientRequest, responses: int) -> None:
         """So many responses of it have been read: as many more may come."""
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Credit(pending.submit.id, responses))
