@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.links.supervisor import SupervisorLink

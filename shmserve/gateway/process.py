@@ -17,7 +17,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.links.supervisor import SupervisorLink

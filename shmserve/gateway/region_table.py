@@ -24,18 +24,6 @@ logger = logging.getLogger(__name__)
 class GatewayRegion:
     """One generation of a name. `requests` is its reference count: those in flight that use it."""
 
-    __slots__ = (
-        "byte_size",
-        "key",
-        "memory",
-        "name",
-        "offset",
-        "owner",
-        "requests",
-        "spans",
-        "withdrawn",
-    )
-
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
@@ -169,7 +157,7 @@ class Uses:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """What is referred to, for a prepared request."""
+        """The references as a template, for a prepared request."""
         return Pattern(self._table, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: GatewayRegion) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, running, unload_all
 from tests.support.wire.raw_http import Http
 
 SHARED = (
@@ -74,13 +73,8 @@ def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
     Tests share the server, not the models: of what others had, it may only tell that it is
     unloaded.
     """
-    server, folder = explicit_server
-    yield server, folder
-    with server.http() as http:
-        for model in http.post("/v2/repository/index").ok().json():
-            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
-    for model in folder.iterdir():
-        shutil.rmtree(model)
+    yield explicit_server
+    unload_all(*explicit_server)
 
 
 @pytest.fixture

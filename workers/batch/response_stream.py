@@ -4,7 +4,7 @@ from any thread.
 send ──> credit? ──> scatter ──> ExecutionResponded
 
 The first response leaves at once, and so does the end; those between may be sent together (see
-`SchedulerLink.flush_soon`).
+`InstanceLink.flush_soon`).
 
 A client that does not read its responses has its model's `send` wait (back-pressure), and after
 `MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
@@ -25,8 +25,8 @@ from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import SchedulerLink, WorkerRequest
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
@@ -37,12 +37,12 @@ class ResponseWriter:
     """What the streams of one instance write with, all under the link's lock. `abandoned`: those
     that their model has let go of without an end, for the loop to end."""
 
-    link: SchedulerLink
+    link: InstanceLink
     scatterer: Scatterer
     memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: Control
+    control: ControlLink
     copied: Copied
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 

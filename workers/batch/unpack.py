@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, id_prefix
 from shmserve.ipc.tensors.template_cache import TemplateCache
-from shmserve.workers.batch.request import Copied, Input, Request
+from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 
 
 def reshape(
@@ -71,7 +71,7 @@ class Unpacker:
     def request(
         self,
         work: Work,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> Request:
         """One request of a batch.
 

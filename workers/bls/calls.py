@@ -29,10 +29,10 @@ from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
+from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.links.supervisor import Control, News
+from shmserve.workers.links.supervisor import ControlLink, News, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class CallRouter:
     `arena_byte_size` bytes hold large inputs. Any thread may call it.
     """
 
-    def __init__(self, control: Control, arena_byte_size: int) -> None:
+    def __init__(self, control: ControlLink, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)
@@ -150,7 +150,7 @@ class CallRouter:
 
     def close(self) -> None:
         """Close every socket; calls in flight get no response."""
-        self._control.on_models_changed = lambda news: None
+        self._control.on_models_changed = ignore
         with self._lock:
             self.waiting.close()
             os.close(self._wakeup)
@@ -178,7 +178,7 @@ class CallRouter:
                     raise
             return
 
-    def _submit(self, call: Call, target: Target) -> None:
+    def _submit(self, call: Call, target: BlsTarget) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
         request = call.request
         if target.decoupled and not call.takes_many:
@@ -270,9 +270,9 @@ class CallRouter:
             self._links.tell(call.endpoint, release)
         return outcome
 
-    def forget(self, model: str) -> None:
+    def invalidate(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
-        self._directory.forget(model)
+        self._directory.invalidate(model)
 
     def wake(self) -> None:
         """Have every thread that waits look whether its call has ended; with the lock."""
@@ -287,7 +287,7 @@ class CallRouter:
                 case ProcessExited(pid=pid):
                     self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
-                    self._directory.forget(name)
+                    self._directory.invalidate(name)
                 case SchedulerLost(endpoint=endpoint, successor=successor):
                     self._lose(endpoint, successor)
 
@@ -311,7 +311,7 @@ class CallRouter:
         """Submit a call to whoever serves its model now, unless that is who failed it."""
         call, outcome = doubt
         self._directory.doubt(call.key, call.endpoint)
-        target: Target | None = None
+        target: BlsTarget | None = None
         while True:
             try:
                 target = self._directory.find(call.key)

@@ -20,7 +20,7 @@ class StreamCall(Call):
     """`items` are the responses that have come and were not taken; `over`: no more will come.
     `begun`, of an event loop, is told of the first."""
 
-    __slots__ = ("begun", "items", "left", "over", "window")
+    __slots__ = ("begun", "cancelled", "items", "over", "window")
     takes_many = True
 
     def __init__(
@@ -29,17 +29,17 @@ class StreamCall(Call):
         super().__init__(router, request)
         self.items: deque[Item] = deque()
         self.over = False
-        self.left = False  # nobody takes what may come yet
+        self.cancelled = False  # nobody takes what may come yet
         self.begun = begun
         self.window = ReadWindow()
 
     def awaited(self) -> bool:
-        return not self.left
+        return not self.cancelled
 
     def respond(self, message: Response) -> None:
         if not isinstance(message, Responded):
             super().respond(message)
-        elif self.left:
+        elif self.cancelled:
             self.router.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
@@ -50,7 +50,7 @@ class StreamCall(Call):
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
-        if not self.left:
+        if not self.cancelled:
             self._add(outcome, True)
 
     def _add(self, item: Item, final: bool) -> None:
@@ -64,7 +64,7 @@ class StreamCall(Call):
 
     def ready(self) -> bool:
         """Whether there is something to take, or nothing will come any more."""
-        return bool(self.items) or self.over or self.left
+        return bool(self.items) or self.over or self.cancelled
 
     def wait(self) -> None:
         """Wait until it is `ready`."""
@@ -74,7 +74,7 @@ class StreamCall(Call):
     @property
     def finished(self) -> bool:
         """Whether all has been taken."""
-        return not self.items and (self.over or self.left)
+        return not self.items and (self.over or self.cancelled)
 
     def take(self) -> Item | None:
         """Wait for the next response; None when there is none any more."""
@@ -89,10 +89,10 @@ class StreamCall(Call):
             self.router.credit(self, credit)
         return item
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Nobody takes more responses: cancel it. At any moment, in any thread."""
-        if not self.left:
-            self.left = True
+        if not self.cancelled:
+            self.cancelled = True
             if not self.over:
                 self.router.cancel_soon(self)
 

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Command(NamedTuple):
 MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
-class SchedulerLink:
+class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
 
@@ -89,7 +89,7 @@ class SchedulerLink:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlLink,
         index: int,
         pid: int,
         on_release: Callable[[int, list[int]], None],
@@ -119,7 +119,7 @@ class SchedulerLink:
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
-                self._forget()
+                self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd)
             self._dealer.post(InstanceReady(self._index, self._pid))
@@ -177,7 +177,7 @@ class SchedulerLink:
             if not dealer.connected:
                 # What it had given us is run again elsewhere, or refused: its clients' memory may
                 # be in use for something else by the time that we would write to it.
-                self._forget()
+                self._disconnect()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -199,7 +199,7 @@ class SchedulerLink:
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
-    def _forget(self) -> None:
+    def _disconnect(self) -> None:
         """The scheduler is gone: nobody waits for what it gave us."""
         self.commands.clear()
         for request in self._open.values():

@@ -118,13 +118,13 @@ class RequestChannel:
         self._links.queue(link, pending.submit, len(pending.submit.work))
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Nobody waits for it any more; its memory is in use until the scheduler answers."""
+        """Cancel a request; its memory is in use until the scheduler answers."""
         pending.abandoned = True
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
 
     def credit(self, pending: ClientRequest, responses: int) -> None:
-        """So many responses of it have been read: as many more may come."""
+        """Take so many more responses: as many have been read."""
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Credit(pending.submit.id, responses))
 
@@ -150,7 +150,7 @@ class RequestChannel:
 
     @property
     def unsent(self) -> int:
-        """How many messages are queued."""
+        """The number of messages that are queued."""
         return self._links.unsent
 
     def flush(self) -> None:

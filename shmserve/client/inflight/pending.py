@@ -21,17 +21,17 @@ DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yie
 
 
 class RequestSender(Protocol):
-    """What a request is submitted by: see `RequestChannel`."""
+    """The channel that a request is submitted by: see `RequestChannel`."""
 
     @property
     def server(self) -> ServerState:
-        """What is known of the server."""
+        """The server's state."""
 
     def send(self, pending: ClientRequest) -> None:
         """Queue it, perhaps again."""
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Nobody waits for it any more."""
+        """Cancel it."""
 
     def moved(self, pending: ClientRequest) -> bool:
         """Submit it to who serves the model now, if that is another."""
@@ -87,8 +87,8 @@ class ClientRequest(InflightRequest):
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
-        """What the server said, as an exception: after the request's time TimedOut, which the
-        server may know of first."""
+        """The exception for the server's error: after the request's time TimedOut, which the server
+        may know of first."""
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
         if code == "UNAVAILABLE" and 0 < self.built.options.deadline_ns <= time.monotonic_ns():
@@ -96,7 +96,7 @@ class ClientRequest(InflightRequest):
         return from_code(code, text)
 
     def discard(self, message: Response) -> None:
-        """Nobody reads this response, and its outputs take up a worker's memory."""
+        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
         if isinstance(message, Finished | Responded):
             discard(self.built, message.body, self.release)
 

@@ -112,22 +112,22 @@ class ClientStream(ClientRequest):
             del item  # no cycle of it and its traceback
 
     def leave(self) -> None:
-        """Nobody reads what has come, nor what may come yet."""
+        """Drop the responses that have come, and those that may come yet."""
         self.abandoned = True
         self.items.clear()
 
 
 class Attending(Protocol):
-    """How a thread waits for what is in flight."""
+    """A thread's way to wait for what is in flight."""
 
     def attend(self, pending: Any) -> None:
         """Wait until it is `ready`; raises TimedOut, for which it is cancelled."""
 
     def credit(self, pending: Any, responses: int) -> None:
-        """So many responses have been read."""
+        """Grant credit for so many more responses."""
 
     def cancel(self, left: Iterable[Any]) -> None:
-        """Nobody waits for these any more; at any moment, in any thread."""
+        """Cancel these; at any moment, in any thread."""
 
 
 class ResponseStream:

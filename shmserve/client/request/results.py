@@ -109,7 +109,7 @@ def read_one_of_many(
 
 
 def discard(built: PackedRequest, body: bytes, release: Callable[[Release], None]) -> None:
-    """Nobody reads this response."""
+    """Release the outputs of a response that nobody reads."""
     for left in unread(body, _own(built)):
         release(left)
 
@@ -185,7 +185,7 @@ def _own(built: PackedRequest) -> set[int]:
 
 
 class _Outputs:
-    """Where the outputs of one response are."""
+    """The outputs of one response that lie in memory, found there."""
 
     def __init__(
         self, built: PackedRequest, lease: MemoryLease | None, copied: Callable[[Place], bytes]

@@ -24,18 +24,6 @@ class ClientModel:
     responses to a request. `closed`: another has taken its place, or none.
     """
 
-    __slots__ = (
-        "closed",
-        "decoupled",
-        "endpoint",
-        "name",
-        "prepared",
-        "responses",
-        "signature",
-        "source",
-        "version",
-    )
-
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
         self.source = source
         self.name = published.name

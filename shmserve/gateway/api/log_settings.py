@@ -27,5 +27,5 @@ def refuse_file() -> Unsupported:
 
 
 def no_trace() -> Unavailable:
-    """What Triton says when it was built without tracing."""
+    """The refusal of tracing, as from a Triton that was built without it."""
     return Unavailable("the server does not support trace")

@@ -126,7 +126,7 @@ class Submitted:
         return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
-        """Nobody waits for the response any more."""
+        """Cancel it: the response is waited for no longer."""
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
@@ -198,7 +198,7 @@ class Inferences:
             then()
 
     def headers(self, call: Any) -> Mapping[str, str]:
-        """What of a call's metadata becomes parameters of its requests, in Triton's order. Raises
+        """The metadata of a call that become parameters of its requests, in Triton's order. Raises
         InvalidArgument."""
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:

@@ -99,7 +99,7 @@ class StreamingRequest:
             self._pending.scheduler.discard(message)
 
     def abandon(self) -> None:
-        """Nobody waits for more responses."""
+        """Cancel it: no more responses are waited for."""
         if not self.over:
             self.over = True
             self._dispatcher.cancel(self._pending)

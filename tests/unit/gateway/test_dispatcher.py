@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerLink
+from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
@@ -57,7 +57,7 @@ def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def give_up() -> list[Any]:
-        scheduler = SchedulerLink("ipc://nowhere", lambda scheduler: None)
+        scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
         pending = GatewayRequest(
             scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()

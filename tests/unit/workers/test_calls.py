@@ -119,7 +119,7 @@ def test_where_a_model_is_is_asked_once(calls: BlsClient, others: Others) -> Non
             others.found("s1")
         scheduler.say(doubled(scheduler.next(m.Submit)))
         running.result(10)
-    calls.forget("other")
+    calls.invalidate("other")
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.say(doubled(scheduler.next(m.Submit)))

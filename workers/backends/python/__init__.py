@@ -25,7 +25,7 @@ from shmserve.workers.backends import (
 )
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
-from shmserve.workers.backends.python.execution import DecoupledExecution, Execution
+from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
 from shmserve.workers.user_code import says_ready
 
 # What models import, and what a few import although it is Triton's own affair.
@@ -41,9 +41,9 @@ class PythonBackend(Backend):
         super().__init__(context)
         for name in _MODULE_NAMES:
             sys.modules[name] = pb_utils
-        self._server = server.Server(context)
+        self._server = server.ServerApi(context)
         server.install(self._server)
-        self._execution: Execution | DecoupledExecution | None = None
+        self._execution: PythonExecution | DecoupledExecution | None = None
         self._class: Any = None
         self._model: Any = None
 
@@ -86,7 +86,7 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        execution = DecoupledExecution if is_decoupled(config) else Execution
+        execution = DecoupledExecution if is_decoupled(config) else PythonExecution
         iterative = bool((config.get("sequence_batching") or {}).get("iterative_sequence"))
         self._execution = execution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
@@ -95,7 +95,7 @@ class PythonBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
-        assert isinstance(self._execution, Execution)
+        assert isinstance(self._execution, PythonExecution)
         self._server.executing = requests
         try:
             return self._execution.execute(requests)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -188,7 +189,7 @@ class Graphs:
         # The largest first: the others fit into the memory that it leaves in the pool.
         for rows in reversed(plan.buckets):
             given = {name: self._rows(whole, rows) for name, whole in self._inputs.items()}
-            self._graphs[rows] = recorder.record(lambda given=given: call(given))  # type: ignore[misc]
+            self._graphs[rows] = recorder.record(partial(call, given))
         self.workspace = recorder.reserved() - before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:

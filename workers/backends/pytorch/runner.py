@@ -81,7 +81,7 @@ class Runner:
 
         Call it outside `inference_mode`: tensors made in that do not tell when they are written.
         """
-        self._forget()
+        self._clear_watched()
         made: dict[str, Any] = {}
         for name, first in requests[0].inputs.items():
             if first.datatype == "BYTES":
@@ -147,9 +147,9 @@ class Runner:
                 )
             self._views = not wrote
             self._learning = False
-        self._forget()
+        self._clear_watched()
 
-    def _forget(self) -> None:
+    def _clear_watched(self) -> None:
         self._watched.clear()
         self._first.clear()
 

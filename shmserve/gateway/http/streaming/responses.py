@@ -70,7 +70,7 @@ class ResponseQueue:
         return is_last(message)
 
     def close(self) -> None:
-        """Nobody waits for more."""
+        """Cancel the request; responses that are here are discarded."""
         while self._here:
             self.request.discard(self._here.popleft())
         self.request.abandon()
