@@ -155,7 +155,7 @@ class BatchingCore(Core[Request]):
 
     def credit(self, request: Request, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
-            self._executions.grant(request, responses)
+            self._executions.credit(request, responses)
 
     def release(self, client: Client[Request], message: Release) -> None:
         self._executions.release(client.pid, message.pid, message.offsets)

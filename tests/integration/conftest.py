@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,27 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     folder.mkdir()
     with running(folder, "--model-control-mode=explicit") as started:
         yield started, folder
+
+
+@pytest.fixture(scope="module")
+def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Server]]:
+    """Have the server of `explicit` load all models of a repository, for the tests of a module.
+
+    It returns the server. None of those tests may use `explicit`, which is empty after each.
+    """
+    server, folder = explicit_server
+
+    def load(repository: Path) -> Server:
+        names = sorted(path.name for path in repository.iterdir())
+        for name in names:
+            shutil.move(repository / name, folder / name)
+        with server.http() as http:
+            for name in names:
+                http.post(f"/v2/repository/models/{name}/load").ok()
+        return server
+
+    yield load
+    unload_all(server, folder)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
@@ -68,7 +69,7 @@ class ResponseStream:
         self._overran = False
         self.rescheduled = False
         if any(output.place is not None for output in request.inference.outputs):
-            opened.credit = min(opened.credit, 1)  # each response goes over the one before it
+            opened.window = SendWindow(placed=True)
 
     @property
     def closed(self) -> bool:
@@ -96,7 +97,7 @@ class ResponseStream:
                     return
                 if opened.cancelled:
                     response = None
-                if response is None or opened.may_respond:
+                if response is None or opened.window.is_open:
                     is_first = not self._sent
                     if response is not None or final:
                         self._post(response, final, given_ns, failed=False)
@@ -111,7 +112,7 @@ class ResponseStream:
     @property
     def may_send(self) -> bool:
         """Whether `send` would not wait now."""
-        return self._closed or self._open.cancelled or self._open.may_respond
+        return self._closed or self._open.cancelled or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Have `listener` called when nobody waits any more, by whichever thread sees it."""
@@ -199,7 +200,7 @@ class ResponseStream:
         taken = writer.memory.delivered() if told else writer.memory.undelivered()
         if response is not None:
             self._sent = True
-            self._open.responded(len(body) + taken)
+            self._open.window.sent(len(body) + taken)
         if final:
             self._end()
 

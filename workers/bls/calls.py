@@ -213,7 +213,7 @@ class CallRouter:
         if call.number in self._table.pending:
             self._links.tell(call.endpoint, message)
 
-    def grant(self, call: Call, responses: int) -> None:
+    def credit(self, call: Call, responses: int) -> None:
         """So many responses of a call were taken: as many more may come."""
         with self._lock:
             self._tell(call, Credit(call.number, responses))

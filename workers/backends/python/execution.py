@@ -43,7 +43,7 @@ class PythonExecution:
         self._context = context
         self._model = model
         self._iterative = iterative
-        self._lender = Lender(context.model_name, context.copied)
+        self._lender = Lender(context.model_name, context.mappings, context.copied)
         self._runner: asyncio.Runner | None = None
 
     def execute(self, requests: list[Request]) -> list[Response]:

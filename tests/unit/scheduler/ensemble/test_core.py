@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.descriptors import Place
@@ -132,10 +133,10 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
     number = rig.runs()["a"]
-    for index in range(m.FIRST_CREDIT + 1):
+    for index in range(FIRST_CREDIT + 1):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
-    assert len(rig.told()) == m.FIRST_CREDIT
+    assert len(rig.told()) == FIRST_CREDIT
     rig.client_says(m.Credit(1, 1))
     only(rig.told(), m.Responded)
     rig.respond("a", number, b"", final=True)
