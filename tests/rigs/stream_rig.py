@@ -82,7 +82,7 @@ class Streams:
         """Nobody waits for the request any more."""
         self.tell(m.CancelExecution(key))
 
-    def grant(self, key: int, responses: int) -> None:
+    def credit(self, key: int, responses: int) -> None:
         """The client of the request takes so many more."""
         self.tell(m.CreditExecution(key, responses))
 

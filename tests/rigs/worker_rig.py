@@ -222,7 +222,7 @@ class Rig:
         self.context.output_memory.delivered()
         self._tell(ReleaseOutputs(pid, offsets))
 
-    def grant(self, key: int, responses: int) -> None:
+    def credit(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""
         self._tell(CreditExecution(key, responses))
 

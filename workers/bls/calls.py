@@ -213,15 +213,15 @@ class CallRouter:
         if call.number in self._table.pending:
             self._links.tell(call.endpoint, message)
 
-    def grant(self, call: Call, responses: int) -> None:
+    def credit(self, call: Call, responses: int) -> None:
         """So many responses of a call were taken: as many more may come."""
         with self._lock:
             self._tell(call, Credit(call.number, responses))
         self.flush()
 
     def cancel_soon(self, call: Call) -> None:
-        """Nobody waits for a call any more. At any moment, in any thread: an object may be
-        collected in the middle of what needs the lock."""
+        """Cancel a call that nobody waits for any more. At any moment, in any thread: an object may
+        be collected in the middle of what needs the lock."""
         self._left.append(call)
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -254,7 +254,7 @@ class CallRouter:
                 self.discard(link.endpoint, message.body)
 
     def discard(self, endpoint: str, body: bytes) -> None:
-        """Nobody reads this response of a scheduler; with the lock."""
+        """Release the outputs of a response that nobody reads; with the lock."""
         for release in unread(body):
             self._links.tell(endpoint, release)
 

@@ -7,13 +7,11 @@ import contextlib
 from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
+from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import Responded
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
-
-_GRANTED_TOGETHER = FIRST_CREDIT // 2
-_BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
 Item = CallResponse | ShmserveError
 
@@ -22,7 +20,7 @@ class StreamCall(Call):
     """`items` are the responses that have come and were not taken; `over`: no more will come.
     `begun`, of an event loop, is told of the first."""
 
-    __slots__ = ("_owed", "_owed_bytes", "begun", "cancelled", "items", "over")
+    __slots__ = ("begun", "cancelled", "items", "over", "window")
     takes_many = True
 
     def __init__(
@@ -33,8 +31,7 @@ class StreamCall(Call):
         self.over = False
         self.cancelled = False  # nobody takes what may come yet
         self.begun = begun
-        self._owed = 0  # responses that were taken, and are not granted again yet
-        self._owed_bytes = 0
+        self.window = ReadWindow()
 
     def awaited(self) -> bool:
         return not self.cancelled
@@ -86,17 +83,14 @@ class StreamCall(Call):
             item = self.items.popleft()
         except IndexError:
             return None
-        self._owed += 1
-        if isinstance(item, CallResponse):
-            self._owed_bytes += sum(len(output.raw) for output in item.outputs)
-        if self._owed >= _GRANTED_TOGETHER or self._owed_bytes >= _BYTES_TOGETHER:
-            if not self.over:
-                self.router.grant(self, self._owed)
-            self._owed = self._owed_bytes = 0
+        outputs = item.outputs if isinstance(item, CallResponse) else ()
+        credit = self.window.read(sum(len(output.raw) for output in outputs))
+        if credit and not self.over:
+            self.router.credit(self, credit)
         return item
 
     def cancel(self) -> None:
-        """Nobody takes more responses: cancel it. At any moment, in any thread."""
+        """Cancel it: nobody takes more responses. At any moment, in any thread."""
         if not self.cancelled:
             self.cancelled = True
             if not self.over:

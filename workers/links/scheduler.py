@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import (
-    FIRST_CREDIT,
-    MOST_UNREAD_BYTES,
     CancelExecution,
     CreditExecution,
     InstanceReady,
@@ -44,52 +43,24 @@ _MOST_HELD_NS = 400_000
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
-    the bytes of those that it has not taken yet, oldest first.
+    `cancelled`: nobody waits for it. `window`: the responses that its client takes now.
     """
 
-    __slots__ = (
-        "cancelled",
-        "credit",
-        "key",
-        "on_cancel",
-        "unread",
-        "unread_bytes",
-        "work",
-    )
+    __slots__ = ("cancelled", "key", "on_cancel", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
         self.on_cancel: Callable[[], object] | None = None
-        self.credit = FIRST_CREDIT
-        self.unread: deque[int] = deque()
-        self.unread_bytes = 0
+        self.window = SendWindow()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; `on_cancel` is told, once."""
+        """Cancel it: nobody waits any more; `on_cancel` is called, once."""
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
                 self.on_cancel()
-
-    @property
-    def may_respond(self) -> bool:
-        """Whether its client takes another response now."""
-        return self.credit > 0 and self.unread_bytes < MOST_UNREAD_BYTES
-
-    def responded(self, byte_size: int) -> None:
-        """A response of so many bytes is on its way."""
-        self.credit -= 1
-        self.unread.append(byte_size)
-        self.unread_bytes += byte_size
-
-    def grant(self, responses: int) -> None:
-        """The client has taken so many responses."""
-        self.credit += responses
-        for _ in range(min(responses, len(self.unread))):
-            self.unread_bytes -= self.unread.popleft()
 
 
 class Command(NamedTuple):
@@ -145,6 +116,7 @@ class InstanceLink:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         with self.lock:
             if self._dealer is not None:
+                self.pump()  # outputs that were read are released by way of the old one
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
@@ -221,7 +193,7 @@ class InstanceLink:
             case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
                 if request is not None:
-                    request.grant(responses)
+                    request.window.read(responses)
                     self._wake(request)
             case ReleaseOutputs(client_pid=pid, offsets=offsets):
                 self._on_release(pid, offsets)
@@ -253,7 +225,7 @@ class InstanceLink:
         return Command(message, requests)
 
     def close(self, request: WorkerRequest) -> None:
-        """It has ended: another one may get its key."""
+        """Forget a request that has ended: another one may get its key."""
         with self.lock:
             if self._open.get(request.key) is request:
                 del self._open[request.key]
@@ -282,7 +254,7 @@ class InstanceLink:
                 with self.lock:
                     if not self.loop_reads:
                         self.pump()
-                    if request.may_respond or request.cancelled:
+                    if request.window.is_open or request.cancelled:
                         return True
                     self.flush()
                     self._appoint()

@@ -123,8 +123,8 @@ class RequestChannel:
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
 
-    def grant(self, pending: ClientRequest, responses: int) -> None:
-        """Grant credit for so many more responses: as many have been read."""
+    def credit(self, pending: ClientRequest, responses: int) -> None:
+        """Take so many more responses: as many have been read."""
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Credit(pending.submit.id, responses))
 

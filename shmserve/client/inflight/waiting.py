@@ -77,9 +77,9 @@ class ThreadChannel:
             if self.leaving:
                 self.close()
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.grant(pending, responses)
+            self.channel.credit(pending, responses)
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -203,10 +203,10 @@ class SharedChannel:
                 self.cancel((pending,))
                 raise TimedOut(LATE)
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
             self.connection.call(
-                partial(RequestChannel.grant, pending=pending, responses=responses)
+                partial(RequestChannel.credit, pending=pending, responses=responses)
             )
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:

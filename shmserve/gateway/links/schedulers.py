@@ -179,7 +179,7 @@ class SchedulerHandle:
 
 
 class RequestDispatcher:
-    """Schedulers by endpoint, and the operations on requests: submit, grant, cancel."""
+    """Schedulers by endpoint, and the operations on requests: submit, credit, cancel."""
 
     def __init__(self) -> None:
         self._schedulers: dict[str, SchedulerHandle] = {}
@@ -220,7 +220,7 @@ class RequestDispatcher:
         `release` runs when no worker can touch the request's memory any more. For a model that may
         give any number of responses, `on_response` is called for each, in the event loop, the last
         included. Flow control is by credit: `FIRST_CREDIT` of them come unasked, and more as they
-        are granted with `grant`.
+        are credited with `credit`.
         """
         if scheduler.successor is not None:
             scheduler = scheduler.latest()
@@ -232,7 +232,7 @@ class RequestDispatcher:
             scheduler.link.hurry()
         return pending
 
-    def grant(self, pending: GatewayRequest, responses: int) -> None:
+    def credit(self, pending: GatewayRequest, responses: int) -> None:
         """The client has read so many responses, and takes as many more."""
         if pending.submit.id in pending.scheduler.inflight.pending:
             pending.scheduler.link.post(m.Credit(pending.submit.id, responses))

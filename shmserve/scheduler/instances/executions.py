@@ -22,7 +22,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.scheduler.batchers.base import Batcher, Closed
-from shmserve.scheduler.instances.losses import Losses
+from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.outboxes import Peers
@@ -49,7 +49,7 @@ class Executions:
         workers: Peers,
         responses: Responses,
         statistics: Statistics,
-        losses: Losses,
+        recovery: Recovery,
         batcher: Batcher,
         again: Callable[[Request], bool],
     ) -> None:
@@ -58,7 +58,7 @@ class Executions:
         self._decoupled = settings.decoupled
         self._padding = settings.padding
         self._pool = pool
-        self._losses = losses
+        self._recovery = recovery
         self._batcher = batcher if batcher.learns else None
         self._again = again
         self._workers = workers
@@ -95,12 +95,12 @@ class Executions:
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key))
 
-    def grant(self, request: Request, responses: int) -> None:
+    def credit(self, request: Request, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what
         it has not been sent it has read none."""
-        read = min(responses, request.responses - request.granted)
+        read = min(responses, request.responses - request.credited)
         if read > 0 and request.worker is not None:
-            request.granted += read
+            request.credited += read
             self._workers.post(request.worker.peer, CreditExecution(request.key, read))
 
     def end_sequences(self, peer: bytes, slots: list[int]) -> None:
@@ -131,7 +131,7 @@ class Executions:
                     self.misplaced += 1
                 elif (execution := slot.executions[0]).id != message.batch:
                     self.misplaced += 1
-                    self._losses.distrusted(slot, now_ns)
+                    self._recovery.distrusted(slot, now_ns)
                 else:
                     self._returned(slot, execution, message, now_ns)
             case InstanceReady():

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
 from shmserve.client.request.options import PLAIN, Options
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.models import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc import credit
+from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -29,7 +29,6 @@ from tests.rigs.called_models import Peer
 from tests.unit.client.test_inflight import connection as _connection
 
 connection = _connection
-TOGETHER = FIRST_CREDIT // 2
 WORK = pack_inference(Inference(()))
 
 
@@ -91,8 +90,8 @@ def test_what_was_read_is_granted_together(
 def test_what_is_large_is_granted_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert streaming._BYTES_TOGETHER < MOST_UNREAD_BYTES
-    monkeypatch.setattr(streaming, "_BYTES_TOGETHER", 1000)
+    assert credit.BYTES_TOGETHER < MOST_UNREAD_BYTES
+    monkeypatch.setattr(credit, "BYTES_TOGETHER", 1000)
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):

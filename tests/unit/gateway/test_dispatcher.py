@@ -194,12 +194,12 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
                 scheduler, submit, partial(released.append, f"of {number}"), heard.append
             )
             scheduler._take(m.Responded(number, "", "", body, False))
-            dispatcher.grant(pending, 4)
+            dispatcher.credit(pending, 4)
             if number == 2:
                 dispatcher.cancel(pending)
             scheduler._take(m.Responded(number, "", "", body, False))
             scheduler._take(m.Responded(number, "", "", b"", True))
-            dispatcher.grant(pending, 5)  # too late: it has ended
+            dispatcher.credit(pending, 5)  # too late: it has ended
         return heard, link.posted, released
 
     heard, posted, released = asyncio.run(stream())

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.messages.inference import FIRST_CREDIT
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.scheduler import HOLD_NS, InstanceLink
@@ -244,5 +244,5 @@ def test_nothing_waits_while_credit_is_awaited(model: Sender, clock: Clock) -> N
     blocked = threading.Thread(target=model.send, args=(99,))
     blocked.start()
     assert model.responses(1, FIRST_CREDIT - 1) == [[n] for n in range(1, FIRST_CREDIT)]
-    model.grant(1, 1)
+    model.credit(1, 1)
     until("it goes on", lambda: not blocked.is_alive())

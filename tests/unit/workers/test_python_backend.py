@@ -648,6 +648,10 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
         ("torch.from_numpy(given(r))", 0),
         ("r.inputs()[0]", 20),
         ("r", 20),
+        ("given(r)", 20),
+        ("given(r)[:5]", 20),
+        ("given(r)[::-1][-5:][::-1]", 20),
+        ("torch.from_numpy(given(r))", 20),
     ],
 )
 def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, late: int) -> None:

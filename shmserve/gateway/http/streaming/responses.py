@@ -66,7 +66,7 @@ class ResponseQueue:
         the model may send another. Returns whether it was the last."""
         message = self._here.popleft()
         self.request.release(inferred)
-        self.request.grant(inferred)
+        self.request.credit(inferred)
         return is_last(message)
 
     def close(self) -> None:
