@@ -19,6 +19,7 @@ from shmserve.ipc.messages import (
     ReportTimes,
     Submit,
 )
+from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
@@ -68,7 +69,10 @@ class Clients:
         return list(self._clients.values())
 
     def handle(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
-        """Handle a client's message."""
+        """Handle a client's message; one of a process that is gone by now is dropped."""
+        if self.is_dead(first_number(peer)):
+            self._reports.misplaced += 1
+            return
         client = self._clients[peer]
         match message:
             case Submit():
@@ -91,8 +95,8 @@ class Clients:
                 assert_never(message)
 
     def _submit(self, client: Client[Request], message: Submit, now_ns: int) -> None:
-        if message.id in client.requests or (client.pid and client.pid in self._dead):
-            # Nothing is owed: a response would be taken for the other request's, or by nobody.
+        if message.id in client.requests:
+            # Nothing is owed: a response would be taken for the other request's.
             self._reports.misplaced += 1
             return
         try:
