@@ -13,7 +13,6 @@ from typing import Any
 
 from shmserve.ipc.messages import (
     Attach,
-    BatchFinished,
     CheckMemory,
     CheckReady,
     MemoryDropped,
@@ -85,6 +84,8 @@ class Instance:
         self._warm_up = partial(
             warm_up, read(config, context.model_dir), signature, unpacker, self._executor
         )
+        self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
+        self.link.served = self._messages.keys()
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
 
@@ -109,12 +110,18 @@ class Instance:
                 self._handle(message)
             if self._writer.abandoned:
                 self._writer.end_abandoned()
-            if not self.link.batches:
+            if not self.link.commands:
                 timeout_s = self._metrics.between_batches(self.link)
-            while self.link.batches:
-                batch = self.link.batches.popleft()
-                self._live = batch.live
-                self.hand_over(self._executor.finish(batch))
+            self.serve_commands()
+
+    def serve_commands(self) -> None:
+        """Do what the scheduler has asked for until now."""
+        while self.link.commands:
+            message, requests = self.link.commands.popleft()
+            self._live = getattr(message, "live", self._live)
+            answer = self._messages[type(message)](message, requests)
+            if answer is not None:
+                self.hand_over(answer)
 
     def _handle(self, message: Any) -> None:
         """A message of the supervisor."""
@@ -165,14 +172,15 @@ class Instance:
     def attach(self, endpoint: str) -> None:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         self.link.attach(endpoint)
+        self._executor.attached()
         self._metrics.attach(self.link)
         self.link.flush()
 
-    def hand_over(self, finished: BatchFinished) -> None:
-        """Return a batch; what was made for it is nobody's where that does not arrive."""
+    def hand_over(self, answer: Any) -> None:
+        """Send an answer; what was made for it is nobody's where that does not arrive."""
         with self.link.lock:
             self._metrics.before_responses(self.link)
-            if self.link.send(finished):
+            if self.link.send(answer):
                 self._memory.delivered()
             else:
                 self._memory.undelivered()

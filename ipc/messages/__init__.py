@@ -36,6 +36,7 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     Credit,
     CreditExecution,
+    EndSequences,
     Execute,
     ExecutionResponded,
     Failed,
@@ -146,6 +147,7 @@ __all__ = [
     "CreditExecution",
     "Drain",
     "Drained",
+    "EndSequences",
     "EnsembleToSupervisor",
     "EventHeader",
     "Execute",
@@ -241,7 +243,7 @@ __all__ = [
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics | ReportTimes
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
-SchedulerToWorker = Execute | CancelExecution | CreditExecution | ReleaseOutputs
+SchedulerToWorker = Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished

@@ -200,6 +200,13 @@ class Execute:
 
 
 @message
+class EndSequences:
+    """The sequences in these slots are over, and no END of theirs has run: their states go."""
+
+    slots: list[int]
+
+
+@message
 class CancelExecution:
     """Do not write this request's outputs: nobody waits."""
 

@@ -37,11 +37,10 @@ class SchedulingLimits:
 
 @dataclass(frozen=True, slots=True)
 class CacheStart:
-    """The response cache of a model version: its share of the server's (0: it has none), how much
-    its readers may have copies of at a time, and who holds the memory that clients have shared."""
+    """The response cache of a model version: its share of the server's (0: it has none), and who
+    holds the memory that clients have shared."""
 
     byte_size: int = 0
-    arena_byte_size: int = 0
     supervisor_pid: int = 0
 
 
@@ -60,7 +59,7 @@ class SchedulerStart:
     run_dir: Path
     capability_key: bytes
     group: int = -1
-    arena_byte_size: int = 0  # of an ensemble
+    arena_byte_size: int = 0  # of what it lends
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
     kept: list[Any] = field(default_factory=list)

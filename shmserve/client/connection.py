@@ -102,7 +102,7 @@ class ServerConnection(ServerState):
                 raise Disconnected(GONE)
             request = self._link.request()
         self._link.tell(*segment.sharing(request.number))
-        if threading.current_thread() is self._thread:  # a future's callback wants memory
+        if self.is_current_thread():  # a future's callback wants memory
             self._read_until(request)
         response = request.wait()
         if isinstance(response, ShmserveError):
@@ -131,6 +131,10 @@ class ServerConnection(ServerState):
                 raise Disconnected(GONE)
             self._tasks.append(lambda: task(self._own))
             self._own.wake()
+
+    def is_current_thread(self) -> bool:
+        """Whether the caller is the connection's own thread, as a future's callback is."""
+        return threading.current_thread() is self._thread
 
     def expire_at(self, time_ns: int, number: int) -> None:
         """Have a request of its own channel expire at a (monotonic) time; only in its thread."""
@@ -183,7 +187,7 @@ class ServerConnection(ServerState):
             return  # a forked child: all of it is its parent's
         self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once
         self._link.shut_down()
-        if threading.current_thread() is self._thread:  # a future's callback has had enough
+        if self.is_current_thread():  # a future's callback has had enough
             self.wake_all()
         else:
             self._thread.join()

@@ -97,7 +97,7 @@ class ServerConfig:
     without_effect: tuple[str, ...]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
-        """What --backend-config says for a backend (settings without a backend are for all)."""
+        """The settings of --backend-config for a backend (those without a backend are for all)."""
         return {key: value for name, key, value in self.backend_config if name in ("", backend)}
 
     def worker_threads(self, instances: int) -> int:

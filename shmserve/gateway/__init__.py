@@ -3,7 +3,8 @@
 An HTTP request, file by file:
 
     http/connection/protocol.py     bytes -> requests, one after the other
-    http/routes.py                  the route table: authorise, handle, errors to responses
+    http/routing.py                 matched, authorised, handled, errors to responses; the tables
+                                    of routes are in routes.py
     http/infer.py                   inference; streaming/ for many responses to a request
     http/body/                      the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else

@@ -106,7 +106,7 @@ class Clients:
                 raise Unavailable(self._pool.failure)
             cache, lookup = self._responses.cache, None
             if cache is not None:
-                lookup = cache.look_up(message, client.pid)
+                lookup = cache.look_up(message)
                 if lookup is not None and lookup.body:
                     self._hit(client, message, lookup, now_ns)
                     return
@@ -129,7 +129,11 @@ class Clients:
 
     def _hit(self, client: Client[Request], message: Submit, lookup: Lookup, now_ns: int) -> None:
         """The response to a request is known; only its turn may still have to come."""
-        request = self._queue.admit(client, message, now_ns, cached=True)
+        try:
+            request = self._queue.admit(client, message, now_ns, cached=True)
+        except ShmserveError:
+            lookup.cancel()
+            raise
         request.lookup = lookup
         self._responses.admitted(request)
         timing = Timing(now_ns, 0, 0, 0)
@@ -138,7 +142,7 @@ class Clients:
     def _release(self, client: Client[Request], message: Release) -> None:
         read = (client.pid, message.pid, message.offsets)
         cache = self._responses.cache
-        if cache is None or not cache.release(*read):
+        if cache is None or not cache.lent.release(*read):
             self._executions.release(*read)
 
     def _cancel(self, request: Request, now_ns: int) -> None:

@@ -13,6 +13,7 @@ from shmserve.common.access.peer_credentials import admit_group
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import SchedulerReady
 from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.ipc.tensors.signature import Signature
@@ -42,7 +43,7 @@ def run(data: bytes) -> None:
         workers,
         control,
         time.time_ns,
-        open_cache(start, settings),
+        open_cache(start, settings, LentMemory(start.arena_byte_size)),
     )
     if start.kept:
         scheduler.go_on(start.kept, start.alive, time.monotonic_ns())
@@ -67,11 +68,11 @@ def begin(data: bytes, role: str) -> tuple[SchedulerStart, Settings]:
     return start, settings
 
 
-def open_cache(start: SchedulerStart, settings: Settings) -> ResponseCache | None:
+def open_cache(start: SchedulerStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
     """The response cache of the model version that is to be scheduled, if it has one."""
     if not settings.cached or not start.cache.byte_size:
         return None
-    return ResponseCache(settings.name, settings.version, start.cache)
+    return ResponseCache(settings.name, settings.version, start.cache, lent)
 
 
 def open_listener(start: SchedulerStart) -> LocalClientListener:

@@ -14,7 +14,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
@@ -28,8 +28,8 @@ LOCAL_CLIENT = "local client"
 
 
 def _callers(news: Any) -> tuple[str, ...]:
-    """Who is told of this besides local clients: an ensemble finishes what it has begun with what
-    is withdrawn."""
+    """The roles that are sent a message besides local clients: an ensemble finishes what it has
+    begun with what is withdrawn."""
     return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -19,6 +20,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.scheduler.ensemble.core import Ensemble
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
 
@@ -82,6 +84,7 @@ class EnsembleRig:
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
+        cache_bytes: int = 0,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -97,7 +100,9 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
+        lent = LentMemory(1 << 27)
+        self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
+        cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
         self.ensemble = Ensemble(
             Settings.read(config, "1", SchedulingLimits()),
             config,
@@ -106,6 +111,7 @@ class EnsembleRig:
             self.control,
             self.memory,
             lambda: WALL_NS,
+            cache,
         )
         self.now_ns = 1_000 * MS
         for each in models:

@@ -18,7 +18,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child

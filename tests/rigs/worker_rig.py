@@ -197,8 +197,8 @@ class Rig:
     def execute(self, works: Sequence[Work]) -> None:
         """Run a batch of these; it is `finished` then, and nobody has been told."""
         self._batches += 1
-        batch = self.instance.link.opened(Execute(self._batches, list(works)))
-        self.finished = self.instance._executor.finish(batch)
+        command = self.instance.link.opened(Execute(self._batches, list(works)))
+        self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
     def said(self, timeout_s: float = 5.0) -> list[Any]:

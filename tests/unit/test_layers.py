@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ipc.transport": (),
     "ipc.messages": ("ipc.transport",),
     "ipc.tensors": ("ipc.transport",),
-    "ipc.memory": ("ipc.tensors",),
+    "ipc.memory": ("ipc.messages", "ipc.tensors", "ipc.transport"),
     "ipc": ("ipc.*",),
     # a worker's process
     "workers.links": ("ipc.*",),

@@ -9,7 +9,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import Reply
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
-from shmserve.workers.links.scheduler import OpenRequest
+from shmserve.workers.links.scheduler import WorkerRequest
 
 
 class RehearsedStream(ResponseStream):
@@ -18,7 +18,7 @@ class RehearsedStream(ResponseStream):
     __slots__ = ("_ended", "error")
 
     def __init__(self, writer: ResponseWriter, request: Request) -> None:
-        super().__init__(writer, OpenRequest(request.work), request)
+        super().__init__(writer, WorkerRequest(request.work), request)
         self.error: ShmserveError | None = None
         self._ended = threading.Event()
 

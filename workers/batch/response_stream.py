@@ -24,7 +24,7 @@ from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import OpenRequest, SchedulerLink
+from shmserve.workers.links.scheduler import SchedulerLink, WorkerRequest
 from shmserve.workers.links.supervisor import Control
 from shmserve.workers.memory.outputs import OutputMemory
 
@@ -59,7 +59,7 @@ class ResponseStream:
 
     __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
 
-    def __init__(self, writer: ResponseWriter, opened: OpenRequest, request: Request) -> None:
+    def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
         self.request = request
         self._writer = writer
         self._open = opened

@@ -1,6 +1,6 @@
 """A worker's link to the scheduler that feeds its instance: thread-safe, with credit for responses.
 
-    Execute ──> batches (for the loop)      CancelExecution, CreditExecution ──> OpenRequest
+    Execute, ... ──> commands (for the loop)     CancelExecution, CreditExecution ──> WorkerRequest
 
 Whoever needs to know something reads the socket: the loop when it waits, a model's thread when it
 asks whether its request was cancelled, or waits for credit. What a thread takes that is the loop's
@@ -16,16 +16,14 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages import (
     CancelExecution,
     CreditExecution,
-    Execute,
     InstanceReady,
     ReleaseOutputs,
-    SequenceRow,
     Work,
 )
 from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
@@ -42,7 +40,7 @@ HOLD_NS = 200_000
 _MOST_HELD_NS = 400_000
 
 
-class OpenRequest:
+class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
     `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
@@ -93,13 +91,16 @@ class OpenRequest:
             self.unread_bytes -= self.unread.popleft()
 
 
-class Batch(NamedTuple):
-    """An `Execute` with its requests opened."""
+class Command(NamedTuple):
+    """A message for the loop, with its requests opened."""
 
-    number: int
-    requests: list[OpenRequest]
-    live: int
-    rows: list[SequenceRow]
+    message: Any
+    requests: list[WorkerRequest]
+
+
+# By type of message what serves it, in the instance's loop: called with the message and its
+# requests. What it returns is sent to the scheduler; None: nothing.
+MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
 class SchedulerLink:
@@ -107,6 +108,11 @@ class SchedulerLink:
     share with the loop.
 
     `on_release(client_pid, offsets)` hears of outputs that were read.
+
+    Besides what concerns one request, it takes the messages whose types are `served` (see
+    `MessageTable`), in their order. What starts work has `requests`, and says in `live` how many
+    requests the scheduler has under way: the former are open from the arrival of the message, so
+    that a cancel behind it finds them.
     """
 
     def __init__(
@@ -117,7 +123,8 @@ class SchedulerLink:
         on_release: Callable[[int, list[int]], None],
     ) -> None:
         self.lock = threading.RLock()
-        self.batches: deque[Batch] = deque()
+        self.commands: deque[Command] = deque()
+        self.served: Collection[type[Any]] = ()
         self._control = control
         self._index = index
         self._pid = pid
@@ -126,8 +133,8 @@ class SchedulerLink:
         self._flushed_ns = 0
         self._held = False
         self._timer = Timer(_MOST_HELD_NS, self._flush_held)
-        self._open: dict[int, OpenRequest] = {}
-        self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
+        self._open: dict[int, WorkerRequest] = {}
+        self._waiting: dict[int, WorkerRequest] = {}  # eventfd of a thread -> whose credit it needs
         self._reader = 0  # that of the one that reads the socket meanwhile
         self.loop_reads = False  # it waits for what comes, and reads it
 
@@ -202,8 +209,8 @@ class SchedulerLink:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Execute():
-                self.batches.append(self.opened(message))
+            case _ if type(message) in self.served:
+                self.commands.append(self.opened(message))
                 self._control.wake()
             case CancelExecution(key=key):
                 request = self._open.get(key)
@@ -222,7 +229,7 @@ class SchedulerLink:
 
     def _forget(self) -> None:
         """The scheduler is gone: nobody waits for what it gave us."""
-        self.batches.clear()
+        self.commands.clear()
         for request in self._open.values():
             request.cancel()
         self._open.clear()
@@ -236,31 +243,31 @@ class SchedulerLink:
         """Whether any request has not ended."""
         return bool(self._open)
 
-    def opened(self, message: Execute) -> Batch:
-        """The batch of a message, its requests open until `close`."""
-        requests = list(map(OpenRequest, message.requests))
+    def opened(self, message: Any) -> Command:
+        """A message, its requests open until `close`."""
+        requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         with self.lock:
             for request in requests:
                 self._open[request.key] = request
-        return Batch(message.batch, requests, message.live, message.rows)
+        return Command(message, requests)
 
-    def close(self, request: OpenRequest) -> None:
+    def close(self, request: WorkerRequest) -> None:
         """It has ended: another one may get its key."""
         with self.lock:
             if self._open.get(request.key) is request:
                 del self._open[request.key]
 
-    def is_open(self, request: OpenRequest) -> bool:
+    def is_open(self, request: WorkerRequest) -> bool:
         """Whether the scheduler that gave us the request waits for its end."""
         return self._open.get(request.key) is request
 
-    def is_cancelled(self, request: OpenRequest) -> bool:
+    def is_cancelled(self, request: WorkerRequest) -> bool:
         """Whether nobody waits for a request any more; looks at what has arrived until now."""
         if not request.cancelled:
             self.pump()
         return request.cancelled
 
-    def wait_for_credit(self, request: OpenRequest, timeout_s: float) -> bool:
+    def wait_for_credit(self, request: WorkerRequest, timeout_s: float) -> bool:
         """Wait until the client takes another response, or has cancelled; False: neither in time.
 
         One of those who wait reads the socket, unless the loop does (leader and followers).
@@ -308,7 +315,7 @@ class SchedulerLink:
             self._reader = next(iter(self._waiting))
             os.eventfd_write(self._reader, 1)
 
-    def _wake(self, request: OpenRequest) -> None:
+    def _wake(self, request: WorkerRequest) -> None:
         for waiting, awaited in self._waiting.items():
             if awaited is request:
                 os.eventfd_write(waiting, 1)

@@ -19,7 +19,7 @@ from shmserve.client.inflight.pending import ClientRequest
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 
 
 class Waiting(Protocol):
@@ -149,14 +149,22 @@ class ThreadChannel:
 
 
 class SharedChannel:
-    """A thread that has no channel, since others have all that there may be, or it waits in its
-    own: the connection's own thread sends, and waits, for it."""
+    """The connection's own channel, for a thread that has none, since others have all that there
+    may be, or it waits in its own: the connection's thread sends, and receives, for it."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         # Locked until something has come for the stream that this was opened for: see
         # `ControlRequest` for why it is no Event.
         self._arrived = threading.Lock()
+
+    def check_may_wait(self) -> None:
+        """Raise Unavailable in the connection's own thread, which would wait for itself."""
+        if self.connection.is_current_thread():
+            raise Unavailable(
+                "a callback cannot wait here, since other threads have every channel of this "
+                "client: use infer_async in it"
+            )
 
     def submit(self, built: PackedRequest) -> Future[Result]:
         future: Future[Result] = Future()
@@ -196,6 +204,7 @@ class SharedChannel:
     def attend(self, pending: ClientStream) -> None:
         deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
+            self.check_may_wait()
             timeout_s = -1.0
             if deadline_ns:
                 timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 from collections.abc import Callable, Sequence
 
@@ -18,8 +17,8 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.limits import HttpServer
 from shmserve.gateway.http.connection.protocol import Handle
-from shmserve.gateway.http.handlers import metrics
-from shmserve.gateway.http.routes import App
+from shmserve.gateway.http.routes import ROUTES, metrics_routes
+from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.start import decode
 
@@ -44,7 +43,7 @@ class HttpFrontend(process.Frontend):
         self, gateway: Gateway, http: Sequence[socket.socket], scrapes: Sequence[socket.socket]
     ) -> None:
         self._gateway = gateway
-        self._app = App(gateway)
+        self._app = App(gateway, ROUTES)
         self._http = http
         self._scrapes = scrapes
         self._accepting: list[asyncio.Server] = []
@@ -56,11 +55,11 @@ class HttpFrontend(process.Frontend):
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
-        page = functools.partial(metrics.metrics, MetricsExporter(self._gateway))
+        metrics = App(self._gateway, metrics_routes(MetricsExporter(self._gateway)))
         for sock in self._http:
             await self._serve(sock, self._app.handle, http)
         for sock in self._scrapes:
-            await self._serve(sock, page, scrapes)
+            await self._serve(sock, metrics.handle, scrapes)
 
     async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings

@@ -67,7 +67,7 @@ def _all_there(
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What is known of a tensor: the model that it is inferred from, and what that says."""
+    """A tensor as one model sees it."""
 
     model: str
     data_type: int

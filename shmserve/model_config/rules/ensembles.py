@@ -16,7 +16,7 @@ _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
 
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:
-    """What is wrong with an ensemble, as far as it shows without the models it calls."""
+    """The problems of an ensemble, as far as it shows without the models it calls."""
     return list(_problems(config)) or list(_connections(config))
 
 

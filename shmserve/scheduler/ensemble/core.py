@@ -127,9 +127,7 @@ class Ensemble:
                     self._responses.credit(request, message.responses)
                     self._live.touch(request)
             case Release():
-                read = (client.pid, message.pid, message.offsets)
-                if self._cache is None or not self._cache.release(*read):
-                    self._responses.given_back(client, message)
+                self._memory.lent.release(client.pid, message.pid, message.offsets)
             case ReportStatistics():
                 self._reports.tell(peer, message.id, now_ns)
             case ReportTimes():
@@ -148,7 +146,7 @@ class Ensemble:
                 raise Unavailable(EXPIRED)
             lookup = None
             if self._cache is not None:
-                lookup = self._cache.look_up(message, client.pid)
+                lookup = self._cache.look_up(message)
                 if lookup is not None and lookup.body:
                     self._responses.hit(client, message, lookup, self._live.now_ns)
                     return
@@ -229,7 +227,7 @@ class Ensemble:
         self._memory.process_exited(pid)
         if self._cache is not None:
             self._cache.process_exited(pid)
-        self._responses.forget(pid)
+        self._memory.lent.drop_reader(pid)
         for client in self._clients.of_process(pid):
             del self._clients[client.peer]
             for request in list(client.requests.values()):

@@ -8,6 +8,7 @@ import time
 from typing import get_args
 
 from shmserve.ipc import endpoints
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import MemoryDropped, SchedulerReady, SupervisorToEnsemble
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number
@@ -30,9 +31,8 @@ def run(data: bytes) -> None:
     control.send(SchedulerReady(os.getpid()))
     waiter = Waiter()
     steps = StepSchedulers(waiter, lambda: ensemble)
-    memory = EnsembleMemory(
-        start.arena_byte_size, lambda memory_id: control.post(MemoryDropped(memory_id))
-    )
+    lent = LentMemory(start.arena_byte_size)
+    memory = EnsembleMemory(lent, lambda memory_id: control.post(MemoryDropped(memory_id)))
     ensemble = Ensemble(
         settings,
         start.config,
@@ -41,7 +41,7 @@ def run(data: bytes) -> None:
         control,
         memory,
         time.time_ns,
-        open_cache(start, settings),
+        open_cache(start, settings, lent),
     )
     if start.kept:
         ensemble.go_on(start.kept, time.monotonic_ns())

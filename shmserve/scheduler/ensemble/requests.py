@@ -6,8 +6,8 @@ from abc import abstractmethod
 from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
+from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages import Failed, Submit
-from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
@@ -119,7 +119,7 @@ class StepRequest(InflightRequest):
         signature: Signature,
         submit: Submit,
         endpoint: str,
-        placed: dict[str, Place],
+        placed: dict[str, Block],
         given: frozenset[str],
     ) -> None:
         super().__init__(submit, endpoint)

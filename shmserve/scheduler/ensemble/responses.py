@@ -8,7 +8,6 @@ from shmserve.ipc.messages import (
     ExecutionResponded,
     Failed,
     Finished,
-    Release,
     Responded,
     Settled,
     Submit,
@@ -19,7 +18,7 @@ from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferre
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
@@ -49,7 +48,6 @@ class Responses:
         self._clients = clients
         self._memory = memory
         self._statistics = statistics
-        self._lent = Lent()
         self._cache = cache
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -71,14 +69,6 @@ class Responses:
         """The client has read so many responses."""
         for _ in range(min(responses, len(request.unread))):
             _release(request.unread.popleft())
-
-    def given_back(self, client: Client[EnsembleRequest], message: Release) -> None:
-        """The client has read these outputs."""
-        self._lent.give_back(client.pid, message.pid, message.offsets)
-
-    def forget(self, pid: int) -> None:
-        """A client is gone."""
-        self._lent.forget(pid)
 
     def failed(self, request: EnsembleRequest, early: bool = False) -> None:
         """Tell a failure; `early`: steps still have the request's memory, and `end` follows."""
@@ -127,6 +117,8 @@ class Responses:
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         """The response to a request is cached: no step runs."""
+        assert self._cache is not None
+        self._cache.lend(client.pid, lookup)
         self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
         if client.timed:
             self._clients.post(client.peer, Timed(message.id, 0, 0, 0))
@@ -155,7 +147,7 @@ class Responses:
             tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
-                self._lent.lend(request.client.pid, tensor.data, value)
+                self._memory.lent.lend(request.client.pid, tensor.data, value)
         correlation_id, flags = sequence_of(request.submit, response.values())
         parameters = {
             "sequence_id": correlation_id,

@@ -12,6 +12,7 @@ from shmserve.ipc.messages import (
     BatchFinished,
     CancelExecution,
     CreditExecution,
+    EndSequences,
     Execute,
     ExecutionResponded,
     InstanceReady,
@@ -100,6 +101,10 @@ class Executions:
         if read > 0 and request.worker is not None:
             request.granted += read
             self._workers.post(request.worker.peer, CreditExecution(request.key, read))
+
+    def end_sequences(self, peer: bytes, slots: list[int]) -> None:
+        """Tell a worker that the sequences in these slots are over."""
+        self._workers.post(peer, EndSequences(slots))
 
     def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
         """Tell worker `pid` that a client has read these outputs."""

@@ -8,10 +8,11 @@ waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
+from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages import Submit
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
@@ -94,11 +95,18 @@ class Worker(NamedTuple):
 
 class Lookup(NamedTuple):
     """What a look into the response cache gave: the request's `key` where it missed, or else its
-    response; and the ns that it took."""
+    response, with the `copies` that it is read from, to be lent or cancelled; and the ns that it
+    took."""
 
     key: bytes
     body: bytes
     ns: int
+    copies: Sequence[Block]
+
+    def cancel(self) -> None:
+        """Nobody will read the response."""
+        for copy in self.copies:
+            copy.release()
 
 
 class Outcome(NamedTuple):

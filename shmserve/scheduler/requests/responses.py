@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
+from shmserve.ipc.memory.lent import unread
 from shmserve.ipc.messages import (
     ExecutionResponded,
     Failed,
@@ -25,9 +26,6 @@ from shmserve.ipc.messages import (
     Submit,
     Timed,
 )
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -154,7 +152,8 @@ class Responses:
             self.fail(request, code, text, reason, now_ns)
             return
         lookup = request.lookup
-        if lookup is not None and lookup.body:
+        if lookup is not None and lookup.body and self.cache is not None:
+            self.cache.lend(request.client.pid, lookup)
             queued = timing[0] - request.enqueued_ns
             self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
@@ -211,26 +210,18 @@ class Responses:
     def drop_outputs(self, request: Request, body: bytes) -> None:
         """Tell the worker that had this request that nobody will read what it made."""
         worker = request.worker
-        if worker is None:
-            if self.cache is not None:
-                self.cache.drop(request.client.pid, body)
-            return
-        try:
-            tensors = unpack_inferred(body).outputs
-        except MalformedMessage:
-            return
-        offsets = [
-            tensor.data.offset
-            for tensor in tensors
-            if isinstance(tensor.data, Place) and tensor.data.memory.pid == worker.pid
-        ]
-        if offsets:
-            self._workers.post(worker.peer, ReleaseOutputs(request.client.pid, offsets))
+        for release in unread(body):
+            if worker is not None and release.pid == worker.pid:
+                outputs = ReleaseOutputs(request.client.pid, release.offsets)
+                self._workers.post(worker.peer, outputs)
 
     def _drop_held(self, request: Request) -> None:
         outcome, request.outcome = request.outcome, None
-        if outcome is not None and outcome.body:
-            self.drop_outputs(request, outcome.body)
+        if outcome is None:
+            return
+        if request.lookup is not None:
+            request.lookup.cancel()
+        self.drop_outputs(request, outcome.body)
 
     def _forget(self, request: Request) -> None:
         self.live -= 1

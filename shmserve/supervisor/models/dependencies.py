@@ -1,4 +1,4 @@
-"""What ensembles need: their steps' models are loaded before them, and never twice at a time."""
+"""Dependencies of ensembles: their steps' models are loaded before them, never twice at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Dependencies:
 
     @contextlib.contextmanager
     def loading(self, names: list[str]) -> Iterator[None]:
-        """These are about to be loaded: whoever needs one waits until it is `loaded`."""
+        """Enter models that are about to be loaded: whoever needs one waits until it is
+        `loaded`."""
         loop = asyncio.get_running_loop()
         began = {name: loop.create_future() for name in names if name not in self._loading}
         self._loading.update(began)
@@ -40,7 +41,7 @@ class Dependencies:
                 self.loaded(name)
 
     def loaded(self, name: str) -> None:
-        """A load has ended, well or not."""
+        """Wake those who wait for a load: it has ended, well or not."""
         future = self._loading.pop(name, None)
         if future is not None:
             future.set_result(None)
@@ -79,11 +80,11 @@ class Dependencies:
         return found
 
     def wanted_itself(self, name: str) -> None:
-        """Somebody asked for this model."""
+        """Note that a request asked for this model."""
         self._for_others.discard(name)
 
     def not_wanted(self, name: str) -> None:
-        """Somebody asked for its end."""
+        """Note that a request asked for its end."""
         self._steps_of.pop(name, None)
         self._for_others.discard(name)
 

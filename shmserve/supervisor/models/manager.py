@@ -1,7 +1,7 @@
 """The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
 load:    what it needs (dependencies) -> itself (model_loader) -> the ensembles that need it
-unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
+unload:  cancel what is loading -> withdraw from the gateways -> drain -> stop
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.host.startup_report import StartupReport
+from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class ModelManager:
-    """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
+    """Loads and unloads. `on_change` is called when readiness may have changed, `on_states` when
+    any state has."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class ModelManager:
             await self._unload(ensemble)
 
     async def unload(self, name: str) -> None:
-        """Give up what loads, and have what serves finish what it has; an unknown model is fine.
+        """Cancel what loads, and have what serves finish what it has; an unknown model is fine.
         Ensembles that need it are unloaded before it, until it is loaded again."""
         self._dependencies.not_wanted(name)
         await self._unload(name)
@@ -157,8 +158,8 @@ class ModelManager:
             return
         # A model that hangs while it loads would keep its turn for ever, or take it next.
         known.unloads += 1
-        for update_in_place in known.updates:
-            update_in_place.give_up()
+        for update in known.updates:
+            update.cancel()
         await asyncio.gather(*(v.kill() for v in known.coming if not v.ready))
         async with self._registry.turn(name) as model:
             old, model.serving = model.serving, {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shmserve.common.tasks import in_background
@@ -40,30 +41,31 @@ class DrainingRegions:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def published(self) -> Iterator[RegionPublished]:
-        """What a new gateway must know: they are listed while requests use them."""
+        """The messages that bring a new gateway up to date: they are listed while requests use
+        them."""
         for region in self._regions.values():
             if region.listed:
-                yield replace(region.published(0), draining=True)
+                yield _draining(region, 0)
 
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region from every gateway; returns when none accepts its name any more."""
         self._regions[region.memory_id] = region
         region.users = set(self._gateways())
-        await self._publish(lambda number: RegionWithdrawn(region.name, region.memory_id, number))
+        await self._publish(partial(RegionWithdrawn, region.name, region.memory_id))
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.listed = True
-            await self._publish(lambda n: replace(region.published(n), draining=True))
+            await self._publish(partial(_draining, region))
 
     def released(self, pid: int, memory_id: int) -> None:
-        """No request of gateway `pid` uses the region any more."""
+        """Note that no request of gateway `pid` uses the region any more."""
         region = self._regions.get(memory_id)
         if region is not None:
             region.users.discard(pid)
             self._close_unused(region)
 
     def gateway_exited(self, pid: int) -> None:
-        """A gateway is gone, and so are the requests it counted."""
+        """Release what the requests of a gateway used that has ended."""
         for memory_id in list(self._regions):
             self.released(pid, memory_id)
 
@@ -76,10 +78,14 @@ class DrainingRegions:
             in_background(self._unlist(region.memory_id), self._tasks)
 
     async def _unlist(self, memory_id: int) -> None:
-        await self._publish(lambda number: RegionDrained(memory_id, number))
+        await self._publish(partial(RegionDrained, memory_id))
 
     def close(self) -> None:
         """Close every object."""
         for region in self._regions.values():
             self._opener.close(region)
         self._regions.clear()
+
+
+def _draining(region: OpenRegion, acknowledge: int) -> RegionPublished:
+    return replace(region.published(acknowledge), draining=True)

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 class RegionRegistry:
     """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker, `tell` who listens to events."""
+    `tell_workers` every worker; `publish_event` is for subscribers of events."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class RegionRegistry:
         gateways: Callable[[], Iterable[int]],
         tell_workers: Callable[[Any], None],
         opener: RegionOpener,
-        tell: Callable[[Any], None] = lambda event: None,
+        publish_event: Callable[[Any], None],
     ) -> None:
         self._publish = publish
-        self._tell = tell
+        self._publish_event = publish_event
         self._opener = opener
         self.draining = DrainingRegions(publish, gateways, tell_workers, opener)
         self._endings: set[asyncio.Task[None]] = set()
@@ -73,7 +73,7 @@ class RegionRegistry:
         return list(self._active.values())
 
     def published(self) -> Iterator[RegionPublished]:
-        """What a new gateway must know."""
+        """The messages that bring a new gateway up to date."""
         for region in self._active.values():
             yield region.published(0)
         yield from self.draining.published()
@@ -120,7 +120,7 @@ class RegionRegistry:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
-            self._tell(region.registered())
+            self._publish_event(region.registered())
             await self._publish(region.published)
             return {"memory_id": region.memory_id}
 
@@ -158,13 +158,13 @@ class RegionRegistry:
             if known is not None:
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
-            self._tell(region.registered())
+            self._publish_event(region.registered())
             await self._publish(region.published)
 
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
     ) -> bool:
-        """Whether it is registered as just this. Raises AlreadyExists where `name` is taken."""
+        """Whether `name` is registered as just this. Raises AlreadyExists where `name` is taken."""
         known = self._active.get(name)
         if known is None or (known.orphaned and known.owner.admits(peer)):
             return False
@@ -210,14 +210,15 @@ class RegionRegistry:
                     await self._withdraw(region)
 
     async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
-        """The client of a leased region is gone, or (without `memory_id`) all of a gateway's."""
+        """Withdraw a leased region whose client has disconnected, or (without `memory_id`) all that
+        were leased through a gateway."""
         async with self._turn:
             for region in self.active():
                 if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:
-        """A worker died of a page that is not there: unregister the regions that can have lost it.
+        """Unregister the regions that can have lost a page: a worker died of one that is not there.
 
         Their clients are told by the next request that it is unknown.
         """
@@ -230,12 +231,12 @@ class RegionRegistry:
                         region.name,
                     )
                     reason = "it was truncated while a worker used it, and the worker died"
-                    self._tell(RegionBlamed(region.name, reason))
+                    self._publish_event(RegionBlamed(region.name, reason))
                     await self._withdraw(region, reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "") -> None:
         self._active.pop(region.name, None)
-        self._tell(RegionUnregistered(region.name, reason))
+        self._publish_event(RegionUnregistered(region.name, reason))
         await self.draining.drain(region)
 
     def close(self) -> None:

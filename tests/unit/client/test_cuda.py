@@ -36,9 +36,9 @@ from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.local_clients import LocalClientListener
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
@@ -82,7 +82,7 @@ class SupervisorContext:
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
         opener = RegionOpener(POLICY, handles if self._devices else None)
-        self.registry = registry = LentRegions(opener, self._tell_workers)
+        self.registry = registry = LocalMemory(SEALS, opener, self._tell_workers)
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
@@ -90,7 +90,7 @@ class SupervisorContext:
             yield m.HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, registry.give_back
+            self.folder, NO_GROUP, SEALS, registry, models, registry.release
         )
         self._ready.set()
         await self._over.wait()

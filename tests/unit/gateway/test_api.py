@@ -15,8 +15,8 @@ import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.common.access import auth_tokens
-from shmserve.gateway.http import routes
-from shmserve.gateway.http.routes import ROUTES, find_route
+from shmserve.gateway.http import routing
+from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc import messages as m
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
@@ -115,14 +115,14 @@ SCOPES = {
 
 def test_every_route_has_a_scope() -> None:
     """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
-    for route in ROUTES:
+    for route in ROUTES.routes:
         assert route.scope in auth_tokens.RESTRICTABLE, route
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
-    assert {route.method for route in ROUTES} == {"GET", "POST"}
+    assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
     # There is one place where a handler is found, and it authorises before anything else.
-    assert inspect.getsource(routes).count("route.handler") == 1
-    source = inspect.getsource(routes._find_call)
+    assert inspect.getsource(routing).count("route.handler") == 1
+    source = inspect.getsource(routing.App.handle)
     assert source.index("authorise(route, request)") < source.index("route.handler")
 
 
@@ -148,7 +148,7 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = find_route(path)
+    found = ROUTES.find(path)
     assert (found and found[1]) == parts
 
 

@@ -42,7 +42,11 @@ class Office:
         self.workers: list[Any] = []
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, RegionOpener(policy, handles)
+            self.publish,
+            lambda: [7],
+            self.workers.append,
+            RegionOpener(policy, handles),
+            lambda event: None,
         )
 
     async def publish(self, make: Callable[[int], Any]) -> None:

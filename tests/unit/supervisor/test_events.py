@@ -25,8 +25,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages import events
 from shmserve.supervisor import events as events_package
-from shmserve.supervisor.events.feed import EventFeed, changes
-from shmserve.supervisor.events.publisher import EventPublisher, Subscriptions
+from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
 
 STARTED = m.ProcessStarted(7, "worker simple.0 cpu")
 READY = m.HealthChanged(live=True, ready=True, exiting=False)

@@ -21,8 +21,8 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.transport import frames
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 
@@ -69,15 +69,14 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
 
     async def serve() -> None:
         left = asyncio.Event()
-        registry = LentRegions(RegionOpener(POLICY), lambda message: None)
+        capabilities = Capabilities(bytes(32))
+        registry = LocalMemory(capabilities, RegionOpener(POLICY), lambda message: None)
 
         def gone(number: int) -> None:
-            registry.give_back(number)
+            registry.release(number)
             left.set()
 
-        local_clients = LocalClientServer(
-            folder, NO_GROUP, Capabilities(bytes(32)), registry, list, gone
-        )
+        local_clients = LocalClientServer(folder, NO_GROUP, capabilities, registry, list, gone)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
             program.connect(str(endpoints.listener(folder)))
             words = frames.pack([m.Hello(frames.VERSION), m.ShareMemory(1, 4096, False)])

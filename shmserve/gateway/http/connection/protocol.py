@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
@@ -160,7 +161,7 @@ class HttpConnection(Incoming):
 
     def _refuse(self, error: HttpProcessingError) -> None:
         logger.debug("malformed request: %s", error)
-        response = error_response(400, "malformed HTTP request", close=True)
+        response = error_response(InvalidArgument("malformed HTTP request"), close=True)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

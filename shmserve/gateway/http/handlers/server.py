@@ -1,17 +1,20 @@
-"""Health, metadata, configuration, statistics, logging, tracing."""
+"""Health, metadata, configuration, statistics, metrics, logging, tracing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.api import absent, health, log_settings, metadata, statistics
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.metrics.exporter import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.handlers.body_json import mistyped, read_json
 from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse, error_response, json_response
+from shmserve.gateway.http.response import JSON, HttpResponse, json_response
 from shmserve.logs import FORMATS, MOST_VERBOSE
+
+_TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -32,7 +35,7 @@ async def model_ready(
     """GET /v2/models/NAME/ready."""
     if await health.is_model_ready(gateway, name, version or ""):
         return HttpResponse()
-    return error_response(400, "Model version not ready")
+    raise InvalidArgument("Model version not ready")
 
 
 async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -64,6 +67,18 @@ async def model_statistics(
 ) -> HttpResponse:
     """GET /v2/models/NAME/stats."""
     return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
+
+
+async def metrics(
+    exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
+) -> HttpResponse:
+    """GET /metrics, of a metrics listener."""
+    return HttpResponse(200, (await exporter.page(),), _TEXT)
+
+
+async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """The empty response to whatever else a metrics listener is asked."""
+    return HttpResponse()
 
 
 async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:

@@ -15,7 +15,7 @@ from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
-from shmserve.gateway.http.streaming.responses import ResponseQueue, StreamingResponse
+from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.response import check_size
 from shmserve.gateway.inference.streaming_request import error_of
@@ -61,7 +61,7 @@ async def generate_stream(
         return None if text is None else framing.frame(text), inferred
 
     status = await generation.first_status()
-    return StreamingResponse(status, framing.content_type, generation.responses, event)
+    return streaming_response(status, framing.content_type, generation.responses, event)
 
 
 async def _begin(

@@ -14,7 +14,7 @@ from shmserve.gateway.http.json.output_text import output_text
 from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import ACCEPT, HttpRequest
 from shmserve.gateway.http.response import HttpResponse
-from shmserve.gateway.http.streaming.responses import ResponseQueue, StreamingResponse
+from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
@@ -46,7 +46,7 @@ async def infer_stream(
         responses.close()
         raise
     events = _Events(gateway, model, responses, framing)
-    return StreamingResponse(status, framing.content_type, responses, events.next)
+    return streaming_response(status, framing.content_type, responses, events.next)
 
 
 def _status(responses: ResponseQueue) -> int:

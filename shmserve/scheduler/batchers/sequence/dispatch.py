@@ -160,6 +160,9 @@ class SequenceDispatch(Dispatcher):
                 sequences.returned(lane, now_ns)
         for idle in sequences.reap(now_ns):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
+        for lane, ended in sequences.take_unended().items():
+            if self._lanes.get(lane.peer) is lane:
+                self._executions.end_sequences(lane.peer, ended)
         wake_ns = NEVER
         if not self._waits_for_more():
             for lane, slot in slots:

@@ -119,8 +119,8 @@ class StepRunner(Steps):
         request, index = step.request, step.firing.step.index
         for value in step.firing.inputs.values():
             value.release()
-        for place in step.placed.values():
-            self._memory.free(place)
+        for block in step.placed.values():
+            block.release()
         step.placed.clear()
         request.running.pop(step.submit.id, None)
         self._live.touch(request)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import StepModels
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
+from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class FailOver:
         self,
         context: SupervisorContext,
         scheduler: SchedulerProcess,
-        instances: InstanceProcesses | StepModels,
+        instances: Instances | StepModels,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:

@@ -3,7 +3,7 @@ steps); started, watched, restarted, drained,
 stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
-worker dies:     its scheduler is told at once, it starts again with backoff (instance_restarts)
+worker dies:     its scheduler is told at once, it starts again with backoff (instances)
 reload:          where only its instances differ, some are added and others retire (instance_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
@@ -24,12 +24,11 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
+from shmserve.supervisor.models.version.instance_processes import Instances, first_of
 from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.load_protocol import LoadProtocol
 from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
@@ -63,14 +62,11 @@ class ModelVersion:
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
-        self.instances: InstanceProcesses | StepModels
+        self.instances: Instances | StepModels
         if spec.steps:
             self.instances = StepModels(spec, self._scheduler, models)
         else:
-            protocol = LoadProtocol(context, spec, self._scheduler, lifetime)
-            self.instances = InstanceProcesses(
-                context, spec, protocol, self._scheduler, lifetime, self._changed
-            )
+            self.instances = Instances(context, spec, self._scheduler, lifetime, self._changed)
         self._fail_over = FailOver(
             context, self._scheduler, self.instances, lifetime, self._changed
         )
@@ -142,7 +138,7 @@ class ModelVersion:
         """What this version, which serves, is to be done to become `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
         instances = self.instances
-        if not isinstance(instances, InstanceProcesses) or self.failure:
+        if not isinstance(instances, Instances) or self.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
         limited = self._scheduler.is_limited(self.config)

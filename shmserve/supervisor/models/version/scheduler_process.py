@@ -17,7 +17,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits, encode
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.counters import counted
+from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -152,7 +152,7 @@ class SchedulerProcess:
             )
             return CacheStart()
         share = shares.join(id(self), self.tell)
-        return CacheStart(share, self._context.config.arena_byte_size, os.getpid())
+        return CacheStart(share, os.getpid())
 
     @property
     def _role(self) -> str:

@@ -175,7 +175,7 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        found, request.call = request.call is not None, (first, ())
+        found, request.match = request.match is not None, (first, ())
         return json_response(found)
 
     async def run() -> list[Any]:

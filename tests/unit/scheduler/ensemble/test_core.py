@@ -175,6 +175,24 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     assert rig.memory.used == 0
 
 
+def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
+    """Both lie in the process's memory: a release says which by its offset alone."""
+    elements = 10_000
+    shape = [model("a", dims=(elements,))]
+    rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    for number, (byte, hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
+        rig.submit(number, data=byte * 4 * elements)
+        for _, submit in rig.sent():
+            assert not hit
+            (output,) = unpack_inference(submit.work).outputs
+            assert output.place is not None
+            rig.step_says("a", m.Finished(submit.id, placed(output.place)))
+        (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+        assert isinstance(read.data, Place) and rig.memory.used
+        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset]))
+        assert rig.memory.used == 0
+
+
 def placed(place: Place) -> bytes:
     from shmserve.ipc.tensors.descriptors import TensorRef
     from shmserve.ipc.tensors.inference import Inferred, pack_inferred

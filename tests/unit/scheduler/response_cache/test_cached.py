@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
@@ -45,7 +46,11 @@ def cached(
 ) -> Rig:
     clock = itertools.count(0, 7)
     cache = ResponseCache(
-        "m", "1", CacheStart(byte_size, arena_byte_size, SUPERVISOR), lambda: next(clock)
+        "m",
+        "1",
+        CacheStart(byte_size, SUPERVISOR),
+        LentMemory(arena_byte_size),
+        lambda: next(clock),
     )
     return Rig(dynamic, cache=cache, **server)
 
@@ -189,6 +194,18 @@ def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
     (held,) = rig.submit(work=work())
     rig.client(m.Cancel(held))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "refused", [{"deadline_ns": 1}, {"batch_size": 99}], ids=["too late", "too large"]
+)
+def test_a_hit_that_is_refused_gives_its_copy_back(arena: Arena, refused: Any) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    rig.submit(work=work(), **refused)
+    assert [type(answer) for answer in rig.answers()] == [m.Failed]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 

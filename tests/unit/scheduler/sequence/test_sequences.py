@@ -475,3 +475,64 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
 
 def retired(rig: Rig) -> list[Any]:
     return [word for _, word in rig.control.take() if isinstance(word, m.InstanceRetired)]
+
+
+# --- 3.5: states of what is over -----------------------------------------------------------------
+
+
+def ended(rig: SequenceRig) -> list[list[int]]:
+    """The slots of which the instance is told that their sequences are over, by message."""
+    sent = rig.workers.take()
+    rig.workers.posted[:0] = [each for each in sent if not isinstance(each[1], m.EndSequences)]
+    return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
+
+
+def begun(rig: SequenceRig, flags: int = START) -> None:
+    """Sequence 1 has run a request."""
+    rig.ask(1, flags)
+    rig.done()
+    rig.outcomes()
+
+
+def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
+    begun(rig, START | END)
+    assert ended(rig) == []
+
+
+def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
+    begun(rig)
+    rig.ask(1)
+    second = rig.ask(1, END)
+    rig.client(m.Cancel(second))
+    assert ended(rig) == []  # its last request still runs
+    rig.done()
+    assert ended(rig) == [[0]]
+    rig.ask(2, START)
+    assert ended(rig) == [] and rig.batches() == {0: [2]}
+
+
+def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None:
+    rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
+    begun(rig)
+    rig.ask(2, START)
+    rig.pass_time(5000 * US)
+    sent = [type(message) for _, message in rig.workers.take()]
+    assert sent == [m.EndSequences, m.Execute]
+
+
+def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
+    rig = SequenceRig(rows=1, iterative_sequence=True)
+    rig.ask(0)
+    key = rig.rows()[0].key
+    rig.done(0, m.Reply(key, m.RESCHEDULED, "", b""))
+    assert ended(rig) == []
+    rig.done()
+    assert ended(rig) == [[0]]
+
+
+def test_3_5_nobody_is_told_of_what_has_not_begun(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.ask(2, START)
+    waiting = rig.ask(3, START)  # in the backlog, or in a slot
+    rig.client(m.Cancel(waiting))
+    assert ended(rig) == []

@@ -205,7 +205,7 @@ def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
         adding = asyncio.ensure_future(up.add())
         await turns()
         assert model.ready and len(model.instances.states()) == 3
-        up.give_up()
+        up.cancel()
         with pytest.raises(Unavailable, match="ended while loading"):
             await adding
         up.revert()

@@ -68,7 +68,11 @@ class Office:
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, RegionOpener(POLICY, check)
+            self.publish,
+            lambda: [7],
+            self.workers.append,
+            RegionOpener(POLICY, check),
+            lambda event: None,
         )
 
     async def check(self, memory: Memory) -> None:
@@ -240,9 +244,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(
-            Office().publish, list, lambda message: None, RegionOpener(POLICY)
-        )
+        registry = RegionRegistry(Office().publish, list, print, RegionOpener(POLICY), print)
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
