@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.scheduler.core import Scheduler
 from shmserve.scheduler.response_cache.cache import ResponseCache
@@ -33,6 +34,7 @@ _KEPT = {
     "SequenceDispatch._lanes": 64,
     "Executions._early": 64,
 }
+_WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
 # Rooms whose objects hold nothing of requests.
 _SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "lru", "batch_time")
 
@@ -52,15 +54,21 @@ def scheduler(
     settings = Settings.read(model.config, version, model.limits)
     cache = None
     if settings.cached and model.cache_byte_size:
-        start = CacheStart(model.cache_byte_size, model.arena_byte_size, _SUPERVISOR_PID)
-        cache = ResponseCache(model.name, version, start, lambda: world.now_ns)
-        given: Any = cache
-        given._arena = memory.arena(process, model.arena_byte_size)
-        given._mappings = memory
+        start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
+        lent = _lent(model, process, memory)
+        cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
+        cache._mappings = memory  # type: ignore[assignment]
     core = Scheduler(settings, clients, workers, control, world.wall_clock, cache)
     if kept:
         core.go_on(kept, alive, world.now_ns)
     return core
+
+
+def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
+    """What a process lends, of a simulated arena."""
+    lent = LentMemory(model.arena_byte_size)
+    lent._arena = memory.arena(process, model.arena_byte_size)  # type: ignore[assignment]
+    return lent
 
 
 def tables(core: Any) -> Iterator[tuple[str, int, int]]:
@@ -80,14 +88,14 @@ def tables(core: Any) -> Iterator[tuple[str, int, int]]:
                 bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
                 yield where, len(value), bound
                 stack += value.values() if isinstance(value, dict) else value
-            elif type(value).__module__.startswith("shmserve.scheduler") and not any(
+            elif type(value).__module__.startswith(_WALKED) and not any(
                 part in type(value).__module__ + module for part in _SKIPPED
             ):
                 stack.append(value)
 
 
 def _attributes(found: Any) -> Iterator[tuple[str, Any]]:
-    if not type(found).__module__.startswith("shmserve.scheduler"):
+    if not type(found).__module__.startswith(_WALKED):
         return
     yield from vars(found).items() if hasattr(found, "__dict__") else ()
     for cls in type(found).__mro__:

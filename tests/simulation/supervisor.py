@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc import messages as m
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
 from shmserve.supervisor.resources.rate_limiter import instance_needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
@@ -29,7 +28,6 @@ class Version:
         self.kept: list[Any] = []
         self.serves = False
         self.retiring = False
-        self.backoff = RestartBackoff()
 
     @property
     def endpoint(self) -> str:
