@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Cancel, Credit, Release, ReportTimes, Submit
+from shmserve.ipc.messages import Cancel, Credit, Release, Submit
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.transport.dealer import Dealer
@@ -19,17 +19,15 @@ Message = Submit | Cancel | Credit | Release
 
 class SchedulerLinks:
     """Dealers by endpoint. `watch(fd)` hears of a descriptor to wait for, `unwatch(fd)` that it is
-    about to go. Each begins with `greeting`, if there is one."""
+    about to go."""
 
     def __init__(
         self,
         watch: Callable[[int], None],
         unwatch: Callable[[int], None],
-        greeting: ReportTimes | None = None,
     ) -> None:
         self._watch = watch
         self._unwatch = unwatch
-        self._greeting = greeting
         self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links: dict[str, Dealer] = {}
 
@@ -49,8 +47,6 @@ class SchedulerLinks:
                 ) from error
             self._links[endpoint] = link
             self._watch(link.fd)
-            if self._greeting is not None:
-                link.post(self._greeting)
         return link
 
     def tell(self, endpoint: str, message: Message) -> None:

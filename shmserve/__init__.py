@@ -5,7 +5,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
     gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back
     gateway/inference     the request is built, its memory found, admitted
     gateway/links         to the model's scheduler, until it has responded
-    scheduler             loop.py, core.py: receive, decide, send
+    scheduler             host.py, hosted.py -> front.py -> batching.py: receive, decide, send
       requests/           it waits (queue.py)
       batchers/           what runs next (dispatch.py)
       instances/          and where (pool.py); given to a worker (executions.py)

@@ -47,13 +47,11 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Reply,
     ReportStatistics,
-    ReportTimes,
     Responded,
     SequenceRow,
     Settled,
     StatisticsReported,
     Submit,
-    Timed,
     Work,
 )
 from shmserve.ipc.messages.local_clients import (
@@ -92,6 +90,7 @@ from shmserve.ipc.messages.supervision import (
     FindModel,
     GatewayReady,
     HealthChanged,
+    HostReady,
     IndexRepository,
     InstanceExited,
     InstanceExpected,
@@ -105,6 +104,7 @@ from shmserve.ipc.messages.supervision import (
     LoadModel,
     ModelPublished,
     ModelWithdrawn,
+    OpenScheduler,
     PoolFailed,
     ProcessExited,
     ReadyChecked,
@@ -112,6 +112,7 @@ from shmserve.ipc.messages.supervision import (
     ResizeCache,
     RetireInstance,
     ReturnWorkspace,
+    SchedulerClosed,
     SchedulerLost,
     SchedulerReady,
     SetLogging,
@@ -159,6 +160,8 @@ __all__ = [
     "GatewayToSupervisor",
     "HealthChanged",
     "Hello",
+    "HostReady",
+    "HostToSupervisor",
     "IndexRepository",
     "InstanceExited",
     "InstanceExpected",
@@ -181,6 +184,7 @@ __all__ = [
     "ModelCounted",
     "ModelPublished",
     "ModelWithdrawn",
+    "OpenScheduler",
     "PoolFailed",
     "ProcessEnded",
     "ProcessExited",
@@ -201,11 +205,11 @@ __all__ = [
     "ReleaseOutputs",
     "Reply",
     "ReportStatistics",
-    "ReportTimes",
     "ResizeCache",
     "Responded",
     "RetireInstance",
     "ReturnWorkspace",
+    "SchedulerClosed",
     "SchedulerLost",
     "SchedulerReady",
     "SchedulerToClient",
@@ -221,14 +225,15 @@ __all__ = [
     "StatisticsReported",
     "Stop",
     "Submit",
+    "SupervisorToBatching",
     "SupervisorToEnsemble",
     "SupervisorToGateway",
+    "SupervisorToHost",
     "SupervisorToLocalClient",
     "SupervisorToScheduler",
     "SupervisorToWorker",
     "TicketGranted",
     "TicketReturned",
-    "Timed",
     "UnloadModel",
     "UnregisterRegion",
     "Welcome",
@@ -241,8 +246,8 @@ __all__ = [
     "WorkspaceToSupervisor",
 ]
 
-ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics | ReportTimes
-SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
 SchedulerToWorker = Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
@@ -276,19 +281,14 @@ GatewayToSupervisor = (
     | Drained
 )
 SupervisorToScheduler = (
-    InstanceExpected
-    | InstanceExited
-    | RetireInstance
-    | PoolFailed
-    | ProcessExited
-    | CountsInherited
-    | KeepStatistics
-    | ResizeCache
-    | TicketGranted
-    | SetLogging
-    | Drain
-    | Stop
+    ProcessExited | CountsInherited | KeepStatistics | ResizeCache | Drain | Stop
 )
+SupervisorToBatching = (
+    InstanceExpected | InstanceExited | RetireInstance | PoolFailed | TicketGranted
+)
+SupervisorToEnsemble = ModelPublished | SchedulerLost
+SupervisorToHost = OpenScheduler | SetLogging | Stop
+HostToSupervisor = HostReady | SchedulerClosed
 SchedulerToSupervisor = (
     SchedulerReady
     | KillInstance
@@ -298,7 +298,6 @@ SchedulerToSupervisor = (
     | AskTicket
     | TicketReturned
 )
-SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     CompleteConfig

@@ -77,26 +77,15 @@ class ReportStatistics:
 
 
 @message
-class ReportTimes:
-    """Say how long each request of this client took: `Timed`, before its last response."""
-
-
-@message
-class Timed:
-    """How long the execution of a request that succeeded took, in ns, by phase."""
-
-    id: int
-    input_ns: int
-    infer_ns: int
-    output_ns: int
-
-
-@message
 class Finished:
-    """The request succeeded; `body` is a packed `Inferred`."""
+    """The request succeeded; `body` is a packed `Inferred`. Its execution took so many ns by phase:
+    input, inference, output."""
 
     id: int
     body: bytes
+    input_ns: int = field(default=0, compare=False)
+    infer_ns: int = field(default=0, compare=False)
+    output_ns: int = field(default=0, compare=False)
 
 
 @message
@@ -104,7 +93,8 @@ class Responded:
     """One of any number of responses to a request: a packed `Inferred`, or, with a `code`, an error
     for the client. An empty `body` without a code is no response, only the end.
 
-    `final`: nothing follows, and no worker has the request any more.
+    `final`: nothing follows, and no worker has the request any more; its execution took so many ns
+    by phase, as in `Finished`.
     """
 
     id: int
@@ -112,6 +102,9 @@ class Responded:
     message: str
     body: bytes
     final: bool
+    input_ns: int = field(default=0, compare=False)
+    infer_ns: int = field(default=0, compare=False)
+    output_ns: int = field(default=0, compare=False)
 
 
 @message

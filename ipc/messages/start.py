@@ -45,14 +45,25 @@ class CacheStart:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStart:
+    """A process that hosts schedulers, of this `title`."""
+
+    title: str
+    run_dir: Path
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStart:
-    """A scheduler: `number` is its endpoints', `config` normalised.
+    """A scheduler of a `kind` ("scheduler" or "ensemble"): `number` is its endpoints', `config`
+    normalised.
 
     `kept` is what a predecessor that died had counted, the last `StatisticsKept` (empty for the
     first), `alive` the worker processes that there were. Local clients prove who they are by
     `capability_key`; the programs of `group` are admitted, too (-1: none).
     """
 
+    kind: str
     number: int
     version: str
     config: dict[str, Any]
@@ -64,7 +75,6 @@ class SchedulerStart:
     cache: CacheStart = field(default_factory=CacheStart)
     kept: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
-    log: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
@@ -145,7 +146,8 @@ class Server:
         options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future = SharedChannel(self._session.connection()).submit(built)
-        future.add_done_callback(lambda _: self._session)  # until then somebody needs this client
+        # The client is not closed before that, though nobody else may have it.
+        future.add_done_callback(partial(_keep, self._session))
         return future
 
     def allocate(
@@ -220,6 +222,10 @@ class Server:
 
     def __del__(self) -> None:
         self._session.abandon(self.close)
+
+
+def _keep(session: Session, ended: Future[Result]) -> None:
+    """A future's callback that refers to a session until then."""
 
 
 def _shared(connection: ServerConnection) -> SharedChannel:

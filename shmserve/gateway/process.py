@@ -92,10 +92,7 @@ class _Process:
             settings=settings,
             dispatcher=dispatcher,
             models=ModelTable(dispatcher),
-            regions=RegionTable(
-                lambda memory_id: supervisor.tell(m.RegionReleased(memory_id)),
-                settings.shm_overlap,
-            ),
+            regions=RegionTable(self._region_released, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
             body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
@@ -157,6 +154,9 @@ class _Process:
                 self._stopped.set()
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
+
+    def _region_released(self, memory_id: int) -> None:
+        self._gateway.supervisor.tell(m.RegionReleased(memory_id))
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:

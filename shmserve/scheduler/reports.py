@@ -14,8 +14,7 @@ from shmserve.ipc.messages import (
     StatisticsKept,
     StatisticsReported,
 )
-from shmserve.scheduler.instances.losses import ControlLink
-from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)

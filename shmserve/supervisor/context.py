@@ -16,8 +16,9 @@ from shmserve.ipc.messages import ModelPublished
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import ControlSocket
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
@@ -50,6 +51,7 @@ class SupervisorContext:
     cache_shares: CacheShares
     tickets: Tickets
     workspaces: Workspaces
+    hosts: SchedulerHosts
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -58,15 +60,15 @@ class SupervisorContext:
         """The log settings for a process that starts now."""
         return self.logging.settings
 
-    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+        """Route messages from `address` to `handler`; `role` is "gateway", "host", "scheduler",
         "ensemble", "worker" or "workspace"."""
 
         def handle(message: Any) -> None:
-            self.logging.on_message(pid, message)
+            self.logging.on_message(address, message)
             handler(message)
 
-        self.control.enrol(pid, role, handle)
+        self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program

@@ -43,6 +43,7 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
@@ -221,14 +222,16 @@ def _context(
     memory: LocalMemory,
     snapshot: Snapshot,
 ) -> SupervisorContext:
+    logging = LogControl(control, config.log)
+    front_zygote = _front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=_front_zygote(processes, run_dir),
+        front_zygote=front_zygote,
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=LogControl(control, config.log),
+        logging=logging,
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,
@@ -241,6 +244,7 @@ def _context(
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
+        hosts=SchedulerHosts(control, front_zygote, run_dir.path, lambda: logging.settings),
     )
 
 

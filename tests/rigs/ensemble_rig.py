@@ -18,8 +18,9 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.scheduler.ensemble.core import Ensemble
+from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
@@ -67,7 +68,7 @@ class StepsOutbox:
         """Keep it."""
         self.posted.append((endpoint, message))
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
+    def lose(self, endpoint: str, successor: str) -> None:
         """Nothing was left to say."""
 
 
@@ -103,16 +104,16 @@ class EnsembleRig:
         lent = LentMemory(1 << 27)
         self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
         cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
-        self.ensemble = Ensemble(
+        self.core = EnsembleCore(
             Settings.read(config, "1", SchedulingLimits()),
             config,
             self.clients,
             self.steps,
             self.control,
             self.memory,
-            lambda: WALL_NS,
             cache,
         )
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
         self.now_ns = 1_000 * MS
         for each in models:
             self.publish(each)
@@ -142,22 +143,22 @@ class EnsembleRig:
     def client_says(self, message: Any) -> None:
         """The gateway says this."""
         self.ensemble.from_client(GATEWAY, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def control_says(self, message: Any) -> None:
         """The supervisor says this."""
         self.ensemble.from_control(message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def step_says(self, endpoint: str, message: Any) -> None:
         """A step's scheduler says this."""
-        self.ensemble.from_step(endpoint, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.core.from_step(endpoint, message, self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:
         """Time goes by."""
         self.now_ns += ms * MS
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def told(self) -> list[Any]:
         """What the gateway was told since the last time."""

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.messages.start import encode

@@ -75,6 +75,7 @@ class Client(Process):
         self._table: InflightTable[ClientRequest] = InflightTable()
         self._links: dict[str, tuple[bytes, Link]] = {}
         self._successors: dict[str, str] = {}
+        self._lost_for_good: set[str] = set()
         self._numbers = itertools.count(1)
         self._identity = world.random.getrandbits(32)
 
@@ -120,6 +121,8 @@ class Client(Process):
         self._hosts[endpoint].back(peer).drain()
         if successor:
             self._successors[endpoint] = successor
+        else:
+            self._lost_for_good.add(endpoint)
         for request in self._table.lose(endpoint):
             if successor:
                 self._send(request, successor)
@@ -148,7 +151,7 @@ class Client(Process):
         uid: str = "",
         units: int = 1,
         in_arena: bool = False,
-        state: bytes = b"",
+        before: tuple[Request, ...] | None = None,
         timeout_us: int = 0,
         priority: int = 0,
         shape_key: bytes = b"",
@@ -157,7 +160,7 @@ class Client(Process):
     ) -> ClientRequest | None:
         """Submit a request; None where its model does not serve, or its arena is full."""
         endpoint = self._latest(endpoint or self.endpoints.get(model.name, ""))
-        if not endpoint or not self.alive:
+        if not endpoint or not self.alive or endpoint in self._lost_for_good:
             return None
         data: bytes | Place = content
         if in_arena:
@@ -181,9 +184,9 @@ class Client(Process):
             flags,
             correlation_id,
         )
-        request = Request(
-            submit.request_id, model, content, units, submit.deadline_ns, state, client=self
-        )
+        request = Request(submit.request_id, model, content, units, submit.deadline_ns, client=self)
+        if before is not None:
+            request.before, request.step = before, len(before)
         self.world_ledger.add(request)
         place = data if isinstance(data, Place) else None
         pending = ClientRequest(self, request, submit, endpoint, place)
@@ -233,9 +236,7 @@ class Client(Process):
                 except ShmserveError:
                     data = b""
             found[tensor.name] = data
-        made_of = request.content + request.state
-        if request.model.decoupled:
-            made_of += b"#%d" % (count - 1)
+        made_of = request.made_of(found["OUT"], count - 1) if found["OUT"] else b""
         expected = request.model.made(made_of, found["WHO"].decode())
         if found["OUT"] and (found["OUT"], found["WHO"]) != expected:
             request.fail(f"has the response {found}, and should have {expected}")

@@ -8,7 +8,8 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
-from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
@@ -20,8 +21,7 @@ _SUPERVISOR_PID = 1
 # (instances, settings), counters, and the few that are kept from growing by a bound of their own.
 _KEPT = {
     "ClientTable": 1024,
-    "ClientFront._dead": 64,
-    "Clients._dead": 64,
+    "Front._dead": 64,
     "Sequences._lost": 4096,
     "Sequences._free": 1 << 20,
     "RequestQueue._timers": 1100,
@@ -39,29 +39,33 @@ _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.infli
 _SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "lru", "batch_time")
 
 
-def scheduler(
-    model: Model,
-    version: str,
-    process: Process,
-    memory: SimulatedMemory,
-    outboxes: tuple[Any, Any, Any],
-    kept: list[Any],
-    alive: list[int],
-) -> Scheduler:
-    """The core of a model version's scheduler; `outboxes` to clients, workers, the supervisor."""
-    clients, workers, control = outboxes
-    world = process.world
-    settings = Settings.read(model.config, version, model.limits)
-    cache = None
-    if settings.cached and model.cache_byte_size:
-        start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
-        lent = _lent(model, process, memory)
-        cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
-        cache._mappings = memory  # type: ignore[assignment]
-    core = Scheduler(settings, clients, workers, control, world.wall_clock, cache)
-    if kept:
-        core.go_on(kept, alive, world.now_ns)
-    return core
+class Scheduler:
+    """A scheduler as its process hosts it: the front and, behind it, the core of a model version;
+    `outboxes` to clients, to workers and to the supervisor."""
+
+    def __init__(
+        self,
+        model: Model,
+        version: str,
+        process: Process,
+        memory: SimulatedMemory,
+        outboxes: tuple[Any, Any, Any],
+        kept: list[Any],
+        alive: list[int],
+    ) -> None:
+        clients, workers, control = outboxes
+        world = process.world
+        settings = Settings.read(model.config, version, model.limits)
+        cache = None
+        if settings.cached and model.cache_byte_size:
+            start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
+            lent = _lent(model, process, memory)
+            cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
+            cache._mappings = memory  # type: ignore[assignment]
+        self.core = BatchingCore(settings, clients, workers, control, cache)
+        self.front = Front(self.core, clients, control, world.wall_clock, cache)
+        if kept:
+            self.front.restore(kept, alive, world.now_ns)
 
 
 def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
@@ -71,11 +75,11 @@ def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory
     return lent
 
 
-def tables(core: Any) -> Iterator[tuple[str, int, int]]:
-    """Every container that a core has: where it is, its size, and the most that may be left in it
-    when nothing is in flight."""
+def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
+    """Every container that a scheduler has: where it is, how many things are in it, and how many may
+    be left there when nothing is in flight."""
     seen: set[int] = set()
-    stack: list[Any] = [core]
+    stack: list[Any] = [scheduler.front]
     while stack:
         found = stack.pop()
         if id(found) in seen:
@@ -86,8 +90,10 @@ def tables(core: Any) -> Iterator[tuple[str, int, int]]:
             if isinstance(value, (dict, list, set, deque, OrderedDict)):
                 where = f"{type(found).__name__}.{name}"
                 bound = _KEPT.get(where, _KEPT.get(type(value).__name__, 0))
-                yield where, len(value), bound
-                stack += value.values() if isinstance(value, dict) else value
+                entries = list(value.values() if isinstance(value, dict) else value)
+                count = sum(each is not None for each in entries)
+                yield where, count if isinstance(value, list) else len(entries), bound
+                stack += entries
             elif type(value).__module__.startswith(_WALKED) and not any(
                 part in type(value).__module__ + module for part in _SKIPPED
             ):

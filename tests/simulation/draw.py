@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from shmserve.ipc.messages.start import SchedulingLimits
 from tests.simulation.models import IN, OUT, WHO, Model
 
-KINDS = ("plain", "dynamic", "queue", "ordered")
+KINDS = ("plain", "dynamic", "queue", "ordered", "sequences", "decoupled", "cached", "limited")
 
 
 def draw_models(random: Random) -> list[Model]:
@@ -93,4 +94,60 @@ def _ordered(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
-_DRAWN = {"plain": _plain, "dynamic": _dynamic, "queue": _queue, "ordered": _ordered}
+def _sequences(random: Random, name: str) -> Model:
+    batching: dict[str, Any] = {
+        "max_sequence_idle_microseconds": random.choice((5_000, 50_000)),
+        "control_input": [],
+    }
+    if random.random() < 0.5:
+        batching["oldest"] = {
+            "max_candidate_sequences": random.choice((2, 4)),
+            "max_queue_delay_microseconds": random.choice((0, 1000)),
+        }
+    else:
+        batching["direct"] = {
+            "max_queue_delay_microseconds": random.choice((0, 1000)),
+            "minimum_slot_utilization": random.choice((0.0, 0.75)),
+        }
+    config = _config(name, random.choice((0, 4)), sequence_batching=batching)
+    behaviour = {**_behaviour(random), "errs": 0.0}
+    return Model(name, config, _limits(random), **behaviour)
+
+
+def _decoupled(random: Random, name: str) -> Model:
+    config = _config(name, random.choice((0, 4)), model_transaction_policy={"decoupled": True})
+    if random.random() < 0.5:
+        config["parameters"] = {"max_streams": {"string_value": "3"}}
+    if config["max_batch_size"] and random.random() < 0.5:
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": 500}
+    most = random.choice((2, 5, 60))
+    return Model(name, config, _limits(random), **_behaviour(random), most_responses=most)
+
+
+def _cached(random: Random, name: str) -> Model:
+    model = random.choice((_plain, _dynamic))(random, name)
+    byte_size = random.choice((4_000, 100_000))
+    model.config["response_cache"] = {"enable": True, "byte_size": byte_size}
+    model.arena_byte_size = random.choice((1 << 16, 1 << 20))
+    return model
+
+
+def _limited(random: Random, name: str) -> Model:
+    model = random.choice((_plain, _dynamic, _sequences))(random, name)
+    resources = [{"name": "R", "global": True, "count": 1}]
+    limiter = {"resources": resources, "priority": random.choice((1, 2))}
+    model.config["instance_group"] = [{"kind": "KIND_CPU", "rate_limiter": limiter}]
+    model.limits = replace(model.limits, rate_limited=True)
+    return model
+
+
+_DRAWN = {
+    "plain": _plain,
+    "dynamic": _dynamic,
+    "queue": _queue,
+    "ordered": _ordered,
+    "sequences": _sequences,
+    "decoupled": _decoupled,
+    "cached": _cached,
+    "limited": _limited,
+}

@@ -19,21 +19,41 @@ from tests.simulation.world import Violation, World
 
 @dataclass(eq=False)
 class Request:
-    """A request as its client knows it. `content` is its input, `state` what a sequence adds to its
-    output; `ending`: the message that it ended with; `freed`: nobody may read its input any
-    more."""
+    """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
+    behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
+    input any more."""
 
     uid: str
     model: Model
     content: bytes
     units: int
     deadline_ns: int = 0
-    state: bytes = b""
+    step: int = -1
+    before: tuple[Request, ...] = ()
     cancelled: bool = False
     ending: Any = None
     freed: bool = False
     responses: int = 0
     client: Any = None
+
+    def made_of(self, out: bytes, number: int) -> bytes:
+        """What this output must be made of, as the response with this number; raises Violation for
+        a state that its sequence cannot have."""
+        made = out.rpartition(b"|")[0]
+        if self.model.decoupled:
+            return b"%s#%d/%s" % (self.content, number, made.rpartition(b"/")[2])
+        if self.step < 0:
+            return self.content
+        steps = made[len(self.content) :].split(b".")[1:]
+        ran = [int(step) for step in steps]
+        succeeded = {
+            each.step
+            for each in self.before
+            if isinstance(each.ending, m.Finished) and not each.cancelled
+        }
+        if ran != sorted({*ran, *succeeded}) or ran[-1:] != [self.step] or ran[0] != 0:
+            self.fail(f"its sequence has the state {steps}, and {succeeded} have succeeded")
+        return self.content + b"".join(b"." + step for step in steps)
 
     def fail(self, text: str) -> None:
         """Raise Violation about it."""
@@ -83,13 +103,14 @@ class Ledger:
 
 @dataclass(eq=False)
 class Entry:
-    """A request at one scheduler. `at`: the worker that has it; `begun` so often; `ended`: its end
-    was told, and only `Settled` is owed."""
+    """A request at one scheduler. `at`: the worker that has it; `begun` so often, of which workers
+    `died` while they ran it; `ended`: its end was told, and only `Settled` is owed."""
 
     peer: bytes
     submit: m.Submit
     level: int
     begun: int = 0
+    died: int = 0
     at: bytes = b""
     ended: bool = False
     cancelled: bool = False
@@ -136,7 +157,7 @@ class SchedulerTrace:
             self.waiting[entry.level][message.request_id] = entry
 
     def process_exited(self, pid: int) -> None:
-        """The supervisor's word that a process is gone is about to be handled."""
+        """The supervisor's word that a process is gone has been handled."""
         self.dead.add(pid)
         for (peer, _), entry in list(self.entries.items()):
             if first_number(peer) == pid:
@@ -146,8 +167,13 @@ class SchedulerTrace:
 
     def lost(self, peer: bytes) -> None:
         """A worker is gone, with what it had."""
+        running = True  # the first; the others were sent ahead
         for key in [key for key in self.batches if key[0] == peer]:
-            del self.batches[key]
+            for work in self.batches.pop(key).requests:
+                entry = self.by_uid.get(work.request_id)
+                if running and entry is not None:
+                    entry.died += 1
+            running = False
         for entry in self.by_uid.values():
             if entry.at == peer:
                 entry.at = b""
@@ -170,15 +196,21 @@ class SchedulerTrace:
         """A batch begins."""
         self.batches[peer, message.batch] = message
         units = 0
+        shapes = set()
         for work in message.requests:
             entry = self.by_uid.get(work.request_id)
             if entry is None or entry.ended:
                 self._fail(f"request {work.request_id} begins, which nobody waits for")
                 return
             self._may_begin(entry)
+            if entry.died and len(message.requests) > 1:
+                self._fail(f"request {work.request_id} runs again, and not alone")
+            shapes.add(entry.submit.shape_key)
             units += entry.submit.batch_size or 1
             entry.begun += 1
             entry.at = peer
+        if len(shapes) > 1:
+            self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
             self._fail(f"a batch of {units} begins, of at most {self.model.batches}")
 
@@ -190,6 +222,8 @@ class SchedulerTrace:
             self._fail(f"request {uid} begins after its deadline")
         if entry.at:
             self._fail(f"request {uid} begins at two workers")
+        if entry.died > 1:
+            self._fail(f"request {uid} begins once more, after two workers died of it")
         if entry.begun:
             return  # before all others, since its worker died
         if not self.model.sequences:
@@ -213,7 +247,7 @@ class SchedulerTrace:
 
     def told(self, peer: bytes, message: Any) -> None:
         """A client is told something."""
-        if not isinstance(message, (m.Finished, m.Responded, m.Failed, m.Settled, m.Timed)):
+        if not isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled):
             return
         if first_number(peer) in self.dead:
             self._fail(f"a dead client is told {type(message).__name__}")
@@ -224,7 +258,7 @@ class SchedulerTrace:
         uid = entry.submit.request_id
         if isinstance(message, m.Settled) != entry.ended:
             self._fail(f"request {uid} is told {message} after its end")
-        if isinstance(message, m.Timed) or (isinstance(message, m.Responded) and not message.final):
+        if isinstance(message, m.Responded) and not message.final:
             return
         if isinstance(message, m.Finished | m.Responded):
             self._succeeds(entry, message)
@@ -265,6 +299,17 @@ class SchedulerTrace:
         self.entries.pop((entry.peer, entry.submit.id), None)
         self.by_uid.pop(entry.submit.request_id, None)
         self.waiting[entry.level].pop(entry.submit.request_id, None)
+
+    @property
+    def busy(self) -> int:
+        """How many workers have a batch."""
+        return len({peer for peer, _ in self.batches})
+
+    def stopped(self) -> None:
+        """The supervisor's word to stop is about to be handled: nothing may be left, but for what
+        an open sequence has sent since."""
+        for entry in () if self.model.sequences else self.entries.values():
+            self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
     def turn_over(self) -> None:
         """A turn of the loop has ended: the bounds of the queue hold."""

@@ -61,7 +61,7 @@ class SchedulerProcess(Process):
         self._timer_ns = NEVER
         self._turn_due = False
         self.malformed = 0
-        self.core = cores.scheduler(
+        self.hosted = cores.Scheduler(
             model,
             version,
             self,
@@ -111,7 +111,7 @@ class SchedulerProcess(Process):
         for message in messages:
             self.world.note(peer, "->", self.title, message)
             self.trace.from_client(peer, message)
-            self.core.from_client(peer, message, self.world.now_ns)
+            self.hosted.front.from_client(peer, message, self.world.now_ns)
             self.trace.handled(peer, message)
         self._turn()
 
@@ -120,7 +120,7 @@ class SchedulerProcess(Process):
             self.world.note(peer, "->", self.title, message)
             if isinstance(message, m.BatchFinished):
                 self.trace.returned(peer, message)
-            self.core.from_worker(peer, message, self.world.now_ns)
+            self.hosted.core.from_worker(peer, message, self.world.now_ns)
         self._turn()
 
     def from_supervisor(self, messages: list[Any]) -> None:
@@ -128,7 +128,6 @@ class SchedulerProcess(Process):
         for message in messages:
             self.world.note("supervisor", "->", self.title, message)
             if isinstance(message, m.ProcessExited):
-                self.trace.process_exited(message.pid)
                 for peer in list(self._workers.links):
                     if peer.endswith(b".%d" % message.pid):
                         self.trace.lost(peer)
@@ -137,26 +136,30 @@ class SchedulerProcess(Process):
                 for peer in self._workers.links:
                     if peer.startswith(b"%d." % message.index):
                         self.trace.lost(peer)
-            self.core.from_control(message, self.world.now_ns)
+            elif isinstance(message, m.Stop):
+                self.trace.stopped()
+            self.hosted.front.from_control(message, self.world.now_ns)
+            if isinstance(message, m.ProcessExited):
+                self.trace.process_exited(message.pid)
         self._turn()
 
     # --- turns ------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """What has arrived may wait for more before the core plans, as in a turn of its loop."""
+        """What has arrived may wait for more before its turn, as in a turn of its loop."""
         if self.world.chance(0.2):
             if not self._turn_due:
                 self._turn_due = True
-                self.world.after(self.world.between(1, 20 * US), self._plan)
+                self.world.after(self.world.between(1, 20 * US), self._tick)
         elif not self._turn_due:
-            self._plan()
+            self._tick()
 
-    def _plan(self) -> None:
+    def _tick(self) -> None:
         self._turn_due = False
-        if not self.alive or self.core.stopped:
+        if not self.alive or self.hosted.front.stopped:
             return
         now_ns = self.world.now_ns
-        wake_ns = self.core.plan(now_ns)
+        wake_ns = self.hosted.front.tick(now_ns)
         self.trace.turn_over()
         if wake_ns < now_ns - 1_000_000:
             raise Violation(f"{self.title} wants to be woken in the past")
@@ -166,4 +169,4 @@ class SchedulerProcess(Process):
 
     def _woken(self, due_ns: int) -> None:
         if due_ns == self._timer_ns:
-            self._plan()
+            self._tick()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from tests.simulation import cores, draw
 from tests.simulation.client import Client
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.oracles import Ledger
+from tests.simulation.oracles import Ledger, Request
 from tests.simulation.supervisor import Supervisor
 from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
 
@@ -29,6 +30,7 @@ class Simulation:
         self.models = draw.draw_models(self.world.random)
         self._requests = requests
         self._names = 0
+        self._sequences = 0
 
     @property
     def _random(self) -> Random:
@@ -79,7 +81,12 @@ class Simulation:
         client, random = self._client(), self._random
         if client is None:
             return
+        if model.sequences:
+            self._submit_step(client, model, [], random.randint(1, 6), "")
+            return
         content = b"x%d" % random.getrandbits(40)
+        if model.cache_byte_size:
+            content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
         pending = client.submit(
             model,
             content,
@@ -91,6 +98,39 @@ class Simulation:
         )
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+
+    def _submit_step(
+        self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
+    ) -> None:
+        """Submit the next request of a sequence, and have those behind it follow, whatever becomes
+        of it. All go to where the first went."""
+        random, step = self._random, len(before)
+        if step == 0:
+            self._sequences += 1
+            endpoint = client.endpoints.get(model.name, "")
+        first = before[0].uid if before else ""
+        number = int(first.rpartition("/")[0].rpartition(":s")[2]) if first else self._sequences
+        flags = (SEQUENCE_START if step == 0 else 0) | (SEQUENCE_END if step + 1 == length else 0)
+        pending = client.submit(
+            model,
+            b"x%d" % random.getrandbits(40),
+            endpoint=endpoint,
+            uid=f"{client.title}:s{number}/{step}",
+            in_arena=random.random() < 0.4,
+            before=tuple(before),
+            timeout_us=0 if random.random() < 0.95 else self.world.between(10, 20_000),
+            shape_key=random.choice((b"", b"", b"", b"s")),
+            flags=flags,
+            correlation_id=number,
+        )
+        if pending is None:
+            return
+        if random.random() < 0.03:
+            self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+        if step + 1 < length and random.random() < 0.97:
+            after_ns = self.world.between(US, 10 * MS)
+            steps = [*before, pending.request]
+            self.world.after(after_ns, self._submit_step, client, model, steps, length, endpoint)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -185,12 +225,18 @@ class Simulation:
             scheduler = version.scheduler
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
-            if scheduler.core.live:
-                raise Violation(f"{scheduler} has {scheduler.core.live} requests when all is quiet")
-            for where, size, bound in cores.tables(scheduler.core):
+            if scheduler.hosted.front.live:
+                raise Violation(
+                    f"{scheduler} has {scheduler.hosted.front.live} requests when all is quiet"
+                )
+            for where, size, bound in cores.tables(scheduler.hosted):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")
-        if not self.world.faults["kill"]:
+            for worker in version.workers.values():
+                if worker.slots:
+                    raise Violation(f"{worker} has the states {worker.slots} of ended sequences")
+        # What a scheduler knew that died, its successor cannot give back.
+        if not self.world.faults["kill scheduler"]:
             self._check_leaks()
 
     def _check_leaks(self) -> None:
@@ -215,6 +261,6 @@ class Simulation:
         self._check_leaks()
         for version in self.supervisor.versions:
             assert version.scheduler is not None
-            for where, size, _ in cores.tables(version.scheduler.core):
+            for where, size, _ in cores.tables(version.scheduler.hosted):
                 if where.endswith("._clients") and size:
                     raise Violation(f"{version.scheduler} knows {size} clients that are dead")

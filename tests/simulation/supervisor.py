@@ -71,7 +71,7 @@ class Supervisor(Process):
             for worker in version.workers.values():
                 self.tell(worker, message)
 
-    def _send_ticket(self, pid: int, message: Any) -> None:
+    def _send_ticket(self, pid: Any, message: Any) -> None:
         if pid in self._links:
             self._links[pid].post(message)
 
@@ -209,6 +209,7 @@ class Supervisor(Process):
         self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
 
     def _loaded(self, version: Version, worker: Worker) -> None:
+        worker.loaded = True
         if version.scheduler is not None and version.scheduler.alive:
             self.tell(worker, version.scheduler)
 
@@ -228,7 +229,7 @@ class Supervisor(Process):
     def kill(self, process: Process) -> None:
         """A process dies; after a while that is noticed."""
         if process.alive:
-            self.world.fault("kill", process)
+            self.world.fault(f"kill {process.title.partition('-')[0]}", process)
             self._end(process)
 
     def _reap(self, process: Process) -> None:
@@ -271,7 +272,8 @@ class Supervisor(Process):
             pid = 0 if worker is None or not worker.alive else worker.pid
             self.tell(version.scheduler, m.InstanceExpected(index, pid))
         for worker in version.workers.values():
-            self.tell(worker, version.scheduler)
+            if worker.loaded:
+                self.tell(worker, version.scheduler)
         lost_news = m.SchedulerLost(lost, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
         if version.serves:

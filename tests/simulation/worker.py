@@ -10,6 +10,7 @@ from shmserve.ipc import messages as m
 from shmserve.ipc.messages import FIRST_CREDIT
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
     SEQUENCE_START,
     Inferred,
     pack_inferred,
@@ -28,7 +29,7 @@ class _Stream:
 
     def __init__(self, work: m.Work, count: int) -> None:
         self.work = work
-        self.left = count
+        self.count = self.left = count
         self.sent = 0
         self.credit = FIRST_CREDIT
         self.waits_since_ns = 0
@@ -50,6 +51,7 @@ class Worker(Process):
         self.model = model
         self.version = version
         self.index = index
+        self.loaded = False
         self.arena = memory.arena(self, model.arena_byte_size)
         self._memory = memory
         self._inbox: deque[Any] = deque()
@@ -61,7 +63,7 @@ class Worker(Process):
         self._streams: dict[int, _Stream] = {}
         self._lent: dict[int, int] = {}  # offset -> who reads it
         self._dead: set[int] = set()
-        self._slots: dict[int, bytes] = {}
+        self.slots: dict[int, bytes] = {}  # the states of sequences
         self._host: SchedulerProcess | None = None
         self._up: Link | None = None
 
@@ -92,6 +94,7 @@ class Worker(Process):
         self._open.clear()
         self._streams.clear()
         self._cancelled.clear()
+        self.slots.clear()
         self._host = host
         peer = b"%d.%d" % (self.index, self.pid)
         self._up = host.connect_worker(
@@ -112,6 +115,9 @@ class Worker(Process):
                 if key in self._streams:
                     self._streams[key].credit += responses
                     self._emit_soon(key)
+            case m.EndSequences(slots=slots):
+                for slot in slots:
+                    self.slots.pop(slot, None)
             case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
                 self._release(reader, offsets)
 
@@ -156,6 +162,8 @@ class Worker(Process):
             replies = self._open_streams(batch)
         else:
             replies = [self._reply(work, batch, made) for work in batch.requests]
+            if self.world.chance(0.1):
+                self.world.random.shuffle(replies)
         now_ns = self.world.now_ns
         times = (self._began_ns, self._began_ns, now_ns, now_ns)
         finished = m.BatchFinished(batch.batch, *times, replies)
@@ -190,8 +198,10 @@ class Worker(Process):
         (row,) = (row for row in batch.rows if row.key == work.key)
         step = work.request_id.rpartition("/")[2].encode()
         if row.flags & SEQUENCE_START:
-            self._slots[row.slot] = b""
-        state = self._slots[row.slot] = self._slots.get(row.slot, b"?") + b"." + step
+            self.slots[row.slot] = b""
+        state = self.slots[row.slot] = self.slots.get(row.slot, b"?") + b"." + step
+        if row.flags & SEQUENCE_END:
+            del self.slots[row.slot]
         return state
 
     def _body(self, work: m.Work, data: bytes, made: list[int]) -> bytes:
@@ -239,7 +249,7 @@ class Worker(Process):
         if self._up is None or not self._up.connected:
             del self._streams[key]
             return
-        cancelled = key in self._cancelled
+        cancelled = key in self._cancelled or stream.work.client_pid in self._dead
         if stream.left and not cancelled:
             if stream.credit <= 0:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
@@ -248,30 +258,37 @@ class Worker(Process):
                 else:
                     self.world.after(_MOST_WAIT_NS, self._emit, stream)
                 return
-            self._respond(stream)
+            final = stream.left == 1 and self.world.chance(0.5)
+            self._respond(stream, final)
             self._emit_soon(key)
         else:
             self._end(stream, "")
 
-    def _respond(self, stream: _Stream) -> None:
+    def _respond(self, stream: _Stream, final: bool) -> None:
         stream.waits_since_ns = 0
         stream.left -= 1
         stream.credit -= 1
         code = ""
         body = b""
+        number = b"#%d/%d" % (stream.sent, stream.count)
         try:
-            body = self._body(stream.work, b"%s#%d" % (self._input(stream.work), stream.sent), [])
+            body = self._body(stream.work, self._input(stream.work) + number, [])
         except ShmserveError as error:
             code = error.code
         stream.sent += 1
-        self._post_response(stream, code, body, final=False)
+        if final:
+            self._close(stream)
+        self._post_response(stream, code, body, final)
 
     def _end(self, stream: _Stream, code: str) -> None:
+        self._close(stream)
+        self._post_response(stream, code, b"", final=True)
+
+    def _close(self, stream: _Stream) -> None:
         key = stream.work.key
         del self._streams[key]
         self._open.pop(key, None)
         self._cancelled.discard(key)
-        self._post_response(stream, code, b"", final=True)
 
     def _post_response(self, stream: _Stream, code: str, body: bytes, final: bool) -> None:
         assert self._up is not None

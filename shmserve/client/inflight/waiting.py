@@ -170,7 +170,7 @@ class SharedChannel:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
         connection = self.connection
-        connection.call(lambda channel: _submit(connection, channel, built, future))
+        connection.call(partial(_submit, connection, built=built, future=future))
         return future
 
     def send(self, at_least: int) -> None:
@@ -214,7 +214,9 @@ class SharedChannel:
 
     def grant(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.call(lambda channel: channel.grant(pending, responses))
+            self.connection.call(
+                partial(RequestChannel.grant, pending=pending, responses=responses)
+            )
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
         for each in left:
@@ -241,7 +243,7 @@ def _submit(
         built.end()
         return
     try:
-        pending = channel.submit(built, lambda done: _resolve(future, done))
+        pending = channel.submit(built, partial(_resolve, future))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -253,7 +255,7 @@ def _submit(
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:
-            connection.call(lambda own: own.cancel(pending))
+            connection.call(partial(RequestChannel.cancel, pending=pending))
 
     future.add_done_callback(over)
 

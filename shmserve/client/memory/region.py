@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -46,7 +47,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
             self._block = block = memories.add(make(max(1, total)))
-        self.lease = MemoryLease(lambda: memories.part_with(block))
+        self.lease = MemoryLease(partial(memories.part_with, block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset

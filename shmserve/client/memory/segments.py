@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, View
+from shmserve.client.memory.views import MemoryLease, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
 from shmserve.ipc import messages as m
@@ -143,7 +143,7 @@ class Memories:
         limit: int,
         share: Callable[[AnySegment], None],
         withdraw: Callable[[AnySegment], None],
-        nudge: Callable[[], None] = lambda: None,
+        nudge: Callable[[], None] = nothing,
     ) -> None:
         self._nudge = nudge
         self._limit = limit

@@ -45,7 +45,7 @@ class ClientModel:
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
-            _MOST_PREPARED, lambda prepared: prepared.close()
+            _MOST_PREPARED, RequestTemplate.close
         )
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False

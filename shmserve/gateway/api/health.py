@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.gateway.context import Gateway
 from shmserve.ipc.messages import AskReady
@@ -27,8 +25,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
             return model.ready
-        ask = partial(AskReady, name=model.name, version=model.version)
-        return bool((await gateway.supervisor.ask(ask))["ready"])
+        return bool((await gateway.supervisor.ask(AskReady, model.name, model.version))["ready"])
     except InvalidArgument:
         raise
     except ShmserveError:

@@ -18,11 +18,9 @@ from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.classification import classified_as_requested
-from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import check_size, unpack
+from shmserve.gateway.inference.request import InferRequest, forwarded_headers
+from shmserve.gateway.inference.response import check_size, classified_as_requested, unpack
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest

@@ -17,7 +17,7 @@ from shmserve.gateway.grpc.core.direct_stream import DirectStreamCall
 from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.status import DONE, INTERNAL, OVER, Ending, ending_of
-from shmserve.gateway.grpc.streaming.call import stream_infer
+from shmserve.gateway.grpc.stream_call import stream_infer
 
 logger = logging.getLogger(__name__)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import uvloop
 
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.api.metrics.exporter import MetricsExporter
+from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
@@ -33,7 +34,7 @@ def run(data: bytes, *fds: int) -> None:
     aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    uvloop.run(process.serve(start, lambda gateway: HttpFrontend(gateway, http, scrapes)))
+    uvloop.run(process.serve(start, partial(HttpFrontend, http=http, scrapes=scrapes)))
 
 
 class HttpFrontend(process.Frontend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from shmserve.common.access.auth_tokens import METRICS
-from shmserve.gateway.api.metrics.exporter import MetricsExporter
+from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import infer
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.routing import Route, RouteTable

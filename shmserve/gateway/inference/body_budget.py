@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter, methodcaller
 from typing import Protocol
 
 from shmserve.errors import Unavailable
@@ -56,7 +57,7 @@ class BodyBudget:
         body.held += more
         self._used += more
         if self._used > max(self._most, body.held):
-            for slow in self._slow(lambda other: other.held > 0):
+            for slow in self._slow(attrgetter("held")):
                 slow.evict()
                 if self._used <= max(self._most, body.held):
                     break
@@ -78,12 +79,12 @@ class BodyBudget:
     def evict(self) -> Iterator[None]:
         """The arena is full: at each step, the slowest of the bodies that hardly come and have a
         block of it has given that back."""
-        for body in self._slow(lambda body: body.has_block):
+        for body in self._slow(attrgetter("has_block")):
             body.evict()
             yield
 
-    def _slow(self, useful: Callable[[ArrivingBody], bool]) -> list[ArrivingBody]:
+    def _slow(self, useful: Callable[[ArrivingBody], int]) -> list[ArrivingBody]:
         """Those that hardly come and are `useful` to end, the slowest first."""
         now = time.monotonic()
         slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
-        return sorted(slow, key=lambda body: body.rate(now))
+        return sorted(slow, key=methodcaller("rate", now))

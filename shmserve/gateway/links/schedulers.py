@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable
@@ -137,11 +138,11 @@ class SchedulerLink:
         """Request its statistics; the caller sets the limit on time."""
         report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._reports[number] = report
-        report.add_done_callback(lambda _: self._report_ended(number))
+        report.add_done_callback(partial(self._report_ended, number))
         self.link.post(m.ReportStatistics(number))
         return report
 
-    def _report_ended(self, number: int) -> None:
+    def _report_ended(self, number: int, _: asyncio.Future[dict[str, Any]]) -> None:
         del self._reports[number]
         if not self.users:
             self._check_idle()

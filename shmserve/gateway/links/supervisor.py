@@ -37,8 +37,9 @@ class SupervisorLink:
         """Drop the link."""
         self._link.close()
 
-    async def ask(self, make: Callable[[int], Any]) -> dict[str, Any]:
-        """Send the request that `make(number)` gives; raises what it is refused with.
+    async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
+        """Send a request, a message of this kind with these fields behind its number; raises what
+        it is refused with.
 
         A caller who is cancelled only stops waiting: the supervisor finishes what it was asked for.
         """
@@ -46,7 +47,7 @@ class SupervisorLink:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[number] = future
         try:
-            self._link.post(make(number))
+            self._link.post(kind(number, *fields))
             return await future
         finally:
             del self._pending[number]

@@ -7,7 +7,7 @@ from collections import deque
 
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.messages import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
@@ -81,6 +81,13 @@ class EnsembleRequest:
         self.responses = 0
         self.responded_ns = now_ns
         self.untimed = False
+
+    def add_times(self, message: Finished | Responded) -> None:
+        """A step's execution took so long."""
+        times_ns = self.times_ns
+        times_ns[0] += message.input_ns
+        times_ns[1] += message.infer_ns
+        times_ns[2] += message.output_ns
 
     @property
     def over(self) -> bool:

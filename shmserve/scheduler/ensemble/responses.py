@@ -11,7 +11,6 @@ from shmserve.ipc.messages import (
     Responded,
     Settled,
     Submit,
-    Timed,
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferred, pack_inferred
@@ -22,10 +21,10 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.requests.responses import Peers
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
@@ -106,12 +105,10 @@ class Responses:
             self._keep(request, body, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
         peer = request.client.peer
-        if request.client.timed:
-            self._clients.post(peer, Timed(request.id, *request.times_ns))
         if self._decoupled:
-            self._clients.post(peer, Responded(request.id, "", "", b"", final=True))
+            self._clients.post(peer, Responded(request.id, "", "", b"", True, *request.times_ns))
         else:
-            self._clients.post(peer, Finished(request.id, body))
+            self._clients.post(peer, Finished(request.id, body, *request.times_ns))
 
     def hit(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
@@ -120,8 +117,6 @@ class Responses:
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
-        if client.timed:
-            self._clients.post(client.peer, Timed(message.id, 0, 0, 0))
         self._clients.post(client.peer, Finished(message.id, lookup.body))
 
     def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:

@@ -25,8 +25,9 @@ from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, Request, State
-from shmserve.scheduler.requests.responses import Peers, Responses
+from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing

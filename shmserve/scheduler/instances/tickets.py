@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterable
 
 from shmserve.ipc.messages import AskTicket, TicketReturned
-from shmserve.scheduler.instances.losses import ControlLink
 from shmserve.scheduler.instances.pool import Slot
+from shmserve.scheduler.outboxes import ControlLink
 
 
 class InstanceTickets:

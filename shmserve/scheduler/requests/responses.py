@@ -11,7 +11,6 @@ abandon  nobody is there to be told
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.lent import unread
@@ -24,8 +23,8 @@ from shmserve.ipc.messages import (
     Responded,
     Settled,
     Submit,
-    Timed,
 )
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -37,23 +36,11 @@ from shmserve.scheduler.requests.request import (
 )
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
-
-
-class Peers(Protocol):
-    """Queues messages to clients, or to workers; `malformed` counts unreadable ones from them."""
-
-    @property
-    def malformed(self) -> int:
-        """Unreadable frames so far."""
-
-    def post(self, peer: bytes, message: Any) -> None:
-        """Queue a message for one of them."""
 
 
 class Responses:
@@ -109,11 +96,11 @@ class Responses:
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
-            if request.client.timed and request.timing is not None:
-                self._tell_time(request, request.timing)
         request.meet(Event.FINISH)
+        times_ns = (0, 0, 0) if request.timing is None else request.timing[1:]
         self._clients.post(
-            request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
+            request.client.peer,
+            Responded(request.id, last.code, last.message, last.body, True, *times_ns),
         )
         self._forget(request)
 
@@ -158,15 +145,12 @@ class Responses:
             self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
             self._statistics.succeeded(request, timing, now_ns)
-        if request.client.timed:
-            self._tell_time(request, timing)
         request.meet(Event.FINISH)
-        self._clients.post(request.client.peer, Finished(request.id, body))
-        self._forget(request)
-
-    def _tell_time(self, request: Request, timing: Timing) -> None:
         _, input_ns, infer_ns, output_ns = timing
-        self._clients.post(request.client.peer, Timed(request.id, input_ns, infer_ns, output_ns))
+        self._clients.post(
+            request.client.peer, Finished(request.id, body, input_ns, infer_ns, output_ns)
+        )
+        self._forget(request)
 
     def fail(
         self,

@@ -46,8 +46,16 @@ class ModelManager:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
-        self._loader = ModelLoader(context, planner, registry, self._rollout, self._states_changed)
-        self._dependencies = Dependencies(planner, registry, self.load)
+        hosted = context.config.ensemble_scheduling == "hosted"
+        self._dependencies = Dependencies(planner, registry, self.load, hosted)
+        self._loader = ModelLoader(
+            context,
+            planner,
+            registry,
+            self._rollout,
+            self._dependencies.group,
+            self._states_changed,
+        )
 
     def _states_changed(self) -> None:
         self._on_states()
@@ -65,6 +73,7 @@ class ModelManager:
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        await self._dependencies.expect(wanted)
         with self._dependencies.loading(wanted):
             loads = [self._load_at_start(name, progress) for name in wanted]
             return all(await asyncio.gather(*loads))

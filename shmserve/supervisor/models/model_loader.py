@@ -21,6 +21,7 @@ from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models. `on_change` is called when a load begins, and when it fails."""
+    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when a
+    load begins, and when it fails."""
 
     def __init__(
         self,
@@ -36,8 +38,10 @@ class ModelLoader:
         planner: LoadPlanner,
         registry: ModelRegistry,
         rollout: Rollout,
+        group: Callable[[str], Group],
         on_change: Callable[[], None],
     ) -> None:
+        self._group = group
         self._context = context
         self._planner = planner
         self._registry = registry
@@ -88,8 +92,9 @@ class ModelLoader:
     async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:
         model.status.pop("", None)
         changed = partial(self._rollout.changed, model)
+        group = self._group(model.name)
         new = model.coming = [
-            ModelVersion(self._context, spec, changed, self._registry) for spec in specs
+            ModelVersion(self._context, spec, changed, self._registry, group) for spec in specs
         ]
         self._registry.created(new)
         for version in new:

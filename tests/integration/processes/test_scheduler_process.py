@@ -20,7 +20,7 @@ import pytest
 from shmserve.ipc import endpoints
 from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import KEY_SIZE
-from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages.start import HostStart, SchedulerStart, SchedulingLimits, encode
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -64,6 +64,7 @@ class Stage:
         self.control = Router(endpoints.control(run_dir))
         endpoints.local_client_folder(run_dir).mkdir()
         start = SchedulerStart(
+            kind="scheduler",
             number=NUMBER,
             version="1",
             config=MODEL,
@@ -73,8 +74,13 @@ class Stage:
         )
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(encode(start))], env=env)
+        host = repr(encode(HostStart("scheduler m", run_dir)))
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
         self.numbers = itertools.count(1)
+        self.host, ready = self.next(self.control)
+        assert ready == m.HostReady(self.process.pid)
+        self.control.post(self.host, m.OpenScheduler(encode(start)))
+        self.control.flush()
         self.address, ready = self.next(self.control)
         assert ready == m.SchedulerReady(self.process.pid)
         self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
@@ -103,6 +109,15 @@ class Stage:
         """The only message for a peer."""
         (message,) = self.all(link)
         return message
+
+    def end(self) -> int:
+        """Stop the scheduler, and then its process; its exit status."""
+        self.tell(m.Stop())
+        while m.SchedulerClosed(NUMBER, "") not in [each for _, each in self.all(self.control)]:
+            pass
+        self.control.post(self.host, m.Stop())
+        self.control.flush()
+        return self.process.wait(5)
 
     def until_drained(self) -> None:
         """Return when it is; its counts come before."""
@@ -170,8 +185,7 @@ def test_it_has_a_name_and_ends_only_when_it_is_told(stage: Stage) -> None:
     assert isinstance(stage.next(stage.client), m.Finished)
     stage.tell(m.Drain())
     stage.until_drained()
-    stage.tell(m.Stop())
-    assert stage.process.wait(5) == 0
+    assert stage.end() == 0
 
 
 def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
@@ -194,8 +208,7 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
     stage.statistics()  # answered behind both of them
-    stage.tell(m.Stop())
-    assert stage.process.wait(5) == 0
+    assert stage.end() == 0
     answers = stage.all(stage.client)
     assert {answer.id for answer in answers} == {executing, queued}
     assert {answer.code for answer in answers} == {"UNAVAILABLE"}
@@ -291,5 +304,4 @@ def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None
         batch = stage.next(stage.worker)
         stage.tell(m.ProcessExited(flood.pid))
         assert 1 <= len(batch.requests) <= 8
-        stage.tell(m.Stop())
-        assert stage.process.wait(5) == 0
+        assert stage.end() == 0

@@ -333,9 +333,9 @@ class Life(RuleBasedStateMachine):
             assert not isinstance(ends[-1], m.Responded) or ends[-1].final
             early = isinstance(ends[-1], m.Failed) and ends[-1].early
             assert len(story.told) == len(ends) + early
-        scheduler = self.rig.scheduler
-        assert scheduler._responses.live == 0 and len(scheduler._queue) == 0
-        assert not any(client.requests for client in scheduler.clients.values())
+        core, scheduler = self.rig.core, self.rig.scheduler
+        assert core._responses.live == 0 and len(core._queue) == 0
+        assert not any(client.requests for client in scheduler._clients.values())
         self.check_counts()
 
     def check_counts(self) -> None:

@@ -128,7 +128,7 @@ def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_schedul
         for each in (*known, kept):
             counts.keep(each.statistics, each.metrics)
         successor = Rig(decoupled=True)
-        successor.scheduler.go_on(counts.kept, [], successor.now)
+        successor.scheduler.restore(counts.kept, [], successor.now)
         assert successor.report()["inference_stats"]["success"]["count"] == 1
         assert stats(successor) == (stats_of(shown) if known else {})
 
@@ -169,7 +169,7 @@ def test_a_successor_counts_on() -> None:
     rig.respond(peer, key, b"", final=True)
     told = rig.report()
     successor = Rig(decoupled=True)
-    successor.scheduler.go_on([told, [[]]], [], successor.now)
+    successor.scheduler.restore([told, [[]]], [], successor.now)
     now = successor.report()
     assert now["response_stats"] == told["response_stats"]
     assert now["shmserve"]["histograms"] == told["shmserve"]["histograms"]

@@ -212,7 +212,7 @@ def test_a_successor_counts_on() -> None:
     assert kept.statistics == told
 
     successor = Rig({})
-    successor.scheduler.go_on([kept.statistics, kept.metrics], [100], successor.now)
+    successor.scheduler.restore([kept.statistics, kept.metrics], [100], successor.now)
     now = successor.report()
     assert now["last_inference"] > 0
     del now["last_inference"], told["last_inference"]
@@ -261,7 +261,7 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     assert total["copied_bytes"] == {"in": 10, "out": 12}
     # Its own successor, of either kind, goes on from both.
     after_a_death = Rig({})
-    after_a_death.scheduler.go_on([report, [[]]], [], new.now)
+    after_a_death.scheduler.restore([report, [[]]], [], new.now)
     assert lasting(after_a_death.report()) == total
     after_a_reload = Rig({})
     after_a_reload.supervisor(m.CountsInherited(report))
@@ -298,5 +298,5 @@ def run_one(rig: Rig) -> m.Execute:
 
 def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
     rig = Rig({})
-    rig.scheduler.go_on([{"last_inference": 3}, []], [], rig.now)
+    rig.scheduler.restore([{"last_inference": 3}, []], [], rig.now)
     assert rig.report()["inference_count"] == 0

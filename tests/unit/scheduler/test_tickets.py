@@ -86,7 +86,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
             for peer, batch in rig.executes():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.scheduler._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    rig.core._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
     asked(rig)
     began = rig.now
     last = rig.submit(2)[1]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.arrival import Arrival
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
+from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
@@ -31,6 +34,19 @@ _TOGETHER = 1024
 
 class BrokenBody(InvalidArgument):
     """The body is not framed as HTTP says; the connection cannot go on."""
+
+
+async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = False) -> Any:
+    """A request's body as JSON; an empty body is an empty object, unless one is `required`.
+
+    Raises JsonFault for what is not JSON.
+    """
+    body = Body(request, gateway.settings, gateway.body_budget)
+    if body.compressed():
+        raw = await body.inflate()
+    else:
+        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    return loads(raw) if raw or required else {}
 
 
 class Body:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api import absent, health, log_settings, metadata, statistics
+from shmserve.gateway.api import health, log_settings, metadata, statistics
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
-from shmserve.gateway.api.metrics.exporter import MetricsExporter
+from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.handlers.body_json import mistyped, read_json
+from shmserve.gateway.http.body.reader import read_json
+from shmserve.gateway.http.json.parser import mistyped_value
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse, json_response
 from shmserve.logs import FORMATS, MOST_VERBOSE
@@ -83,7 +84,7 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    raise absent.no_trace()
+    raise log_settings.no_trace()
 
 
 async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -106,11 +107,11 @@ def _changes(body: Any) -> dict[str, Any]:
         if key == FILE:
             raise log_settings.refuse_file()
         if key in SWITCHES and type(value) is not bool:
-            raise mistyped("boolean")
+            raise mistyped_value("boolean")
         if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
-            raise mistyped("unsigned-integer")
+            raise mistyped_value("unsigned-integer")
         if key == FORMAT and type(value) is not str:
-            raise mistyped("string")
+            raise mistyped_value("string")
         if key == FORMAT and value not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {value}")
     return changes

@@ -9,14 +9,13 @@ from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
-from shmserve.gateway.http.json.output_text import output_text
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
 from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import ACCEPT, HttpRequest
 from shmserve.gateway.http.response import HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
-from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.response import classified_as_requested
 from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
 from shmserve.gateway.inference.submit import log_failure
 from shmserve.gateway.model_table import GatewayModel

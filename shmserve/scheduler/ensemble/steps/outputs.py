@@ -8,7 +8,6 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
@@ -35,8 +34,8 @@ class StepLinks(Protocol):
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
-        """The scheduler at `endpoint` is gone; `hear_out` takes its last words."""
+    def lose(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` is gone: what it sent last is taken."""
 
 
 class StepOutputs:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
@@ -17,7 +16,7 @@ from shmserve.ipc.messages import (
     Finished,
     Responded,
     SchedulerToClient,
-    Timed,
+    Settled,
 )
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
@@ -57,20 +56,16 @@ class StepRunner(Steps):
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle what the scheduler at `endpoint` says."""
         match message:
-            case Timed():
+            case Finished() | Responded():
                 step = self._table.pending.get(message.id)
                 if step is not None:
-                    times_ns = step.request.times_ns
-                    times_ns[0] += message.input_ns
-                    times_ns[1] += message.infer_ns
-                    times_ns[2] += message.output_ns
-            case Finished() | Responded():
+                    step.request.add_times(message)
                 if not self._table.take(message):
                     self._outputs.discard(endpoint, message.body)
-            case Failed():
+            case Failed() | Settled():
                 self._table.take(message)
             case _:
-                self._table.take(message)  # type: ignore[arg-type]
+                pass
 
     def responded(self, step: StepRequest, message: Response) -> None:
         request = step.request
@@ -137,11 +132,7 @@ class StepRunner(Steps):
     def lost(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it had goes to who serves its model now."""
         self._targets.move(endpoint, successor)
-
-        def last_words(message: Any) -> None:
-            self.hear(endpoint, message)
-
-        self._links.lose(endpoint, successor, last_words)
+        self._links.lose(endpoint, successor)
         for step in self._table.lose(endpoint):
             try:
                 target = self._targets.find(step.firing.step)

@@ -13,7 +13,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import messages as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import StepModels
 from shmserve.supervisor.processes.table import RestartBackoff
@@ -35,7 +35,7 @@ class FailOver:
     def __init__(
         self,
         context: SupervisorContext,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         instances: Instances | StepModels,
         lifetime: Lifetime,
         on_change: Callable[[], None],
@@ -65,10 +65,11 @@ class FailOver:
         """Replace each scheduler that dies."""
         while not self._lifetime.retiring:
             dead, born = self._scheduler.serving, time.monotonic()
-            await self._context.either(dead.exited)
+            child = dead.child
+            await self._context.either(dead.closed, child.exited)
             if not self._lifetime.retiring:
-                reason = dead.exited.result()
-                logger.error("%s ended (%s); a new one takes over", dead.title, reason)
+                reason = child.exited.result() if child.exited.done() else "closed"
+                logger.error("%s ended (%s); a new one takes over", child.title, reason)
                 self._on_change()
                 await self._replace(self._backoff.pause_s(time.monotonic() - born))
 

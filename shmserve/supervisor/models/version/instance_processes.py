@@ -28,7 +28,7 @@ from shmserve.supervisor.models.version.instances import (
     expand_instances,
     inbox,
 )
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
@@ -60,7 +60,7 @@ class Instances:
         self,
         context: SupervisorContext,
         spec: VersionSpec,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:

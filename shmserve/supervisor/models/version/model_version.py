@@ -29,10 +29,11 @@ from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import ServingModels, StepModels
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps.
+    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps. Its
+    scheduler is hosted with those of its `group`.
 
     `loaded`: it was ready once; `ended`: it has no process any more.
     """
@@ -51,6 +53,7 @@ class ModelVersion:
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
         models: ServingModels,
+        group: Group,
     ) -> None:
         self.spec = spec
         self.loaded = False
@@ -61,7 +64,7 @@ class ModelVersion:
         self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
+        self._scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
         self.instances: Instances | StepModels
         if spec.steps:
             self.instances = StepModels(spec, self._scheduler, models)
@@ -213,8 +216,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
-        self._scheduler.leave()
-        children = [*self._scheduler.children(), *self.instances.children()]
+        children = self.instances.children()
         for child in children:
             child.kill()
-        await asyncio.gather(*(child.gone() for child in children))
+        await asyncio.gather(self._scheduler.stop(), *(child.gone() for child in children))

@@ -21,8 +21,8 @@ from shmserve.gateway.http.body.reader import Body
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference import body_budget
 from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.builder import Resources
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena

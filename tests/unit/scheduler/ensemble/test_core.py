@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc import messages as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -241,11 +241,9 @@ def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
 
 def test_times_are_the_steps_together() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.client_says(m.ReportTimes())
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Timed(number, 1, 20, 300))
-        rig.finish(name, number)
-    timed, finished = rig.told()
-    assert (timed, type(finished)) == (m.Timed(1, 2, 40, 600), m.Finished)
+        rig.step_says(name, m.Finished(number, made(b"\0" * 4), 1, 20, 300))
+    (finished,) = rig.told()
+    assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

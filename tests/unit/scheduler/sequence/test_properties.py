@@ -40,7 +40,7 @@ class Watched(SequenceRig):
     def executes(self) -> list[tuple[bytes, m.Execute]]:
         """As `Rig`'s, each checked."""
         found = super().executes()
-        for client in self.scheduler.clients.values():
+        for client in self.scheduler._clients.values():
             for request in client.requests.values():
                 self.sequences[request.key] = request.sequence
         for peer, batch in found:

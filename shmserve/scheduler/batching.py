@@ -1,62 +1,63 @@
-"""The scheduler's decisions: what each message changes, and what runs next. No clock, no socket.
+"""The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
+what each message changes there.
 
-    from_client, from_worker, from_control    a message arrived
-    plan                                      now: expire, dispatch, release
+admit, cancel, ...          a client's message, by the front
+from_worker, from_control   a worker's, or the supervisor's
+tick                        now: expire, dispatch, release
 
-What is to be sent is posted to three outboxes, which the loop flushes once a turn.
+What is to be sent is posted to outboxes, which the loop flushes once a turn.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, assert_never
 
-from shmserve import logs
+from shmserve.errors import QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import (
-    ClientToScheduler,
-    CountsInherited,
-    Drain,
-    Drained,
+    BatchFinished,
     ExecutionResponded,
     InstanceExited,
     InstanceExpected,
+    InstanceReady,
     InstanceRetired,
-    KeepStatistics,
-    MetricsReported,
     PoolFailed,
-    ProcessExited,
-    ResizeCache,
+    Release,
     RetireInstance,
-    SetLogging,
-    Stop,
-    SupervisorToScheduler,
+    Submit,
+    SupervisorToBatching,
     TicketGranted,
-    WorkerToScheduler,
 )
-from shmserve.ipc.transport.peercred_router import last_number
-from shmserve.scheduler.batchers.base import Batcher
 from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
-from shmserve.scheduler.clients import Clients
+from shmserve.scheduler.front import Core
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.losses import ControlLink, Losses
+from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.reports import Reports
+from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.requests.client import Client, stopping
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Request, State
-from shmserve.scheduler.requests.responses import Peers, Responses
+from shmserve.scheduler.requests.request import (
+    NEVER,
+    Event,
+    Lookup,
+    Outcome,
+    Request,
+    State,
+)
+from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 logger = logging.getLogger(__name__)
 
 
-class Scheduler:
-    """One model version's requests. Times are monotonic ns; `wall_clock` gives epoch ns."""
+class BatchingCore(Core[Request]):
+    """One model version's requests, queued, batched and sent to its instances."""
 
     def __init__(
         self,
@@ -64,22 +65,19 @@ class Scheduler:
         clients: Peers,
         workers: Peers,
         control: ControlLink,
-        wall_clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
-        self._to_clients = clients
         self._to_workers = workers
         self._to_control = control
         self._name = settings.name
         self._ordered = settings.preserve_ordering
-        self._statistics = Statistics(settings)
-        self._cache = cache
-        self._responses = Responses(clients, workers, self._statistics, self._ordered, cache)
+        self.statistics = Statistics(settings)
+        self._responses = Responses(clients, workers, self.statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
         self._losses = Losses(
-            settings, self._pool, control, self._queue, self._responses, self._statistics
+            settings, self._pool, control, self._queue, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
         self._executions = Executions(
@@ -87,59 +85,114 @@ class Scheduler:
             self._pool,
             workers,
             self._responses,
-            self._statistics,
+            self.statistics,
             self._losses,
             batcher,
             lambda request: self._dispatch.again(request),
         )
-        self._dispatch = self._dispatcher(settings, batcher)
-        self._reports = Reports(self._statistics, clients, control, wall_clock, self._gauges)
-        self.clients = Clients(
-            self._queue,
-            self._pool,
-            self._dispatch,
-            self._executions,
-            self._responses,
-            self._statistics,
-            self._reports,
+        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
+        self._dispatch: Dispatcher = (
+            Dispatch(settings, batcher, *parts)
+            if settings.sequences is None
+            else SequenceDispatch(settings, *parts)
         )
-        self._drained = False
         self._awaits_sequences = False
         self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
-        self.stopped = False
-
-    def _dispatcher(self, settings: Settings, batcher: Batcher) -> Dispatcher:
-        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
-        if settings.sequences is None:
-            return Dispatch(settings, batcher, *parts)
-        return SequenceDispatch(settings, *parts)
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
-        """Handle a client's message."""
-        self.clients.handle(peer, message, now_ns)
+    def check(self, submit: Submit, now_ns: int) -> None:
+        if self._pool.failure:
+            raise Unavailable(self._pool.failure)
+        self._queue.check(submit, now_ns)
+
+    def admit(
+        self, client: Client[Request], submit: Submit, lookup: Lookup | None, now_ns: int
+    ) -> None:
+        if self._pool.failure:
+            raise Unavailable(self._pool.failure)
+        if self._pool.free and len(self._queue) and self._queue.full(submit.priority):
+            self._dispatch.run(now_ns)
+        identity = self._dispatch.identify(client, submit)
+        request = self._queue.admit(client, submit, now_ns)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        self._dispatch.admitted(request, identity)
+
+    def hit(self, client: Client[Request], submit: Submit, lookup: Lookup, now_ns: int) -> None:
+        # Only its turn may still have to come.
+        request = self._queue.admit(client, submit, now_ns, cached=True)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        timing = Timing(now_ns, 0, 0, 0)
+        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
+
+    def retry_after_s(self, error: ShmserveError) -> int:
+        if not isinstance(error, QueueFull):
+            return 0
+        service_time = self._executions.service_time
+        return service_time.drain_s(len(self._queue), self._pool.ready_count)
+
+    def cancel(self, request: Request, now_ns: int) -> None:
+        match request.state:
+            case State.QUEUED | State.HELD:
+                self._withdraw(request, now_ns)
+                self._responses.fail(
+                    request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
+                )
+            case State.EXECUTING | State.RESPONDING:
+                request.meet(Event.CANCEL)
+                self._executions.cancel(request)
+            case _:
+                pass  # decided already
+
+    def _withdraw(self, request: Request, now_ns: int) -> None:
+        if request.state is State.QUEUED:
+            self._queue.remove(request)
+            self._dispatch.removed(request, now_ns)
+
+    def credit(self, request: Request, responses: int, now_ns: int) -> None:
+        if request.state is State.RESPONDING:
+            self._executions.grant(request, responses)
+
+    def release(self, client: Client[Request], message: Release) -> None:
+        self._executions.release(client.pid, message.pid, message.offsets)
+
+    def disconnect(self, client: Client[Request], now_ns: int) -> None:
+        for request in list(client.requests.values()):
+            match request.state:
+                case State.DONE:
+                    continue  # it was of a sequence of which another one was cancelled
+                case State.QUEUED | State.HELD:
+                    self._withdraw(request, now_ns)
+                case State.EXECUTING | State.RESPONDING:
+                    self._executions.cancel(request)
+                case _:
+                    pass
+            self._responses.abandon(request, now_ns)
+
+    def accepts_while_draining(self, submit: Submit) -> bool:
+        return self._dispatch.goes_on(submit)
+
+    def stop(self, request: Request, now_ns: int) -> None:
+        if request.state is State.FAILED_EARLY:
+            self._responses.close(request, now_ns)
+        else:
+            text = stopping(request.submit.request_id)
+            self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
     # --- workers and supervisor -------------------------------------------------------------------
 
-    def from_worker(self, peer: bytes, message: WorkerToScheduler, now_ns: int) -> None:
+    def from_worker(
+        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
+    ) -> None:
         """Handle a worker's message."""
         if isinstance(message, ExecutionResponded):
             self._executions.responded(peer, message, now_ns)
-        elif isinstance(message, MetricsReported):
-            self._metrics_reported(peer, message)
         else:
             self._executions.handle(peer, message, now_ns)
 
-    def _metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
-        pid = last_number(peer)  # as the instance's InstanceReady says
-        if not (pid and peer.partition(b".")[0].isdigit()):
-            self.misplaced()
-        elif not self.clients.is_dead(pid):
-            self._reports.metrics_reported(pid, message)
-
-    def from_control(self, message: SupervisorToScheduler, now_ns: int) -> None:
-        """Handle the supervisor's message."""
+    def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
                 self._pool.expect(message.index, message.pid)
@@ -148,41 +201,19 @@ class Scheduler:
                 self._losses.exited(lost, message.reason, now_ns)
             case RetireInstance():
                 self._pool.retire(message.index)
-            case ProcessExited():
-                self._process_exited(message.pid, now_ns)
             case PoolFailed():
                 self._pool.fail(message.reason)
-            case CountsInherited():
-                self._reports.inherit(message, now_ns)
-            case KeepStatistics():
-                self._reports.keep_brief(now_ns)
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
-            case ResizeCache():
-                if self._cache is not None:
-                    self._cache.resize(message.byte_size)
-            case SetLogging():
-                logs.apply(logs.LogSettings(**message.settings))
-            case Drain():
-                self._drain(message.sequences, now_ns)
-            case Stop():
-                self._stop(now_ns)
             case _:
                 assert_never(message)
 
-    def _process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, now_ns: int) -> None:
         self._losses.exited(self._pool.exit_process(pid), "", now_ns)
         self._executions.forget(pid)
-        if self._cache is not None:
-            self._cache.process_exited(pid)
-        self._reports.exited(pid)
-        self.clients.exited(pid, now_ns)
 
-    def _drain(self, sequences: bool, now_ns: int) -> None:
-        self._reports.keep(now_ns)
-        self.clients.draining = True
-        self._drained = False
+    def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences
         if sequences and self._dispatch.open_sequences:
             logger.info(
@@ -192,24 +223,17 @@ class Scheduler:
             )
         self._dispatch.hurry()
 
-    def _stop(self, now_ns: int) -> None:
-        self.stopped = True
-        self.clients.stop(now_ns)
-
     @property
-    def _unfinished(self) -> int:
-        """How much a drain waits for."""
+    def unfinished(self) -> int:
         return self._responses.live or (self._awaits_sequences and self._dispatch.open_sequences)
 
     @property
     def live(self) -> int:
-        """How many requests are not done."""
         return self._responses.live
 
     # --- time -------------------------------------------------------------------------------------
 
-    def plan(self, now_ns: int) -> int:
-        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+    def tick(self, now_ns: int) -> int:
         for request in self._queue.expired(now_ns):
             self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
@@ -226,10 +250,6 @@ class Scheduler:
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        if self.clients.draining and not self._drained and not self._unfinished:
-            self._drained = True
-            self._reports.keep(now_ns)
-            self._to_control.post(Drained())
         self._queue.sweep(self._responses.live)
         # What begins before the next turn can only pass its limit later than this.
         self._limit_ns = self._pool.next_limit_ns()
@@ -258,26 +278,10 @@ class Scheduler:
             self._dispatch.removed(request, now_ns, apart=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
-    # --- counts -----------------------------------------------------------------------------------
-
-    def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
-        """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].
-
-        `alive` are the pids of the instances that it has left behind.
-        """
-        self._reports.go_on(kept, alive, now_ns)
-
-    def misplaced(self) -> None:
-        """A message was dropped because it makes no sense from its sender or now."""
-        self._reports.misplaced += 1
-
-    def _gauges(self) -> dict[str, Any]:
-        links = (self._to_clients, self._to_workers, self._to_control)
-        unread = sum(link.malformed for link in links)
+    def gauges(self) -> dict[str, Any]:
         return {
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
-            "cache": {} if self._cache is None else self._cache.gauges(),
-            "malformed": unread + self._executions.misplaced,
+            "malformed": self._to_workers.malformed + self._executions.misplaced,
         }

@@ -20,7 +20,7 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.core.call_watchdog import client_left
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
-from shmserve.gateway.grpc.streaming.responses import StreamEntry
+from shmserve.gateway.grpc.stream_entry import StreamEntry
 from shmserve.gateway.grpc.wire.response import streamed, streamed_error
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
 from shmserve.ipc.tensors.inference import Inferred
