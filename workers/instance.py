@@ -11,15 +11,8 @@ import time
 from functools import partial
 from typing import Any
 
-from shmserve.ipc.messages import (
-    Attach,
-    CheckMemory,
-    CheckReady,
-    MemoryDropped,
-    ProcessExited,
-    ReadyChecked,
-    Stop,
-)
+from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
+from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled
@@ -30,14 +23,14 @@ from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import SchedulerLink
+from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
 from shmserve.workers.warmup import read, warm_up
 
 logger = logging.getLogger(__name__)
 
 
-class Instance:
+class WorkerInstance:
     """One loaded model and its link to the scheduler that feeds it."""
 
     def __init__(
@@ -52,7 +45,7 @@ class Instance:
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = SchedulerLink(context.control, index, pid, self._memory.release)
+        self.link = InstanceLink(context.control, index, pid, self._memory.release)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(
@@ -154,7 +147,7 @@ class Instance:
             return False
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """As `Control.wait`, awake for a moment where that is worth it."""
+        """As `ControlLink.wait`, awake for a moment where that is worth it."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False

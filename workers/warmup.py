@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference

@@ -8,8 +8,9 @@ import time
 from collections import deque
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import InstanceExpected
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
@@ -70,7 +71,7 @@ class BusyQueue:
         self._last = 0
         self._live = queued + 2 * _BATCH
         self._waiting: list[int] = []
-        self.scheduler.from_control(m.InstanceExpected(0, 100), self._now)
+        self.scheduler.from_control(InstanceExpected(0, 100), self._now)
         self._peer = b"0.100"
         self.core.from_worker(self._peer, m.InstanceReady(0, 100), self._now)
         for _ in range(self._live):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Hashable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
@@ -100,14 +100,18 @@ class Readers:
     memory may be lent several times."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, dict[Hashable, list[Token]]] = {}
+        self._lent: dict[int, dict[Hashable, Token | _Again]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lent.values()))
 
     def lend(self, reader: int, key: Hashable, token: Token) -> None:
         """`reader` has it now: this use of the token is its own."""
-        self._lent.setdefault(reader, {}).setdefault(key, []).append(token)
+        lent = self._lent.get(reader)
+        if lent is None:
+            self._lent[reader] = {key: token}
+        else:
+            lent[key] = _Again(token, lent[key]) if key in lent else token
 
     def release(self, reader: int, keys: Iterable[Hashable]) -> bool:
         """A reader needs these no more; what it was not lent is ignored. Whether any was."""
@@ -116,22 +120,27 @@ class Readers:
             return False
         found = False
         for key in keys:
-            tokens = lent.get(key)
-            if tokens is not None:
+            token = lent.pop(key, None)
+            if token is not None:
                 found = True
-                token = tokens.pop()
-                if not tokens:
-                    del lent[key]
-                token.release()
+                if type(token) is _Again:
+                    token, lent[key] = token
+                token.release()  # type: ignore[union-attr]
         if not lent:
             self._lent.pop(reader, None)
         return found
 
     def drop(self, reader: int) -> None:
         """A reader has ended."""
-        for tokens in self._lent.pop(reader, {}).values():
-            for token in tokens:
-                token.release()
+        while lent := self._lent.get(reader):
+            self.release(reader, list(lent))
+
+
+class _Again(NamedTuple):
+    """The last token that was lent with a key, and those before it."""
+
+    last: Token
+    before: Token | _Again
 
 
 class LentMemory:
@@ -201,10 +210,10 @@ def releases(outputs: Iterable[TensorRef], own: Container[int] = ()) -> list[Rel
     return [Release(pid, of_pid) for pid, of_pid in offsets.items()]
 
 
-def unread(body: bytes) -> list[Release]:
+def unread(body: bytes, own: Container[int] = ()) -> list[Release]:
     """The messages that give back what a packed response has, which nobody reads."""
     try:
-        return releases(unpack_inferred(body).outputs) if body else []
+        return releases(unpack_inferred(body).outputs, own) if body else []
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []

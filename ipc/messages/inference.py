@@ -8,12 +8,6 @@ from typing import Any, ClassVar
 from shmserve.ipc.transport.frames import message
 from shmserve.ipc.transport.records import record
 
-# Of a model that gives any number of responses, so many of one request may be on their way before
-# its client has granted more (`Credit`), and no more bytes than this, one response excepted. Where
-# outputs go to places of the client's, each response goes over the one before it: then it is one.
-FIRST_CREDIT = 32
-MOST_UNREAD_BYTES = 8 << 20
-
 # A reply's code: the model asks for the request again (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
 

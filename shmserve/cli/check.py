@@ -13,7 +13,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef

@@ -23,7 +23,8 @@ from shmserve.client.memory.views import nothing
 from shmserve.client.server.listener_link import GONE, ControlRequest, ListenerLink
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.local_clients import Welcome, WithdrawMemory
 from shmserve.ipc.transport.records import MalformedMessage
 
 _MOST_OVER = 1024  # requests that have ended, remembered until their time has come
@@ -93,7 +94,7 @@ class ServerConnection(ServerState):
         informed = False
         for message in self._link.receive():
             match message:
-                case m.Welcome(number, token):
+                case Welcome(number, token):
                     self.identity = f"{number}.{token}"
                 case m.ModelPublished():
                     self.models.publish(message)
@@ -149,7 +150,7 @@ class ServerConnection(ServerState):
         """Make it unknown. In a forked child it is the parent's, who may go on with it."""
         if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
-                self._link.tell(m.WithdrawMemory(segment.memory.id))
+                self._link.tell(WithdrawMemory(segment.memory.id))
 
     # --- its channel
 

@@ -1,5 +1,5 @@
-"""What the sync and the asyncio client share: the connection, which is made anew when the server
-was started anew, and the memory, which outlives it."""
+"""The session of a client, sync or asyncio: its connection, which is made anew when the server was
+started anew, and its memory, which outlives that."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class Session:
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
     def abandon(self, close: Callable[[], None]) -> None:
-        """Nobody has the client any more, and it was not closed. Where an object is collected, and
-        in which thread, is not known, so the connection's own thread does it."""
+        """Close a client that is collected and was not closed. Where an object is collected, and in
+        which thread, is not known, so the connection's own thread does it."""
         if self._closed or self.inherited:
             return
         try:

@@ -10,8 +10,8 @@ import orjson
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerLink
-from shmserve.ipc.messages import ModelPublished
+from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerHandle
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache
@@ -30,26 +30,7 @@ class GatewayModel:
     `labels` the texts for the indices of each output that has any.
     """
 
-    __slots__ = (
-        "checks_ready",
-        "config",
-        "decoupled",
-        "deployed",
-        "labels",
-        "load_seconds",
-        "metadata",
-        "name",
-        "prepared",
-        "published",
-        "ready",
-        "scheduler",
-        "signature",
-        "stateful",
-        "tags",
-        "version",
-    )
-
-    def __init__(self, published: ModelPublished, scheduler: SchedulerLink) -> None:
+    def __init__(self, published: ModelPublished, scheduler: SchedulerHandle) -> None:
         self.published = True
         self.name = published.name
         self.version = published.version

@@ -14,7 +14,7 @@ from typing import Any
 from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
-from shmserve.ipc.messages import RegionPublished
+from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 
@@ -23,18 +23,6 @@ logger = logging.getLogger(__name__)
 
 class GatewayRegion:
     """One generation of a name. `requests` is its reference count: those in flight that use it."""
-
-    __slots__ = (
-        "byte_size",
-        "key",
-        "memory",
-        "name",
-        "offset",
-        "owner",
-        "requests",
-        "spans",
-        "withdrawn",
-    )
 
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
@@ -169,7 +157,7 @@ class Uses:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """What is referred to, for a prepared request."""
+        """The references as a template, for a prepared request."""
         return Pattern(self._table, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: GatewayRegion) -> None:

@@ -12,7 +12,7 @@ from shmserve.logs import LogSettings
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """Where it listens and how.
+    """The listening addresses of a gRPC gateway, and its server's options.
 
     `options` are (name, value) pairs for gRPC itself.
     """

@@ -14,18 +14,20 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages.inference import (
     BatchFinished,
     ExecutionResponded,
+    InstanceReady,
+    Release,
+    Submit,
+)
+from shmserve.ipc.messages.supervision import (
     InstanceExited,
     InstanceExpected,
-    InstanceReady,
     InstanceRetired,
     PoolFailed,
-    Release,
     RetireInstance,
-    Submit,
-    SupervisorToBatching,
     TicketGranted,
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
@@ -153,7 +155,7 @@ class BatchingCore(Core[Request]):
 
     def credit(self, request: Request, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
-            self._executions.grant(request, responses)
+            self._executions.credit(request, responses)
 
     def release(self, client: Client[Request], message: Release) -> None:
         self._executions.release(client.pid, message.pid, message.offsets)

@@ -15,22 +15,24 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar, assert_never
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages import ClientToScheduler
+from shmserve.ipc.messages.inference import (
     Cancel,
-    ClientToScheduler,
-    CountsInherited,
     Credit,
-    Drain,
-    Drained,
     Failed,
-    KeepStatistics,
     MetricsReported,
-    ProcessExited,
     Release,
     ReportStatistics,
+    Submit,
+)
+from shmserve.ipc.messages.supervision import (
+    CountsInherited,
+    Drain,
+    Drained,
+    KeepStatistics,
+    ProcessExited,
     ResizeCache,
     Stop,
-    Submit,
 )
 from shmserve.ipc.transport.peercred_router import first_number, last_number
 from shmserve.scheduler.outboxes import ControlLink, Peers

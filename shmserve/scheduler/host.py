@@ -15,8 +15,14 @@ import time
 from shmserve import logs
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import HostReady, OpenScheduler, SchedulerClosed, SetLogging, Stop
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
+from shmserve.ipc.messages.supervision import (
+    HostReady,
+    OpenScheduler,
+    SchedulerClosed,
+    SetLogging,
+    Stop,
+)
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.hosted import KINDS, HostedScheduler
 from shmserve.scheduler.in_process import InProcessLinks

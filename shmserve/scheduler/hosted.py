@@ -20,19 +20,17 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
-    Drain,
     LocalClientToScheduler,
-    MemoryDropped,
-    MetricsReported,
-    ProcessExited,
-    SchedulerReady,
     SchedulerToClient,
     SupervisorToBatching,
     SupervisorToEnsemble,
     SupervisorToScheduler,
     WorkerToScheduler,
 )
+from shmserve.ipc.messages.inference import MetricsReported
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart
+from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore

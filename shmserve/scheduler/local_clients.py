@@ -17,7 +17,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
-from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.messages.inference import Failed, Submit
 from shmserve.ipc.messages.start import SchedulerStart
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (

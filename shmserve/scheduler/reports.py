@@ -8,12 +8,8 @@ from typing import Any
 
 from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
-from shmserve.ipc.messages import (
-    CountsInherited,
-    MetricsReported,
-    StatisticsKept,
-    StatisticsReported,
-)
+from shmserve.ipc.messages.inference import MetricsReported, StatisticsReported
+from shmserve.ipc.messages.supervision import CountsInherited, StatisticsKept
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.statistics.counters import Statistics
 

@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer

@@ -15,7 +15,7 @@ from shmserve.common.access.auth_tokens import encode_restrictions
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners

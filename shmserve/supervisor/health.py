@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shmserve.ipc.messages import HealthChanged
+from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.models.registry import ModelRegistry

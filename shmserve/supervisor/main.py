@@ -24,7 +24,8 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
-from shmserve.ipc.messages import AskTicket, ProcessExited, ProcessStarted, TicketReturned
+from shmserve.ipc.messages.events import ProcessStarted
+from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi

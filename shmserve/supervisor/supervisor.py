@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from shmserve.common.tasks import end_all
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import ProcessEnded, ProcessExited
+from shmserve.ipc.messages.events import ProcessEnded
+from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.gateways import Gateways

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages import WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, encode
+from shmserve.ipc.messages.supervision import WorkspaceAllocated
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.processes.table import Child, RestartBackoff

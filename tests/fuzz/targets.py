@@ -28,10 +28,10 @@ from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.builder import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange
 from shmserve.gateway.region_table import GatewayRegion, Spans
-from shmserve.ipc import messages
 from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages import memory as messages
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -122,7 +123,7 @@ class EnsembleRig:
         """A model serves, at its own name unless it says otherwise."""
         name = config["name"]
         self.control_says(
-            m.ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
+            ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
         )
 
     def submit(

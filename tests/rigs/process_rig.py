@@ -14,8 +14,8 @@ from unittest.mock import AsyncMock, MagicMock
 
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext

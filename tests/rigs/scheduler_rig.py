@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common import model_settings
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import InstanceExpected
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -145,7 +146,7 @@ class Rig:
     def start(self, index: int = 0, pid: int = 100) -> bytes:
         """An instance that is announced and ready; its address."""
         peer = b"%d.%d" % (index, pid)
-        self.supervisor(m.InstanceExpected(index, pid))
+        self.supervisor(InstanceExpected(index, pid))
         self.worker(peer, m.InstanceReady(index, pid))
         return peer
 

@@ -16,7 +16,7 @@ from shmserve.workers.batch.request import Copied, Input, Output, Request, Respo
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 
@@ -87,7 +87,7 @@ class ModelContext:
     backend_config: dict[str, str]
     threads: int
     run_dir: Path
-    control: Control
+    control: ControlLink
     arena: Arena
     output_memory: OutputMemory
     mappings: Mappings

@@ -8,11 +8,10 @@ import time
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
-from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Execute, Reply
+from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.batch.failures import WrongCount
-from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.failures import InputPolicy, WrongCount
 from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.rehearsal import RehearsedStream
 from shmserve.workers.batch.request import Request, Response

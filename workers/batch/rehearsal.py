@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Reply
+from shmserve.ipc.messages.inference import Reply
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.links.scheduler import WorkerRequest

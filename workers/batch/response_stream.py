@@ -4,7 +4,7 @@ from any thread.
 send ──> credit? ──> scatter ──> ExecutionResponded
 
 The first response leaves at once, and so does the end; those between may be sent together (see
-`SchedulerLink.flush_soon`).
+`InstanceLink.flush_soon`).
 
 A client that does not read its responses has its model's `send` wait (back-pressure), and after
 `MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
@@ -19,13 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import SchedulerLink, WorkerRequest
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
@@ -36,12 +37,12 @@ class ResponseWriter:
     """What the streams of one instance write with, all under the link's lock. `abandoned`: those
     that their model has let go of without an end, for the loop to end."""
 
-    link: SchedulerLink
+    link: InstanceLink
     scatterer: Scatterer
     memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: Control
+    control: ControlLink
     copied: Copied
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
@@ -68,7 +69,7 @@ class ResponseStream:
         self._overran = False
         self.rescheduled = False
         if any(output.place is not None for output in request.inference.outputs):
-            opened.credit = min(opened.credit, 1)  # each response goes over the one before it
+            opened.window = SendWindow(placed=True)
 
     @property
     def closed(self) -> bool:
@@ -96,7 +97,7 @@ class ResponseStream:
                     return
                 if opened.cancelled:
                     response = None
-                if response is None or opened.may_respond:
+                if response is None or opened.window.is_open:
                     is_first = not self._sent
                     if response is not None or final:
                         self._post(response, final, given_ns, failed=False)
@@ -111,7 +112,7 @@ class ResponseStream:
     @property
     def may_send(self) -> bool:
         """Whether `send` would not wait now."""
-        return self._closed or self._open.cancelled or self._open.may_respond
+        return self._closed or self._open.cancelled or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Have `listener` called when nobody waits any more, by whichever thread sees it."""
@@ -199,7 +200,7 @@ class ResponseStream:
         taken = writer.memory.delivered() if told else writer.memory.undelivered()
         if response is not None:
             self._sent = True
-            self._open.responded(len(body) + taken)
+            self._open.window.sent(len(body) + taken)
         if final:
             self._end()
 

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages.inference import (
     CancelExecution,
     CreditExecution,
     InstanceReady,
     ReleaseOutputs,
     Work,
 )
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -43,28 +43,17 @@ _MOST_HELD_NS = 400_000
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
-    the bytes of those that it has not taken yet, oldest first.
+    `cancelled`: nobody waits for it. `window`: the responses that its client takes now.
     """
 
-    __slots__ = (
-        "cancelled",
-        "credit",
-        "key",
-        "on_cancel",
-        "unread",
-        "unread_bytes",
-        "work",
-    )
+    __slots__ = ("cancelled", "key", "on_cancel", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
         self.on_cancel: Callable[[], object] | None = None
-        self.credit = FIRST_CREDIT
-        self.unread: deque[int] = deque()
-        self.unread_bytes = 0
+        self.window = SendWindow()
 
     def cancel(self) -> None:
         """Nobody waits for it any more; `on_cancel` is told, once."""
@@ -72,23 +61,6 @@ class WorkerRequest:
             self.cancelled = True
             if self.on_cancel is not None:
                 self.on_cancel()
-
-    @property
-    def may_respond(self) -> bool:
-        """Whether its client takes another response now."""
-        return self.credit > 0 and self.unread_bytes < MOST_UNREAD_BYTES
-
-    def responded(self, byte_size: int) -> None:
-        """A response of so many bytes is on its way."""
-        self.credit -= 1
-        self.unread.append(byte_size)
-        self.unread_bytes += byte_size
-
-    def grant(self, responses: int) -> None:
-        """The client has taken so many responses."""
-        self.credit += responses
-        for _ in range(min(responses, len(self.unread))):
-            self.unread_bytes -= self.unread.popleft()
 
 
 class Command(NamedTuple):
@@ -103,7 +75,7 @@ class Command(NamedTuple):
 MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
-class SchedulerLink:
+class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
 
@@ -117,7 +89,7 @@ class SchedulerLink:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlLink,
         index: int,
         pid: int,
         on_release: Callable[[int, list[int]], None],
@@ -147,7 +119,7 @@ class SchedulerLink:
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
-                self._forget()
+                self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd)
             self._dealer.post(InstanceReady(self._index, self._pid))
@@ -205,7 +177,7 @@ class SchedulerLink:
             if not dealer.connected:
                 # What it had given us is run again elsewhere, or refused: its clients' memory may
                 # be in use for something else by the time that we would write to it.
-                self._forget()
+                self._disconnect()
 
     def _take(self, message: Any) -> None:
         match message:
@@ -220,14 +192,14 @@ class SchedulerLink:
             case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
                 if request is not None:
-                    request.grant(responses)
+                    request.window.read(responses)
                     self._wake(request)
             case ReleaseOutputs(client_pid=pid, offsets=offsets):
                 self._on_release(pid, offsets)
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
-    def _forget(self) -> None:
+    def _disconnect(self) -> None:
         """The scheduler is gone: nobody waits for what it gave us."""
         self.commands.clear()
         for request in self._open.values():
@@ -281,7 +253,7 @@ class SchedulerLink:
                 with self.lock:
                     if not self.loop_reads:
                         self.pump()
-                    if request.may_respond or request.cancelled:
+                    if request.window.is_open or request.cancelled:
                         return True
                     self.flush()
                     self._appoint()

@@ -22,7 +22,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
-from shmserve.ipc.messages import CheckMemory, MemoryChecked
+from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.workers.device import DeviceLost, lost
 from shmserve.workers.user_code import in_words

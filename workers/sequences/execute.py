@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
     EndSequences,

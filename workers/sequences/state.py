@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record

@@ -1,4 +1,4 @@
-"""How threads submit requests and wait: by a channel of their own, or one that they share."""
+"""Channels by which threads submit requests and wait: one of their own, or one that they share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.channel import LATE, RequestChannel
 from shmserve.client.inflight.pending import ClientRequest
-from shmserve.client.inflight.streaming import ClientStream
+from shmserve.client.inflight.streaming import Attending, ClientStream
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.errors import ShmserveError, Unavailable
 
 
-class Waiting(Protocol):
-    """How a thread's requests go out, and how it waits for what comes."""
+class Waiting(Attending, Protocol):
+    """A thread's way to submit requests, and to wait for what comes."""
 
     connection: ServerConnection
 
@@ -38,15 +38,6 @@ class Waiting(Protocol):
 
     def open(self, built: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
-
-    def attend(self, pending: Any) -> None:
-        """Wait until there is something for who waits; raises TimedOut."""
-
-    def grant(self, pending: Any, responses: int) -> None:
-        """So many responses have been read."""
-
-    def cancel(self, left: Iterable[Any]) -> None:
-        """Nobody waits for these any more."""
 
 
 class ThreadChannel:
@@ -86,9 +77,9 @@ class ThreadChannel:
             if self.leaving:
                 self.close()
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.grant(pending, responses)
+            self.channel.credit(pending, responses)
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -174,7 +165,7 @@ class SharedChannel:
         return future
 
     def send(self, at_least: int) -> None:
-        """It is on its way."""
+        """Nothing: the request is on its way."""
 
     def wait(self, future: Future[Result]) -> Result:
         try:
@@ -212,10 +203,10 @@ class SharedChannel:
                 self.cancel((pending,))
                 raise TimedOut(LATE)
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
             self.connection.call(
-                partial(RequestChannel.grant, pending=pending, responses=responses)
+                partial(RequestChannel.credit, pending=pending, responses=responses)
             )
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
@@ -228,7 +219,7 @@ class SharedChannel:
 
 
 def _notified(future: Future[Result]) -> None:
-    """Who is in `concurrent.futures.wait` for a future hears of its cancellation only by this."""
+    """Notify those who are in `concurrent.futures.wait` for a future of its cancellation."""
     if future.cancelled():
         future.set_running_or_notify_cancel()
 

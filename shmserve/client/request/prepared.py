@@ -1,4 +1,4 @@
-"""What requests of one form come to: the same names, types and shapes again, with other numbers.
+"""Templates of requests: the same names, types and shapes again, with other numbers.
 
     small inputs    the packed request is cut where the tensors are: the next one is a join
     large inputs    a ring of slots in shared memory, each with its request packed beforehand

@@ -6,7 +6,7 @@ from typing import Any, Never
 
 from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
@@ -23,18 +23,6 @@ class ClientModel:
     it has read; `source` are the models of which it is one. `decoupled`: it gives any number of
     responses to a request. `closed`: another has taken its place, or none.
     """
-
-    __slots__ = (
-        "closed",
-        "decoupled",
-        "endpoint",
-        "name",
-        "prepared",
-        "responses",
-        "signature",
-        "source",
-        "version",
-    )
 
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
         self.source = source

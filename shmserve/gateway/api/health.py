@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.messages import AskReady
+from shmserve.ipc.messages.supervision import AskReady
 
 
 def check_staying(gateway: Gateway) -> None:

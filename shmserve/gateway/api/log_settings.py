@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.messages import ChangeLogging
+from shmserve.ipc.messages.supervision import ChangeLogging
 
 SWITCHES = ("log_info", "log_warning", "log_error")
 LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"
@@ -27,5 +27,5 @@ def refuse_file() -> Unsupported:
 
 
 def no_trace() -> Unavailable:
-    """What Triton says when it was built without tracing."""
+    """The refusal of tracing, as from a Triton that was built without it."""
     return Unavailable("the server does not support trace")

@@ -24,7 +24,7 @@ EXTENSIONS = (
 
 
 def server(gateway: Gateway) -> dict[str, Any]:
-    """Who the server is and what it can do."""
+    """The server's metadata: its name, version and extensions."""
     return {
         "name": gateway.settings.id,
         "version": shmserve.__version__,

@@ -17,7 +17,7 @@ from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
 Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
 
-class Family(NamedTuple):
+class ReportFamily(NamedTuple):
     """A family with a sample for each model: the number at `path` of its report, nanoseconds as
     microseconds; with a `label` there are numbers, by that label's values."""
 
@@ -66,26 +66,26 @@ _LATENCIES = (
     ),
 )
 _TRITONS = (
-    Family(
+    ReportFamily(
         "nv_inference_request_success",
         f"Number of successful {_ALL}",
         "counter",
         ("inference_stats", "success", "count"),
     ),
-    Family(
+    ReportFamily(
         "nv_inference_count",
         f"Number of inferences performed {_EXECUTED}",
         "counter",
         ("inference_count",),
     ),
-    Family(
+    ReportFamily(
         "nv_inference_exec_count",
         f"Number of model executions performed {_EXECUTED}",
         "counter",
         ("execution_count",),
     ),
     *(
-        Family(
+        ReportFamily(
             f"nv_inference_{name}_duration_us",
             f"Cumulative {text}",
             "counter",
@@ -93,7 +93,7 @@ _TRITONS = (
         )
         for name, text, counter in _LATENCIES
     ),
-    Family(
+    ReportFamily(
         "nv_inference_pending_request_count",
         "Instantaneous number of pending requests awaiting execution per-model.",
         "gauge",
@@ -103,7 +103,9 @@ _TRITONS = (
 # Of models that have a response cache.
 _OF_CACHE = (
     *(
-        Family(f"nv_cache_{name}_per_model", text, "counter", ("inference_stats", counter, part))
+        ReportFamily(
+            f"nv_cache_{name}_per_model", text, "counter", ("inference_stats", counter, part)
+        )
         for name, text, counter, part in (
             ("num_hits", "Number of cache hits per model", "cache_hit", "count"),
             ("num_misses", "Number of cache misses per model", "cache_miss", "count"),
@@ -121,13 +123,13 @@ _OF_CACHE = (
             ),
         )
     ),
-    Family(
+    ReportFamily(
         "shmserve_cache_bytes",
         "Bytes of responses in the cache of a model",
         "gauge",
         ("cache", "bytes"),
     ),
-    Family(
+    ReportFamily(
         "shmserve_cache_entries",
         "Responses in the cache of a model",
         "gauge",
@@ -136,7 +138,7 @@ _OF_CACHE = (
 )
 _OURS = (
     *(
-        Family(f"shmserve_{name}", text, "counter", (name,))
+        ReportFamily(f"shmserve_{name}", text, "counter", (name,))
         for name, text in (
             ("workers_lost", "Instances that died or were killed while they were in use"),
             ("retried", "Requests that ran again, alone, after their worker died"),
@@ -144,16 +146,16 @@ _OURS = (
             ("malformed", "Messages that were dropped because they were malformed"),
         )
     ),
-    Family(
+    ReportFamily(
         "shmserve_batches_closed",
         "Executions by why their batch took no more",
         "counter",
         ("batches_closed",),
         "reason",
     ),
-    Family("shmserve_instances", "Instances by state", "gauge", ("instances",), "state"),
-    Family("shmserve_executing_requests", "Requests at workers now", "gauge", ("executing",)),
-    Family(
+    ReportFamily("shmserve_instances", "Instances by state", "gauge", ("instances",), "state"),
+    ReportFamily("shmserve_executing_requests", "Requests at workers now", "gauge", ("executing",)),
+    ReportFamily(
         "shmserve_copied_bytes",
         "Bytes of tensors that workers copied",
         "counter",

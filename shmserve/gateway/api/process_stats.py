@@ -29,7 +29,7 @@ class CpuUtilization:
         self._last = (0, 0)
 
     def read(self) -> float:
-        """How busy they were since the last reading (at first: since boot), 0 to 1."""
+        """The share of time that they were busy since the last reading (at first: since boot)."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]

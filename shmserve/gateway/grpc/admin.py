@@ -59,7 +59,7 @@ async def model_ready(
 
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
-    """What grpc.health.v1 says, whatever the service's name: the server is ready or not."""
+    """The status for grpc.health.v1, whatever the service's name: that of the server."""
     ready = gateway.health.ready and not health.is_leaving(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING

@@ -25,8 +25,8 @@ from shmserve.gateway.inference.streaming_request import Message, StreamingReque
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -126,7 +126,7 @@ class Submitted:
         return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
-        """Nobody waits for the response any more."""
+        """Cancel it: the response is waited for no longer."""
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
@@ -198,7 +198,7 @@ class Inferences:
             then()
 
     def headers(self, call: Any) -> Mapping[str, str]:
-        """What of a call's metadata becomes parameters of its requests, in Triton's order. Raises
+        """The metadata of a call that become parameters of its requests, in Triton's order. Raises
         InvalidArgument."""
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:

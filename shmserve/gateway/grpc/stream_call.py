@@ -194,7 +194,7 @@ class _Stream:
             written.append((streamed_request, inferred, is_last(message)))
         await self._send(responses, stall_s)
         for streamed_request, inferred, last in written:
-            streamed_request.request.grant(inferred)
+            streamed_request.request.credit(inferred)
             if last:
                 del self._open[streamed_request.request]
                 streamed_request.leave()

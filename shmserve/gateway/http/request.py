@@ -25,7 +25,7 @@ TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
 class HttpChannel(Protocol):
-    """What a request and its response need of their connection."""
+    """The connection as a request and its response need it."""
 
     transport: asyncio.Transport | None
     client: ClientIdentity
@@ -52,12 +52,12 @@ class WholeBody:
         return True
 
     def read_nowait(self) -> bytes:
-        """All that is left."""
+        """The rest of it."""
         data, self._data = self._data, b""
         return data
 
     async def readany(self) -> bytes:
-        """All that is left; b"" at the end."""
+        """The rest of it; b"" at the end."""
         return self.read_nowait()
 
 

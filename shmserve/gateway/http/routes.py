@@ -15,6 +15,7 @@ _MODEL = r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
 _TRACE = r"/v2(?:/models/([^/]+))?/trace/setting"
 _REPOSITORY = r"/v2/repository(?:/([^/]+))?"
 _REPOSITORY_MODEL = _REPOSITORY + r"/models/([^/]+)"
+_MEMORY = "shared-memory"
 _SYSTEM_REGION = r"/v2/systemsharedmemory(?:/region/([^/]+))?"
 _CUDA_REGION = r"/v2/cudasharedmemory(?:/region/([^/]+))?"
 
@@ -37,12 +38,15 @@ ROUTES = RouteTable(
     Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),
     Route("POST", _REPOSITORY_MODEL + "/load", "model-repository", repository.load),
     Route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", repository.unload),
-    Route("POST", _SYSTEM_REGION + "/register", "shared-memory", shared_memory.register),
-    Route("GET", _SYSTEM_REGION + "/status", "shared-memory", shared_memory.status),
-    Route("POST", _SYSTEM_REGION + "/unregister", "shared-memory", shared_memory.unregister),
-    Route("POST", _CUDA_REGION + "/register", "shared-memory", shared_memory.register_cuda),
-    Route("GET", _CUDA_REGION + "/status", "shared-memory", shared_memory.status_cuda),
-    Route("POST", _CUDA_REGION + "/unregister", "shared-memory", shared_memory.unregister_cuda),
+    Route("POST", _SYSTEM_REGION + "/register", _MEMORY, shared_memory.register),
+    Route("GET", _SYSTEM_REGION + "/status", _MEMORY, shared_memory.status),
+    Route("POST", _SYSTEM_REGION + "/unregister", _MEMORY, shared_memory.unregister),
+    Route("POST", _CUDA_REGION + "/register", _MEMORY, shared_memory.register_cuda),
+    Route("GET", _CUDA_REGION + "/status", _MEMORY, partial(shared_memory.status, cuda=True)),
+    Route(
+        *("POST", _CUDA_REGION + "/unregister", _MEMORY),
+        partial(shared_memory.unregister, cuda=True),
+    ),
 )
 
 

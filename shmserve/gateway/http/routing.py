@@ -20,7 +20,6 @@ from shmserve.errors import (
     Unauthenticated,
 )
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import BrokenBody
 from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
@@ -30,6 +29,7 @@ from shmserve.gateway.http.response import (
     error_response,
     triton_error,
 )
+from shmserve.gateway.inference.body_arrival import BodyTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest, nothing
 from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.model_table import GatewayModel

@@ -93,12 +93,12 @@ class InferRequest:
 
     @property
     def classes(self) -> dict[str, int]:
-        """How many values of an output are asked for, of those that are to be classified."""
+        """The number of values that are asked for, by the name of an output to be classified."""
         return {output.name: output.classes for output in self.outputs if output.classes}
 
 
 class RequestIdentity(NamedTuple):
-    """What a request alone says, whatever it has in common with others: its id, and its place in a
+    """The part of a request that differs between requests of one form: its id, and its place in a
     sequence."""
 
     request_id: str
@@ -140,8 +140,8 @@ _RESERVED = frozenset(
 
 
 def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Those whose names match somewhere, whatever their case, in the order of the headers; of one
-    that comes twice the last. An empty pattern matches none.
+    """The headers whose names match somewhere, whatever their case, in their order; of one that
+    comes twice the last. An empty pattern matches none.
 
     Raises InvalidArgument for one that would be a parameter with a meaning to the server, and for
     one that is not UTF-8, which no parameter can be.

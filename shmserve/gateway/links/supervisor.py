@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.errors import from_code
 from shmserve.gateway.links.link import Link
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,9 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, Unavailable
-from shmserve.ipc.messages import (
-    Acknowledged,
-    ModelPublished,
-    Release,
-    SchedulerLost,
-    SchedulerToClient,
-    Submit,
-    SupervisorToEnsemble,
-)
+from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
+from shmserve.ipc.messages.inference import Release, Submit
+from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission

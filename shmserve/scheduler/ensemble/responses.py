@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import (
-    FIRST_CREDIT,
+from shmserve.ipc.messages.inference import (
     ExecutionResponded,
     Failed,
     Finished,
@@ -52,12 +51,11 @@ class Responses:
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""
         responses = request.flow.responses
-        placed = any(output.place is not None for output in request.inference.outputs)
-        most = 1 if placed else FIRST_CREDIT
-        while responses and len(request.unread) < most:
+        while responses and request.window.is_open:
             response = responses.pop(0)
             body = self._body(request, response)
             request.unread.append(list(response.values()))
+            request.window.sent(len(body))
             self._count(request, body, final=False, now_ns=now_ns)
             request.responses += 1
             self._clients.post(
@@ -66,7 +64,7 @@ class Responses:
 
     def credit(self, request: EnsembleRequest, responses: int) -> None:
         """The client has read so many responses."""
-        for _ in range(min(responses, len(request.unread))):
+        for _ in range(request.window.read(responses)):
             _release(request.unread.popleft())
 
     def failed(self, request: EnsembleRequest, early: bool = False) -> None:

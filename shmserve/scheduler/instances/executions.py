@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
     CancelExecution,
@@ -95,12 +95,12 @@ class Executions:
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key))
 
-    def grant(self, request: Request, responses: int) -> None:
+    def credit(self, request: Request, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what
         it has not been sent it has read none."""
-        read = min(responses, request.responses - request.granted)
+        read = min(responses, request.responses - request.credited)
         if read > 0 and request.worker is not None:
-            request.granted += read
+            request.credited += read
             self._workers.post(request.worker.peer, CreditExecution(request.key, read))
 
     def end_sequences(self, peer: bytes, slots: list[int]) -> None:

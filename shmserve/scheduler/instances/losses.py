@@ -7,7 +7,7 @@ and nobody has heard of it since. Who has had a response, or was open after `exe
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import KillInstance
+from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink

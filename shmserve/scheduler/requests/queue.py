@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue

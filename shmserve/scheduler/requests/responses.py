@@ -14,7 +14,7 @@ from collections import deque
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.lent import unread
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     ExecutionResponded,
     Failed,
     Finished,

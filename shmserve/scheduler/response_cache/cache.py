@@ -19,7 +19,7 @@ from typing import NamedTuple
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shmserve.ipc.messages import ModelCounted
 from shmserve.ipc.messages.events import (
     COUNTERS,
     MODELS,
@@ -25,6 +24,7 @@ from shmserve.ipc.messages.events import (
     TOPICS,
     EventHeader,
     ModelChanged,
+    ModelCounted,
     ProcessStarted,
     SequenceReached,
 )

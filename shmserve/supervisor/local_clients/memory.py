@@ -14,7 +14,8 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
-from shmserve.ipc.messages import MemoryDropped, ShareDeviceMemory
+from shmserve.ipc.messages.local_clients import ShareDeviceMemory
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.supervisor.local_clients import fd_passing

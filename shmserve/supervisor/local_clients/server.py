@@ -24,8 +24,15 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.local_clients import (
+    Hello,
+    ShareDeviceMemory,
+    ShareMemory,
+    Welcome,
+    WithdrawMemory,
+)
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import LocalClient, LocalClientConnections
@@ -111,14 +118,14 @@ class LocalClientServer:
 
     def _take(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case m.Hello(version=frames.VERSION) if not client.welcomed:
+            case Hello(version=frames.VERSION) if not client.welcomed:
                 client.welcomed = True
-                welcome = m.Welcome(client.number, self._capabilities.token(client.number))
+                welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for item in (welcome, *self._snapshot()):
                     self._connections.send(client, self._packet(item))
             case m.Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
-            case m.ShareMemory(number, size, pin) if client.welcomed:
+            case ShareMemory(number, size, pin) if client.welcomed:
                 response: Any
                 try:
                     response = m.Answered(
@@ -128,14 +135,14 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = m.Refused(number, error.code, error.message)
                 self._connections.send(client, frames.pack([response]))
-            case m.ShareDeviceMemory() if client.welcomed:
+            case ShareDeviceMemory() if client.welcomed:
                 in_background(self._share_device(client, message), self._checks)
-            case m.WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
+            case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    async def _share_device(self, client: LocalClient, request: m.ShareDeviceMemory) -> None:
+    async def _share_device(self, client: LocalClient, request: ShareDeviceMemory) -> None:
         response: Any
         try:
             memory = await self._memory.share_device(client.number, client.uid, request)

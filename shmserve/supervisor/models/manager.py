@@ -13,7 +13,8 @@ from typing import Any
 
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
@@ -204,7 +205,7 @@ class ModelManager:
         live = self._registry.live
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
-            self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
+            self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
 
 
 async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -29,8 +29,8 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when a
-    load begins, and when it fails."""
+    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when
+    a load begins, and when it fails."""
 
     def __init__(
         self,

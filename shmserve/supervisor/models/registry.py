@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion

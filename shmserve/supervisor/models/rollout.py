@@ -16,7 +16,7 @@ from functools import partial
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from shmserve.ipc.messages import (
-    Acknowledged,
     EnsembleToSupervisor,
     GatewayToSupervisor,
     HostToSupervisor,
@@ -23,6 +22,7 @@ from shmserve.ipc.messages import (
     WorkerToSupervisor,
     WorkspaceToSupervisor,
 )
+from shmserve.ipc.messages.supervision import Acknowledged
 from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shmserve import logs
-from shmserve.ipc.messages import GatewayReady, HostReady, SetLogging, WorkerStarted
+from shmserve.ipc.messages.supervision import GatewayReady, HostReady, SetLogging, WorkerStarted
 from shmserve.logs import LogSettings
 from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
 from shmserve.logs import LogSettings
 from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress

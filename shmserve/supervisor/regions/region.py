@@ -13,7 +13,8 @@ from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.common.access.shm_access import Ownership
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import RegionPublished, RegionRegistered
+from shmserve.ipc.messages.events import RegionRegistered
+from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle
 
 

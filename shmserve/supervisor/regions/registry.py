@@ -10,7 +10,7 @@ A region is a numbered generation of a name:
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Who may
 register and unregister what is decided by shmserve.common.access.shm_access, how much by
-shmserve.supervisor.regions.quota; draining.py has those whose name is free again.
+shmserve.supervisor.regions.quota.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -22,27 +22,105 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shmserve.common.accelerators import cuda_not_supported
-from shmserve.common.access.shm_access import (
-    EVERYONE,
-    Peer,
-)
+from shmserve.common.access.shm_access import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import (
-    RegionBlamed,
+from shmserve.ipc.messages.events import RegionBlamed, RegionUnregistered
+from shmserve.ipc.messages.memory import (
+    MemoryDropped,
+    RegionDrained,
     RegionPublished,
-    RegionUnregistered,
+    RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.draining import DrainingRegions, Publish
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
+
+# Sends what the function makes of an acknowledgement number to every gateway; returns once it
+# holds in all of them.
+Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
+
+
+class DrainingRegions:
+    """Regions without a name that requests in flight still use, by memory id: kept open until the
+    last has ended. `publish` reaches every gateway (pids: `gateways`), `tell_workers` every worker.
+
+    Gateways count the requests that use a generation of a name. When it is withdrawn, each gateway
+    that knows it releases it when it uses it no more; then workers unmap it, and it is closed.
+    """
+
+    def __init__(
+        self,
+        publish: Publish,
+        gateways: Callable[[], Iterable[int]],
+        tell_workers: Callable[[Any], None],
+        opener: RegionOpener,
+    ) -> None:
+        self._publish = publish
+        self._gateways = gateways
+        self._tell_workers = tell_workers
+        self._opener = opener
+        self._regions: dict[int, OpenRegion] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def published(self) -> Iterator[RegionPublished]:
+        """The messages that bring a new gateway up to date: they are listed while requests use
+        them."""
+        for region in self._regions.values():
+            if region.listed:
+                yield _draining(region, 0)
+
+    async def drain(self, region: OpenRegion) -> None:
+        """Withdraw a region from every gateway; returns when none accepts its name any more."""
+        self._regions[region.memory_id] = region
+        region.users = set(self._gateways())
+        await self._publish(partial(RegionWithdrawn, region.name, region.memory_id))
+        self._close_unused(region)
+        if region.memory_id in self._regions:
+            region.listed = True
+            await self._publish(partial(_draining, region))
+
+    def released(self, pid: int, memory_id: int) -> None:
+        """Note that no request of gateway `pid` uses the region any more."""
+        region = self._regions.get(memory_id)
+        if region is not None:
+            region.users.discard(pid)
+            self._close_unused(region)
+
+    def gateway_exited(self, pid: int) -> None:
+        """Release what the requests of a gateway used that has ended."""
+        for memory_id in list(self._regions):
+            self.released(pid, memory_id)
+
+    def _close_unused(self, region: OpenRegion) -> None:
+        if region.users or self._regions.pop(region.memory_id, None) is None:
+            return
+        self._tell_workers(MemoryDropped(region.memory_id))
+        self._opener.close(region)
+        if region.listed:
+            in_background(self._unlist(region.memory_id), self._tasks)
+
+    async def _unlist(self, memory_id: int) -> None:
+        await self._publish(partial(RegionDrained, memory_id))
+
+    def close(self) -> None:
+        """Close every object."""
+        for region in self._regions.values():
+            self._opener.close(region)
+        self._regions.clear()
+
+
+def _draining(region: OpenRegion, acknowledge: int) -> RegionPublished:
+    return replace(region.published(acknowledge), draining=True)
+
 
 logger = logging.getLogger(__name__)
 

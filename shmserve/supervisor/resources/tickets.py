@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
 from shmserve.supervisor.processes.control_socket import Address, pid_of
 from shmserve.supervisor.resources import rate_limiter
 from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter

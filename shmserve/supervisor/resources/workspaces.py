@@ -25,7 +25,8 @@ from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.device_allocation import DeviceAllocation
 from shmserve.ipc.memory.workspace_pool import WorkspaceLease, WorkspacePool
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.start import WorkspaceStart, decode
+from shmserve.ipc.messages.supervision import (
     Answered,
     LeaseWorkspace,
     Refused,
@@ -34,7 +35,6 @@ from shmserve.ipc.messages import (
     Stop,
     WorkspaceAllocated,
 )
-from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from shmserve.ipc.transport.dealer import Dealer
 

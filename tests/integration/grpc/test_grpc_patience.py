@@ -22,7 +22,7 @@ from shmserve.common.fd_limits import share_of
 from shmserve.config.grpc import environment
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
 from tests.support.servers import hold_ports, port_of

@@ -29,9 +29,12 @@ from shmserve.client.sync import Server
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.local_clients import ShareDeviceMemory
+from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
+from shmserve.ipc.messages.supervision import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -77,7 +80,7 @@ class SupervisorContext:
         self._over = asyncio.Event()
         checker = self._cuda.device_memory()
 
-        def look(_: int, question: m.CheckMemory) -> None:
+        def look(_: int, question: CheckMemory) -> None:
             self._loop.call_soon(handles.checked, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
@@ -86,8 +89,8 @@ class SupervisorContext:
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
-            yield m.ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
-            yield m.HealthChanged(True, True, False)
+            yield ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
+            yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
             self.folder, NO_GROUP, SEALS, registry, models, registry.release
@@ -97,7 +100,7 @@ class SupervisorContext:
         local_clients.close()
         registry.close()
 
-    def _tell_workers(self, message: m.MemoryDropped) -> None:
+    def _tell_workers(self, message: MemoryDropped) -> None:
         self.dropped.append(message.memory_id)
 
     def serve(self, answered: Callable[[], bool]) -> None:
@@ -458,7 +461,7 @@ def test_what_is_wrong_with_a_handle(
 
     class Asking:
         def sharing(self, number: int) -> Any:
-            return m.ShareDeviceMemory(number, size, handle, device, uuid), ()
+            return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
         connection.share(Asking())  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import EndSequences, Execute, SequenceRow, Work
+from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.workers.batch.request import Output, Request, Response
 from shmserve.workers.sequences import controls, state

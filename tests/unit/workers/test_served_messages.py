@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import pack_inference, unpack_inferred
 from shmserve.workers.backends import Output, Request, Response, ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest

@@ -35,7 +35,7 @@ def _misbehaved(instance: str, what: str) -> Internal:
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
 
 
-class Execution:
+class PythonExecution:
     """Calls `execute` of one model that is not decoupled. Where that is a coroutine function, one
     event loop runs them. `iterative`: it may ask for a request once more."""
 
@@ -43,7 +43,7 @@ class Execution:
         self._context = context
         self._model = model
         self._iterative = iterative
-        self._lender = Lender(context.model_name, context.copied)
+        self._lender = Lender(context.model_name, context.mappings, context.copied)
         self._runner: asyncio.Runner | None = None
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -58,7 +58,7 @@ class Execution:
                 raise
             logger.exception("model '%s' failed after it had answered", self._context.model_name)
         self._lender.settle(responses)
-        _give_up(requests, received)
+        _detach_kept(requests, received)
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -145,7 +145,7 @@ class Execution:
 
 class DecoupledExecution:
     """Calls `execute` of one decoupled model. Where that is a coroutine function, they run side by
-    side in an event loop that has a thread of its own. `iterative`: as `Execution` has it."""
+    side in an event loop that has a thread of its own. `iterative`: as `PythonExecution` has it."""
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
@@ -209,7 +209,7 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
         changed.clear()
 
 
-def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """The memory of the inputs is used again: what the model keeps of them becomes its own."""
     for index, request in enumerate(requests):
         if not any(map(_SHARED, request.inputs.values())):

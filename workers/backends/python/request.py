@@ -211,7 +211,12 @@ class InferenceRequest:
                 begun: asyncio.Future[None] = loop.create_future()
                 call = server.current().open_soon(self._call_request(), begun)
                 task = loop.create_task(_iterator(call, begun))
-                task.add_done_callback(lambda over: call.leave() if over.cancelled() else None)
+
+                def cancel(over: asyncio.Future[Any]) -> None:
+                    if over.cancelled():
+                        call.cancel()
+
+                task.add_done_callback(cancel)
                 return task
             reply = server.current().call_soon(self._call_request())
         except ShmserveError as error:

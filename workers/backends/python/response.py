@@ -140,7 +140,7 @@ class ResponseIterator:
         """Ask for no more responses: those that have not come yet will not."""
         call, self._call = self._call, None
         if call is not None:
-            call.leave()
+            call.cancel()
 
     def __del__(self) -> None:
         self.cancel()

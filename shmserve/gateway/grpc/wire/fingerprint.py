@@ -41,7 +41,7 @@ _FLAGS = {
 
 
 def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
-    """What these fields say, of which the last holds; None: something else, or in other words."""
+    """The identity in these fields, of which the last holds; None for any other form."""
     correlation_id: int | str | None = 0
     flags = 0
     for entry in parameters:

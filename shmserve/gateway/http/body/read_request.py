@@ -134,7 +134,7 @@ async def _read(
 
 
 def header_size(said: str | None, body_size: int) -> int:
-    """How many bytes of the body are JSON, by the header that says so; all when there is none.
+    """The size of a body's JSON part in bytes, by the header that says so; all where there is none.
 
     Raises InvalidArgument for what is no number in [0, body_size].
     """

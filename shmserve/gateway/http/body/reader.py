@@ -9,7 +9,6 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.arrival import Arrival
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.json.parser import loads
@@ -20,7 +19,7 @@ from shmserve.gateway.http.request import (
     TRANSFER_ENCODING,
     HttpRequest,
 )
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.ranges import LARGEST
 
@@ -126,7 +125,7 @@ class Body:
     # --- the whole of it
 
     async def read(self, limit: int, too_large: str) -> bytes:
-        """All of it, of at most `limit` bytes.
+        """The whole body, of at most `limit` bytes.
 
         Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more, and
         Unavailable when too much of others' is here.
@@ -168,7 +167,7 @@ class Body:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """What `read_start` gave counts as long as this runs: the rest may be long in coming."""
+        """A block in which the bytes of `read_start` count: the rest may be long in coming."""
         try:
             yield
         finally:

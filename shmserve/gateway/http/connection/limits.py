@@ -47,7 +47,7 @@ class HttpServer:
 
     @property
     def connections(self) -> list[HttpConnection]:
-        """Those that there are."""
+        """The connections that are open."""
         return list(self._connections)
 
     def connection_made(self, connection: HttpConnection) -> ClientIdentity:

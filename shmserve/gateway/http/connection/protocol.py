@@ -35,14 +35,13 @@ _LINGER_S = 2.0
 
 
 class Owner(Protocol):
-    """Who counts and limits connections."""
+    """The server that counts and limits connections."""
 
     def connection_made(self, connection: HttpConnection) -> ClientIdentity:
-        """It is here; returns who its client is. It may be ended at once where there are too
-        many."""
+        """Register one, and return its client. It may be ended at once where there are too many."""
 
     def connection_lost(self, connection: HttpConnection) -> None:
-        """It has ended."""
+        """Forget one that has ended."""
 
 
 class HttpConnection(Incoming):

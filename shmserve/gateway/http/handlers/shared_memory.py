@@ -63,15 +63,21 @@ def _required(body: dict[str, Any], field: str) -> Any:
     return body[field]
 
 
-async def status(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = api.visible(gateway, request.connection.client, name or "")
+async def status(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user; `cuda`: GET
+    /v2/cudasharedmemory..."""
+    regions = api.visible(gateway, request.connection.client, name or "", cuda=cuda)
     return json_response([region.status() for region in regions])
 
 
-async def unregister(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await api.unregister(gateway, request.connection.client, name or "")
+async def unregister(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """POST /v2/systemsharedmemory[/region/NAME]/unregister, or as `status`; an unknown name is
+    fine."""
+    await api.unregister(gateway, request.connection.client, name or "", cuda=cuda)
     return HttpResponse()
 
 
@@ -117,15 +123,3 @@ def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> 
     if not fits:
         raise mistyped_value(word)
     return value
-
-
-async def status_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = api.visible(gateway, request.connection.client, name or "", cuda=True)
-    return json_response([region.status() for region in regions])
-
-
-async def unregister_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await api.unregister(gateway, request.connection.client, name or "", cuda=True)
-    return HttpResponse()

@@ -65,7 +65,7 @@ class JsonResponseTemplate:
         self._texts = _response_json(name, version, response, entries).split(_CUT)
 
     def datas(self, response: Inferred) -> list[bytes | Place]:
-        """What a response of this form has for `outputs`."""
+        """The data of a response of this form, one for each of `outputs`."""
         return [response.outputs[place].data for place in self._places]
 
     def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:

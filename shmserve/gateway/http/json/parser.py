@@ -190,7 +190,7 @@ OBJECTS_IN_REQUEST = 4
 
 
 def members_of_request(value: Any) -> int:
-    """How many members there are where an inference request has some; others are left out."""
+    """The number of members where an inference request has some; others are left out."""
     if type(value) is not dict:
         return 0
     count = len(value)
@@ -207,7 +207,7 @@ def members_of_request(value: Any) -> int:
 
 
 def doubled(raw: bytes, value: Any) -> str | None:
-    """What is wrong with the text of `value`, "duplicate key 'id' in an object"; None: nothing."""
+    """The fault of the text of `value`, "duplicate key 'id' in an object"; None: there is none."""
     if _colons(raw) == _members(value):
         return None
     if len(raw) <= _LONGEST_NAMED:
@@ -219,7 +219,6 @@ def doubled(raw: bytes, value: Any) -> str | None:
 
 
 def _members(value: Any) -> int:
-    """How many members there are in all."""
     count = 0
     holders = [value]
     while holders:
@@ -233,12 +232,11 @@ def _members(value: Any) -> int:
 
 
 def _colons(raw: bytes) -> int:
-    """How many colons of a JSON text stand outside of strings."""
     return len(outside_strings(raw, b":"))
 
 
 def outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
-    """Those of the bytes `marks` that stand outside of the strings of a JSON text, in order.
+    """The bytes among `marks` that stand outside of the strings of a JSON text, in order.
 
     What follows the first fault of a text that is not JSON may be taken for a string or not.
     """

@@ -71,7 +71,7 @@ async def generate(
 async def generate_stream(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
-    """All responses of a model, as server-sent events."""
+    """The responses of a model, as server-sent events."""
     generation = await _begin(gateway, request, name, version)
     framing = SERVER_SENT_EVENTS
 

@@ -19,7 +19,7 @@ from shmserve.gateway.inference.response import classified_as_requested
 from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
 from shmserve.gateway.inference.submit import log_failure
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
 

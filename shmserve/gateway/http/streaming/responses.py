@@ -66,11 +66,11 @@ class ResponseQueue:
         the model may send another. Returns whether it was the last."""
         message = self._here.popleft()
         self.request.release(inferred)
-        self.request.grant(inferred)
+        self.request.credit(inferred)
         return is_last(message)
 
     def close(self) -> None:
-        """Nobody waits for more."""
+        """Cancel the request; responses that are here are discarded."""
         while self._here:
             self.request.discard(self._here.popleft())
         self.request.abandon()

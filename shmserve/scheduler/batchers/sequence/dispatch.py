@@ -7,7 +7,7 @@ import logging
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
-from shmserve.ipc.messages import SequenceRow, Submit
+from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.base import WaitUntil

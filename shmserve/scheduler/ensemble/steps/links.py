@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.ipc.messages import Cancel, Credit, Release, Submit
+from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.in_process import InProcessLinks

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
 from shmserve.ipc.memory.lent import Holding, Token, releases, unread
-from shmserve.ipc.messages import Cancel, Credit, Finished, Release, Responded, Submit
+from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.scheduler.ensemble.flow import Firing

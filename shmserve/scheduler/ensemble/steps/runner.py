@@ -10,14 +10,8 @@ from collections import deque
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
-from shmserve.ipc.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Responded,
-    SchedulerToClient,
-    Settled,
-)
+from shmserve.ipc.messages import SchedulerToClient
+from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Responded, Settled
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import Graph

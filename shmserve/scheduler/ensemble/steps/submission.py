@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
 from shmserve.ipc.memory.lent import Block
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler

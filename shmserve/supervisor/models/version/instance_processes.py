@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instances import (

@@ -21,7 +21,8 @@ from typing import Any
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
@@ -180,7 +181,7 @@ class ModelVersion:
                 self.instances.kill_overrunning(index, reason, pid)
             case m.InstanceRetired(index, pid):
                 self.instances.retired(index, pid)
-            case m.MemoryDropped():  # which an ensemble has kept for workers
+            case MemoryDropped():  # which an ensemble has kept for workers
                 self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
@@ -131,10 +133,10 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
     number = rig.runs()["a"]
-    for index in range(m.FIRST_CREDIT + 1):
+    for index in range(FIRST_CREDIT + 1):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
-    assert len(rig.told()) == m.FIRST_CREDIT
+    assert len(rig.told()) == FIRST_CREDIT
     rig.client_says(m.Credit(1, 1))
     only(rig.told(), m.Responded)
     rig.respond("a", number, b"", final=True)
@@ -171,7 +173,7 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     (output,) = unpack_inference(first.work).outputs
     assert output.place is not None
     rig.step_says("a", m.Finished(first.id, placed(output.place)))
-    rig.control_says(m.ProcessExited(7000))
+    rig.control_says(ProcessExited(7000))
     assert rig.memory.used == 0
 
 
@@ -206,9 +208,9 @@ def test_a_scheduler_that_is_lost() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
-    rig.control_says(m.SchedulerLost("a", "a2"))
+    rig.control_says(SchedulerLost("a", "a2"))
     assert rig.sent() == [("a2", first)]
-    rig.control_says(m.SchedulerLost("a2", ""))
+    rig.control_says(SchedulerLost("a2", ""))
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
 
 
@@ -231,12 +233,12 @@ def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig = EnsembleRig(CHAIN[:1], MODELS, ["m"])
     rig.submit()
-    rig.control_says(m.Drain())
+    rig.control_says(Drain())
     rig.submit(2)
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
     rig.finish("a", rig.runs()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
-    assert kinds[-1] is m.Drained
+    assert kinds[-1] is Drained
 
 
 def test_times_are_the_steps_together() -> None:

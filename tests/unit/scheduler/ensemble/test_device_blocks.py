@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsKept
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -172,7 +173,7 @@ def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     hit(rig, work(), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
-    rig.supervisor(m.ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
@@ -269,7 +270,7 @@ def test_a_smaller_share_holds_at_once() -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(b"y" * 1000))
-    rig.supervisor(m.ResizeCache(500))
+    rig.supervisor(ResizeCache(500))
     assert rig.report()["shmserve"]["cache"]["bytes"] == 0
     run(rig, peer, work(), body(b"y" * 1000))
 
@@ -279,7 +280,7 @@ def test_counts_go_on_in_a_successor() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     hit(rig, work())
-    kept = [message for _, message in rig.control.take() if isinstance(message, m.StatisticsKept)]
+    kept = [message for _, message in rig.control.take() if isinstance(message, StatisticsKept)]
     before = rig.report()
     assert kept == []
     heir = cached()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS
 from tests.rigs.sequence_rig import END, START, SequenceRig
 

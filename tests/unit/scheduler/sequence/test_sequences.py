@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceRetired,
+    PoolFailed,
+    ProcessExited,
+    RetireInstance,
+)
 from tests.rigs.scheduler_rig import MS, Rig
 from tests.rigs.sequence_rig import END, START, SequenceRig
 
@@ -278,7 +286,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
     rig.ask(2, START, peer=other)
     rig.ask(3, START, peer=other)
     rig.ask(3, peer=other)
-    rig.supervisor(m.ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001))
     while rig.runs():
         rig.done()
     assert rig.scheduler.live == 0
@@ -290,7 +298,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
 def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     rig.outcomes()
     refused = [rig.ask(1, START), rig.ask(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
@@ -304,22 +312,22 @@ def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """Until the last has ended; a model that is unloaded does not."""
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain(sequences=True))
-    assert m.Drained() not in told(rig)
+    rig.supervisor(Drain(sequences=True))
+    assert Drained() not in told(rig)
     rig.ask(1, END)
-    assert m.Drained() not in told(rig)
+    assert Drained() not in told(rig)
     rig.done()
-    assert m.Drained() in told(rig)
+    assert Drained() in told(rig)
 
 
 def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain(sequences=True))
+    rig.supervisor(Drain(sequences=True))
     rig.pass_time(1001 * MS)
-    assert m.Drained() in told(rig)
-    rig.supervisor(m.Drain())
-    assert m.Drained() in told(rig)
+    assert Drained() in told(rig)
+    rig.supervisor(Drain())
+    assert Drained() in told(rig)
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -353,7 +361,7 @@ def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
     rig = SequenceRig(rows=1)
     rig.die()
     numbers = [rig.ask(1, START), rig.ask(1), rig.ask(2, START)]
-    rig.supervisor(m.PoolFailed("it cannot load"))
+    rig.supervisor(PoolFailed("it cannot load"))
     assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
     rig.peers = [rig.start(0, 300)]
     rig.ask(1, START)
@@ -458,7 +466,7 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     rig.done(0)
     rig.done(1)
     rig.batches()
-    rig.supervisor(m.RetireInstance(0))
+    rig.supervisor(RetireInstance(0))
     rig.ask(1)
     rig.ask(3, START)
     assert rig.batches() == {0: [1]}
@@ -467,14 +475,14 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     assert rig.batches() == {0: [1]}
     assert retired(rig) == []
     rig.done(0)
-    assert retired(rig) == [m.InstanceRetired(0, 100)]
+    assert retired(rig) == [InstanceRetired(0, 100)]
     rig.ask(2, END)
     rig.done(1)
     assert rig.batches() == {1: [3]}
 
 
 def retired(rig: Rig) -> list[Any]:
-    return [word for _, word in rig.control.take() if isinstance(word, m.InstanceRetired)]
+    return [word for _, word in rig.control.take() if isinstance(word, InstanceRetired)]
 
 
 # --- 3.5: states of what is over -----------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import InstanceState

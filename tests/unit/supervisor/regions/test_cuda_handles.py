@@ -29,7 +29,7 @@ from shmserve.gateway.grpc import admin
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import memory as m
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb

@@ -1,4 +1,7 @@
-"""The arrival of a request body: its time limit, and its eviction where memory is full."""
+"""The arrival of request bodies: a time limit for each, and admission control for the memory that
+those hold together which are arriving, with eviction of the slowest where it is full, for a client
+may take minutes to send the rest of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,66 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 
-from shmserve.errors import ShmserveError
-from shmserve.gateway.inference.body_budget import SLOWEST_RATE, BodyBudget
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.gateway.inference.malloc_trim import MallocTrim
+
+# A body may take the body timeout and a second more for each of these bytes that came.
+SLOWEST_RATE = 64 * 1024
+
+
+class BodyBudget:
+    """Accounts for the bodies that are arriving; `most` bounds, in bytes, what they hold together
+    outside of the arena. One alone has its own limit. `trim` is told what is given back."""
+
+    def __init__(self, most: int, trim: MallocTrim) -> None:
+        self._most = most
+        self._trim = trim
+        self._used = 0
+        self._bodies: set[Arrival] = set()
+
+    def take(self, body: Arrival, more: int) -> None:
+        """`more` bytes of it are here; to be given back in any case.
+
+        Raises Unavailable when they are too many with those of others.
+        """
+        self._bodies.add(body)
+        body.held += more
+        self._used += more
+        if self._used > max(self._most, body.held):
+            for slow in self._slow(attrgetter("held")):
+                slow.evict()
+                if self._used <= max(self._most, body.held):
+                    break
+            else:
+                raise Unavailable(f"server memory for request bodies ({self._most} bytes) is full")
+        body.check()
+
+    def give(self, body: Arrival) -> None:
+        """Return what was taken: it is no longer here, or belongs to a whole body."""
+        held, body.held = body.held, 0
+        self._used -= held
+        self._bodies.discard(body)
+        self._trim.soon(held)
+
+    def keep(self, body: Arrival) -> None:
+        """Register a body that has a block of the arena."""
+        self._bodies.add(body)
+
+    def evict(self) -> Iterator[None]:
+        """The arena is full: at each step, the slowest of the bodies that hardly come and have a
+        block of it has given that back."""
+        for body in self._slow(attrgetter("has_block")):
+            body.evict()
+            yield
+
+    def _slow(self, useful: Callable[[Arrival], int]) -> list[Arrival]:
+        """The bodies that hardly come and are `useful` to end, the slowest first."""
+        now = time.monotonic()
+        slow = [body for body in self._bodies if useful(body) and body.is_slow(now)]
+        return sorted(slow, key=methodcaller("rate", now))
+
 
 # Where memory is full, a body is evicted that was waited for for this part of `body_timeout_s`,
 # with less than so many bytes a second. The time it waited for us does not count.
@@ -24,7 +84,8 @@ class BodyTimeout(ShmserveError):
 
 
 class Arrival:
-    """The arrival of one body, an `ArrivingBody`: what of it is here counts in `budget`.
+    """The arrival of one body: what of it is here counts in `budget`, `held` bytes outside of the
+    arena.
 
     The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` bytes that came.
     """
@@ -42,7 +103,7 @@ class Arrival:
         self.held = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
-        """What `read` gives, within the time limit; raises BodyTimeout."""
+        """The result of `read`, within the time limit; raises BodyTimeout."""
         limit = self._began + self._timeout_s + self.received / SLOWEST_RATE
         self._since = time.monotonic()
         try:
