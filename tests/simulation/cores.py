@@ -76,8 +76,8 @@ def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory
 
 
 def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
-    """Every container that a scheduler has: where it is, how many things are in it, and how many may
-    be left there when nothing is in flight."""
+    """Every container that a scheduler has: where it is, how many things are in it, and the most
+    that may be left there when nothing is in flight."""
     seen: set[int] = set()
     stack: list[Any] = [scheduler.front]
     while stack:
