@@ -116,6 +116,7 @@ class InstanceLink:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         with self.lock:
             if self._dealer is not None:
+                self.pump()  # outputs that were read are released by way of the old one
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()

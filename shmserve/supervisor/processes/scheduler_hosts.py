@@ -34,9 +34,11 @@ class Group(NamedTuple):
 
 
 class HostedScheduler:
-    """A scheduler that a process hosts, or did; `closed` once it does not any more."""
+    """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
+    not any more."""
 
-    def __init__(self, host: _Host, number: int) -> None:
+    def __init__(self, host: _Host, name: str, number: int) -> None:
+        self.name = name
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -90,19 +92,35 @@ class SchedulerHosts:
             host.awaited -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
-        hosted = host.hosted[start.number] = HostedScheduler(host, start.number)
+        hosted = host.hosted[start.number] = HostedScheduler(
+            host, start.config["name"], start.number
+        )
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
         return hosted
+
+    def misplaced(self, hosted: HostedScheduler, group: Group) -> bool:
+        """Whether a scheduler is in another process than one of this group would be opened in."""
+        host = hosted._host
+        if len(group.names) == 1:
+            return any(each.name not in group.names for each in host.hosted.values())
+        return self._known(group) not in (None, host)
+
+    def _known(self, group: Group) -> _Host | None:
+        if len(group.names) > 1:
+            for host in self._hosts:
+                if host.child.alive and host.names & group.names:
+                    return host
+        return None
 
     async def _host(self, group: Group) -> _Host:
         """The process that hosts one of a group, or a new one."""
         async with self._spawning:
             self._hosts = [host for host in self._hosts if host.child.alive]
-            for host in self._hosts:
-                if host.names & group.names:
-                    host.names |= group.names
-                    return host
+            known = self._known(group)
+            if known is not None:
+                known.names |= group.names
+                return known
             start = HostStart(group.title, self._run_dir, self._log())
             child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
             host = _Host(child)

@@ -13,6 +13,8 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.in_process import InProcessLinks
 from shmserve.scheduler.waiting import Waiter
 
+_MOST_MOVED = 256
+
 
 class StepSchedulers:
     """The links by endpoint; `waiter` watches the sockets while they live. `identity` is the
@@ -30,7 +32,7 @@ class StepSchedulers:
         self._identity = identity
         self._take = take
         self._links = SchedulerLinks(self._watch, waiter.unwatch)
-        self._moved: dict[str, str] = {}  # to a successor
+        self._moved: dict[str, str] = {}  # endpoint of one that was lost -> who took its place
         neighbours.enter(identity, take)
 
     def _watch(self, fd: int) -> None:
@@ -48,15 +50,20 @@ class StepSchedulers:
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
-        while endpoint in self._moved:
-            endpoint = self._moved[endpoint]
+        endpoint = self._moved.get(endpoint, endpoint)
         if not self._neighbours.post(endpoint, self._identity, message):
             self._links.tell(endpoint, message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it sent last is taken."""
+        for before in [old for old, now in self._moved.items() if now == endpoint]:
+            del self._moved[before]
+            if successor:
+                self._moved[before] = successor
         if successor:
             self._moved[endpoint] = successor
+            if len(self._moved) > _MOST_MOVED:  # nothing that was lent is as old
+                del self._moved[next(iter(self._moved))]
 
         def last_words(link: Dealer) -> None:
             while link.wait(0):
