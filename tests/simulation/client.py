@@ -6,8 +6,10 @@ import itertools
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT, ReadWindow
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages import supervision
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference, unpack_inferred
 from tests.simulation.memory import SimulatedMemory
@@ -20,7 +22,7 @@ from tests.simulation.world import MS, US, Link, Process, Violation, World
 class ClientRequest(InflightRequest):
     """A request in the client's table: the ledger's, and the block that its input is in."""
 
-    __slots__ = ("client", "place", "request")
+    __slots__ = ("client", "place", "read", "request", "window")
 
     def __init__(
         self, client: Client, request: Request, submit: m.Submit, endpoint: str, place: Place | None
@@ -29,6 +31,8 @@ class ClientRequest(InflightRequest):
         self.client = client
         self.request = request
         self.place = place
+        self.window = ReadWindow()
+        self.read = 0
 
     def awaited(self) -> bool:
         """As `InflightRequest` says."""
@@ -39,6 +43,8 @@ class ClientRequest(InflightRequest):
         if self.request.cancelled:
             self.client.discard(self.endpoint, message)
         else:
+            if self.responses - self.read > FIRST_CREDIT + 1:
+                self.request.fail(f"{self.responses} responses came, and {self.read} were read")
             self.client.world_ledger.responded(self.request, message)
             self.client.read_soon(self, message)
 
@@ -105,12 +111,12 @@ class Client(Process):
         """What the supervisor says."""
         for message in messages:
             match message:
-                case m.ModelPublished():
+                case supervision.ModelPublished():
                     self.endpoints[message.name] = message.endpoint
                     self._link(message.endpoint)
-                case m.ModelWithdrawn():
+                case supervision.ModelWithdrawn():
                     self.endpoints.pop(message.name, None)
-                case m.SchedulerLost():
+                case supervision.SchedulerLost():
                     self._lost(message.endpoint, message.successor)
 
     def _lost(self, endpoint: str, successor: str) -> None:
@@ -214,7 +220,7 @@ class Client(Process):
 
     def read_soon(self, pending: ClientRequest, message: Response) -> None:
         """Read a response after a while."""
-        if isinstance(message, m.Failed) or not message.body:
+        if isinstance(message, m.Failed):
             return
         if self._slow:
             wait_ns = self.world.between(100 * US, 40 * MS)
@@ -225,24 +231,29 @@ class Client(Process):
     def _read(self, pending: ClientRequest, message: Any, count: int) -> None:
         if not self.alive:
             return
-        request = pending.request
-        inferred = unpack_inferred(message.body)
+        if message.body:
+            self._check(pending.request, message, count)
+            self.discard(pending.endpoint, message)
+        pending.read += 1
+        credit = pending.window.read(len(message.body))
+        if credit and pending.submit.id in self._table.pending:
+            self._link(pending.endpoint).post(m.Credit(pending.submit.id, credit))
+
+    def _check(self, request: Request, message: Any, count: int) -> None:
+        """A response is made of its request's own input, and by one version."""
         found: dict[str, bytes] = {}
-        for tensor in inferred.outputs:
+        for tensor in unpack_inferred(message.body).outputs:
             data = tensor.data
             if isinstance(data, Place):
                 try:
                     data = self._memory.read(data, self)
                 except ShmserveError:
-                    data = b""
+                    return  # its worker has ended
             found[tensor.name] = data
-        made_of = request.made_of(found["OUT"], count - 1) if found["OUT"] else b""
+        made_of = request.made_of(found["OUT"], count - 1)
         expected = request.model.made(made_of, found["WHO"].decode())
-        if found["OUT"] and (found["OUT"], found["WHO"]) != expected:
+        if (found["OUT"], found["WHO"]) != expected:
             request.fail(f"has the response {found}, and should have {expected}")
-        self.discard(pending.endpoint, message)
-        if isinstance(message, m.Responded) and pending.submit.id in self._table.pending:
-            self._link(pending.endpoint).post(m.Credit(pending.submit.id, 1))
 
     def discard(self, endpoint: str, message: Response) -> None:
         """Give the memory of a response back."""

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.settings import Settings
 from tests.simulation.models import Model

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages import supervision
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Settings
 from tests.simulation import cores
@@ -127,19 +128,19 @@ class SchedulerProcess(Process):
         """What the supervisor says."""
         for message in messages:
             self.world.note("supervisor", "->", self.title, message)
-            if isinstance(message, m.ProcessExited):
+            if isinstance(message, supervision.ProcessExited):
                 for peer in list(self._workers.links):
                     if peer.endswith(b".%d" % message.pid):
                         self.trace.lost(peer)
                         del self._workers.links[peer]
-            elif isinstance(message, m.InstanceExited):
+            elif isinstance(message, supervision.InstanceExited):
                 for peer in self._workers.links:
                     if peer.startswith(b"%d." % message.index):
                         self.trace.lost(peer)
-            elif isinstance(message, m.Stop):
+            elif isinstance(message, supervision.Stop):
                 self.trace.stopped()
             self.hosted.front.from_control(message, self.world.now_ns)
-            if isinstance(message, m.ProcessExited):
+            if isinstance(message, supervision.ProcessExited):
                 self.trace.process_exited(message.pid)
         self._turn()
 

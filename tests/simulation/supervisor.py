@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision
 from shmserve.supervisor.resources.rate_limiter import instance_needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
@@ -90,20 +90,20 @@ class Supervisor(Process):
         if version is None:
             return
         match message:
-            case m.AskTicket() | m.TicketReturned():
+            case supervision.AskTicket() | supervision.TicketReturned():
                 self.tickets.handle(scheduler.pid, message)
-            case m.KillInstance(index=index, pid=pid):
+            case supervision.KillInstance(index=index, pid=pid):
                 worker = version.workers.get(index)
                 if worker is not None and worker.pid == pid:
                     self.kill(worker)
-            case m.StatisticsKept():
+            case supervision.StatisticsKept():
                 before = version.kept[0] if version.kept else {}
                 version.kept = [{**before, **message.statistics}, message.metrics]
-            case m.InstanceRetired(index=index):
+            case supervision.InstanceRetired(index=index):
                 worker = version.workers.pop(index, None)
                 if worker is not None:
                     self._end(worker)
-            case m.Drained():
+            case supervision.Drained():
                 if version.retiring:
                     self._stop(version)
 
@@ -118,7 +118,7 @@ class Supervisor(Process):
             self.tickets.join(id(version), instance_needs(model.config, places))
         self._start_scheduler(version)
         for index in range(model.instances):
-            self.tell(version.scheduler, m.InstanceExpected(index, 0))
+            self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
             self._start_worker(version, index)
         self.world.after(self.world.between(5 * MS, 20 * MS), self._publish, version)
 
@@ -134,9 +134,9 @@ class Supervisor(Process):
         if before is not None:
             self.world.after(self.world.between(100 * US, 2 * MS), self._retire, before)
 
-    def _published(self, version: Version) -> m.ModelPublished:
+    def _published(self, version: Version) -> supervision.ModelPublished:
         model = version.model
-        return m.ModelPublished(
+        return supervision.ModelPublished(
             model.name, version.number, model.config, {}, version.endpoint, True, True, 0.0, 0
         )
 
@@ -147,14 +147,14 @@ class Supervisor(Process):
         """Withdraw a model: what is in flight is finished."""
         version = self.serving.pop(model.name, None)
         if version is not None:
-            withdrawn = m.ModelWithdrawn(model.name, version.number, 0)
+            withdrawn = supervision.ModelWithdrawn(model.name, version.number, 0)
             self._broadcast(withdrawn, clients_only=True)
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
         version.retiring = True
         if version.scheduler is not None and version.scheduler.alive:
-            self.tell(version.scheduler, m.Drain())
+            self.tell(version.scheduler, supervision.Drain())
         else:
             self._stop(version)
 
@@ -169,14 +169,14 @@ class Supervisor(Process):
         scheduler = version.scheduler
         if scheduler is None:
             return
-        self.tell(scheduler, m.Stop())
+        self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
     def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
         self._end(scheduler)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
-        self._broadcast(m.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
+        self._broadcast(supervision.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Supervisor(Process):
         worker = Worker(self.world, self._memory, model, version.number, index, pid)
         version.workers[index] = worker
         self._connect(worker, worker.take)
-        self.tell(version.scheduler, m.InstanceExpected(index, worker.pid))
+        self.tell(version.scheduler, supervision.InstanceExpected(index, worker.pid))
         self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
 
     def _loaded(self, version: Version, worker: Worker) -> None:
@@ -244,15 +244,15 @@ class Supervisor(Process):
             for index, worker in list(version.workers.items()):
                 if worker is process:
                     del version.workers[index]
-                    self.tell(version.scheduler, m.InstanceExited(index, "signal 9"))
+                    self.tell(version.scheduler, supervision.InstanceExited(index, "signal 9"))
                     self._restart(version, index)
-        self._broadcast(m.ProcessExited(process.pid))
+        self._broadcast(supervision.ProcessExited(process.pid))
         if isinstance(process, Worker):
             self.world.after(SECOND // 20, self.world.free_pid, process.pid)
 
     def _restart(self, version: Version, index: int) -> None:
         pause_ns = self.world.between(100 * US, 20 * MS)
-        self.tell(version.scheduler, m.InstanceExpected(index, 0))
+        self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
         self.world.after(pause_ns, self._start_worker, version, index)
 
     def _scheduler_died(self, version: Version) -> None:
@@ -270,11 +270,11 @@ class Supervisor(Process):
         for index in range(version.model.instances):
             worker = version.workers.get(index)
             pid = 0 if worker is None or not worker.alive else worker.pid
-            self.tell(version.scheduler, m.InstanceExpected(index, pid))
+            self.tell(version.scheduler, supervision.InstanceExpected(index, pid))
         for worker in version.workers.values():
             if worker.loaded:
                 self.tell(worker, version.scheduler)
-        lost_news = m.SchedulerLost(lost, version.endpoint)
+        lost_news = supervision.SchedulerLost(lost, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
         if version.serves:
             self._announce(version)

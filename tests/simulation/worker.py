@@ -6,8 +6,8 @@ from collections import deque
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc import messages as m
-from shmserve.ipc.messages import FIRST_CREDIT
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
@@ -31,7 +31,7 @@ class _Stream:
         self.work = work
         self.count = self.left = count
         self.sent = 0
-        self.credit = FIRST_CREDIT
+        self.window = SendWindow()
         self.waits_since_ns = 0
 
 
@@ -113,7 +113,7 @@ class Worker(Process):
                     self._emit_soon(key)
             case m.CreditExecution(key=key, responses=responses):
                 if key in self._streams:
-                    self._streams[key].credit += responses
+                    self._streams[key].window.read(responses)
                     self._emit_soon(key)
             case m.EndSequences(slots=slots):
                 for slot in slots:
@@ -251,7 +251,7 @@ class Worker(Process):
             return
         cancelled = key in self._cancelled or stream.work.client_pid in self._dead
         if stream.left and not cancelled:
-            if stream.credit <= 0:
+            if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
                 if self.world.now_ns - stream.waits_since_ns >= _MOST_WAIT_NS:
                     self._end(stream, "UNAVAILABLE")
@@ -267,7 +267,6 @@ class Worker(Process):
     def _respond(self, stream: _Stream, final: bool) -> None:
         stream.waits_since_ns = 0
         stream.left -= 1
-        stream.credit -= 1
         code = ""
         body = b""
         number = b"#%d/%d" % (stream.sent, stream.count)
@@ -276,6 +275,7 @@ class Worker(Process):
         except ShmserveError as error:
             code = error.code
         stream.sent += 1
+        stream.window.sent(len(body))
         if final:
             self._close(stream)
         self._post_response(stream, code, body, final)
