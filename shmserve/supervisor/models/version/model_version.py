@@ -169,8 +169,8 @@ class ModelVersion:
         or tickets, which cannot change over, stays where it is until it is loaded again."""
         config = self.config
         stays = (
-            "sequence_batching" in config
-            or (config.get("model_transaction_policy") or {}).get("decoupled", False)
+            config.sequence_batching is not None
+            or config.decoupled
             or self._scheduler.is_limited(config)
         )
         if self.ready and not stays and self._scheduler.misplaced(group):

@@ -197,7 +197,7 @@ class VersionScheduler:
         """Whether the one that serves belongs into another process, as one of this group."""
         return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
 
-    async def succeed(self, group: Group, config: dict[str, Any]) -> None:
+    async def succeed(self, group: Group, config: ModelSpec) -> None:
         """Start another one beside the one that serves, in this group's process: from now on it is
         the one at `endpoint`. It counts from zero, but for metrics. Raises Unavailable."""
         before, counts = self.counts, CarryOver(self.tell)
