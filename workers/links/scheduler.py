@@ -56,7 +56,7 @@ class WorkerRequest:
         self.window = SendWindow()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; `on_cancel` is told, once."""
+        """Cancel it: nobody waits any more; `on_cancel` is called, once."""
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
@@ -225,7 +225,7 @@ class InstanceLink:
         return Command(message, requests)
 
     def close(self, request: WorkerRequest) -> None:
-        """It has ended: another one may get its key."""
+        """Forget a request that has ended: another one may get its key."""
         with self.lock:
             if self._open.get(request.key) is request:
                 del self._open[request.key]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
-from shmserve.logs import LogSettings
 from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
+from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
@@ -66,15 +67,15 @@ class _Host:
 
 
 class SchedulerHosts:
-    """All of a server. `log` gives the log settings for a process that starts now."""
+    """All of a server."""
 
     def __init__(
-        self, control: ControlSocket, zygote: Zygote, run_dir: Path, log: Callable[[], LogSettings]
+        self, control: ControlSocket, zygote: Zygote, run_dir: Path, logging: LogControl
     ) -> None:
         self._control = control
         self._zygote = zygote
         self._run_dir = run_dir
-        self._log = log
+        self._logging = logging
         self._hosts: list[_Host] = []
         self._spawning = asyncio.Lock()
 
@@ -121,16 +122,17 @@ class SchedulerHosts:
             if known is not None:
                 known.names |= group.names
                 return known
-            start = HostStart(group.title, self._run_dir, self._log())
+            start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
             host = _Host(child)
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._control.enrol(child.pid, "host", lambda message: self._from_host(host, message))
+            self._control.enrol(child.pid, "host", partial(self._from_host, host))
             return host
 
     def _from_host(self, host: _Host, message: Any) -> None:
+        self._logging.on_message(host.child.pid, message)
         match message:
             case m.HostReady():
                 if not host.ready.done():
