@@ -77,7 +77,7 @@ def run(data: bytes) -> None:
 
 
 class _Worker:
-    """What happens before an instance serves."""
+    """The life of a worker before its instance serves."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ _LARGEST_INTEGER = 127  # of random data: in the range of every type
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What runs `count` times: `batch_size` requests of these tensors, whose shapes have a batch
-    dimension of 1 where the model batches."""
+    """A warm-up sample, run `count` times: `batch_size` requests of these tensors, whose shapes
+    have a batch dimension of 1 where the model batches."""
 
     name: str
     batch_size: int

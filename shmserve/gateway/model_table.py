@@ -56,6 +56,9 @@ def _tags(config: dict[str, Any]) -> dict[str, str]:
     return {"_" + _NO_LABEL.sub("_", key): str(value) for key, value in tags.items()}
 
 
+_MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
+
+
 class ModelTable:
     """name -> version -> `GatewayModel`."""
 
@@ -72,7 +75,10 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message, scheduler)
-        self._withdrawn.get(message.name, set()).discard(message.version)
+        withdrawn = self._withdrawn.get(message.name, set())
+        withdrawn.discard(message.version)
+        if not withdrawn:
+            self._withdrawn.pop(message.name, None)
         if message.latest or (old is not None and self._latest.get(message.name) is old):
             self._latest[message.name] = model
         if old is not None:
@@ -86,6 +92,8 @@ class ModelTable:
         if not versions:
             self._models.pop(name, None)
         self._withdrawn.setdefault(name, set()).add(version)
+        if len(self._withdrawn) > _MOST_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
         if model is not None:
             model.published = False
             if self._latest.get(name) is model:

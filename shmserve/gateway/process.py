@@ -19,8 +19,8 @@ from shmserve import logs
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
-from shmserve.gateway.links.supervisor import SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart

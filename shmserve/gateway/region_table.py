@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
@@ -158,7 +159,7 @@ class Uses:
 
     def pattern(self) -> Pattern:
         """The references as a template, for a prepared request."""
-        return Pattern(self._table, tuple(self.regions), tuple(self._spans))
+        return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: GatewayRegion) -> None:
         # Two requests that write to the same bytes: both succeed, and one finds the other's result.
@@ -186,21 +187,14 @@ class Uses:
         self.regions.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class Pattern:
     """The references of a prepared request, to be taken again for each with its header."""
 
-    __slots__ = ("_regions", "_spans", "_table", "_version")
-
-    def __init__(
-        self,
-        table: RegionTable,
-        regions: tuple[GatewayRegion, ...],
-        spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...],
-    ) -> None:
-        self._table = table
-        self._version = table.version
-        self._regions = regions
-        self._spans = spans
+    _table: RegionTable
+    _version: int
+    _regions: tuple[GatewayRegion, ...]
+    _spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...]
 
     def again(self) -> Uses | None:
         """The same references, or None when the names may mean something else by now.

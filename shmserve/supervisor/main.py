@@ -245,7 +245,7 @@ def _context(
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
-        hosts=SchedulerHosts(control, front_zygote, run_dir.path, lambda: logging.settings),
+        hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
 
 

@@ -83,6 +83,7 @@ class EnsembleRig:
         models: Sequence[dict[str, Any]],
         outputs: Sequence[str] = ("OUT",),
         max_inflight: int = 0,
+        max_queue_size: int = 0,
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
@@ -106,7 +107,7 @@ class EnsembleRig:
         self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
         cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
         self.core = EnsembleCore(
-            Settings.read(config, "1", SchedulingLimits()),
+            Settings.read(config, "1", SchedulingLimits(max_queue_size=max_queue_size)),
             config,
             self.clients,
             self.steps,

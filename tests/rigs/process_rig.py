@@ -84,7 +84,7 @@ class Processes:
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, lambda pid, message: None),
             workspaces=Workspaces(config.workspace_byte_sizes, MagicMock()),
-            hosts=SchedulerHosts(fake, fake, folder, LogSettings),
+            hosts=SchedulerHosts(fake, fake, folder, LogControl(fake, LogSettings())),
         )
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 

@@ -64,7 +64,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What an instance is: given to its backend once.
+    """The identity and the resources of an instance: given to its backend once.
 
     `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
     model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",

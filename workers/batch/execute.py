@@ -13,9 +13,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.failures import InputPolicy, WrongCount
 from shmserve.workers.batch.padding import Padder
-from shmserve.workers.batch.rehearsal import RehearsedStream
 from shmserve.workers.batch.request import Request, Response
-from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
+from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
@@ -53,7 +52,7 @@ class Executor:
         self._largest_part = LARGEST_PART
 
     def messages(self) -> MessageTable:
-        """What it serves of a scheduler's messages."""
+        """The table of the scheduler's messages that it serves."""
         return {Execute: self.execute}
 
     def attached(self) -> None:

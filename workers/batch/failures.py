@@ -111,7 +111,7 @@ class InputPolicy:
         return True
 
     def tried(self, cured: bool) -> None:
-        """It was run again with copies."""
+        """Take note of a second run, with copies."""
         if cured:
             self.copies = True
         self._vain += 1

@@ -33,7 +33,7 @@ class Copied:
     outputs: int = 0
 
     def take(self) -> tuple[int, int]:
-        """What was copied since the last call."""
+        """The bytes (inputs, outputs) that were copied since the last call."""
         taken = self.inputs, self.outputs
         self.inputs = self.outputs = 0
         return taken

@@ -13,6 +13,7 @@ A client that does not read its responses has its model's `send` wait (back-pres
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,8 +35,8 @@ MOST_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
-    """What the streams of one instance write with, all under the link's lock. `abandoned`: those
-    that their model has let go of without an end, for the loop to end."""
+    """The parts with which the streams of one instance write, all under the link's lock.
+    `abandoned`: those that their model has let go of without an end, for the loop to end."""
 
     link: InstanceLink
     scatterer: Scatterer
@@ -145,8 +146,8 @@ class ResponseStream:
                 self._end()
 
     def abandon(self) -> None:
-        """Nobody is left who could send. May be called by the garbage collector, at any moment:
-        the end is the loop's to send."""
+        """End it: nobody is left who could send. May be called by the garbage collector, at any
+        moment: the end is the loop's to send."""
         if not self._closed:
             self._writer.abandoned.append(self)
             self._writer.control.wake(always=True)
@@ -205,7 +206,7 @@ class ResponseStream:
             self._end()
 
     def explain(self, error: BaseException) -> ShmserveError:
-        """What its client is told of what the model, or writing a response, raised."""
+        """The error for its client, from what the model, or writing a response, raised."""
         try:
             return self._writer.failures.explain(error, self.request.work.request_id)
         except BaseException as lost:
@@ -220,3 +221,59 @@ class ResponseStream:
 
 def _told(error: ShmserveError) -> tuple[str, str]:
     return error.code, error.message
+
+
+class RehearsedStream(ResponseStream):
+    """A stream whose responses are dropped; `error` is the first that came in their place."""
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self, writer: ResponseWriter, request: Request) -> None:
+        super().__init__(writer, WorkerRequest(request.work), request)
+        self.error: ShmserveError | None = None
+        self._ended = threading.Event()
+
+    def wait(self) -> None:
+        """Return once the model has ended it."""
+        self._ended.wait()
+
+    @property
+    def closed(self) -> bool:
+        """As `ResponseStream` says."""
+        return self._ended.is_set()
+
+    def is_cancelled(self) -> bool:
+        """As `ResponseStream` says."""
+        return False
+
+    @property
+    def may_send(self) -> bool:
+        """As `ResponseStream` says."""
+        return True
+
+    def send(self, response: Response | None = None, final: bool = False) -> None:
+        """As `ResponseStream` says."""
+        if response is not None and response.error is not None:
+            self.error = self.error or response.error
+        if final:
+            self._ended.set()
+
+    def on_cancel(self, listener: Callable[[], object]) -> None:
+        """As `ResponseStream` says: nobody cancels it."""
+
+    def fail(self, error: ShmserveError) -> None:
+        """As `ResponseStream` says."""
+        self.send(Response(error=error), final=True)
+
+    def refuse(self, error: ShmserveError) -> Reply | None:
+        """As `ResponseStream` says."""
+        self.fail(error)
+        return None
+
+    def reschedule(self) -> None:
+        """As `ResponseStream` says: once is enough."""
+        self._ended.set()
+
+    def abandon(self) -> None:
+        """As `ResponseStream` says."""
+        self._ended.set()

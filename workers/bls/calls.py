@@ -222,8 +222,8 @@ class CallRouter:
         self.flush()
 
     def cancel_soon(self, call: Call) -> None:
-        """Nobody waits for a call any more. At any moment, in any thread: an object may be
-        collected in the middle of what needs the lock."""
+        """Cancel a call that nobody waits for any more. At any moment, in any thread: an object may
+        be collected in the middle of what needs the lock."""
         self._left.append(call)
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -256,7 +256,7 @@ class CallRouter:
             self.discard(endpoint, message.body)
 
     def discard(self, endpoint: str, body: bytes) -> None:
-        """Nobody reads this response of a scheduler; with the lock."""
+        """Release the outputs of a response that nobody reads; with the lock."""
         for release in unread(body):
             self._links.tell(endpoint, release)
 

@@ -1,6 +1,7 @@
 """The BLS client: how a model's code begins calls of other models, and waits for them.
 
-Calls come from the model's thread, from its event loop (many at once), from threads it starts.
+Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
+may come from a signal handler: that may have interrupted one of these with the locks held.
 """
 
 from __future__ import annotations

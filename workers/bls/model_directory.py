@@ -34,7 +34,7 @@ class ModelDirectory:
         self._losses = 0
 
     def find(self, key: Key) -> BlsTarget:
-        """Who serves it; waits for the supervisor where that is not known.
+        """The target that serves it; waits for the supervisor where that is not known.
 
         Raises NotFound or Unavailable when nobody does.
         """
@@ -65,7 +65,7 @@ class ModelDirectory:
                 del self._known[key]
 
     def lose(self, endpoint: str) -> None:
-        """Nobody is at `endpoint` any more."""
+        """Drop every target at `endpoint`: its scheduler was lost."""
         with self._lock:
             self._losses += 1
             for key in [key for key, at in self._known.items() if at.endpoint == endpoint]:

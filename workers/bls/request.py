@@ -51,7 +51,7 @@ class CallRequest:
     priority: int = 0
 
     def check(self, signature: Signature, inputs: Sequence[TensorRef]) -> tuple[BatchFit, bytes]:
-        """What the scheduler of a model with this signature is told of it, with its inputs where
+        """How it fits the signature of a model, for its scheduler, with its inputs where
         they lie now; and the packed `Inference`.
 
         Raises InvalidArgument when it does not fit the model.
@@ -63,7 +63,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class CallResponse:
-    """What the other model gave; the outputs are this process's own."""
+    """A response of another model; the outputs are this process's own."""
 
     outputs: list[Input]
     parameters: dict[str, Any]

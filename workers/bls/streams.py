@@ -90,7 +90,7 @@ class StreamCall(Call):
         return item
 
     def cancel(self) -> None:
-        """Nobody takes more responses: cancel it. At any moment, in any thread."""
+        """Cancel it: nobody takes more responses. At any moment, in any thread."""
         if not self.cancelled:
             self.cancelled = True
             if not self.over:

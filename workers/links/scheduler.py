@@ -56,7 +56,7 @@ class WorkerRequest:
         self.window = SendWindow()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; `on_cancel` is told, once."""
+        """Cancel it: nobody waits any more; `on_cancel` is called, once."""
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
@@ -116,6 +116,7 @@ class InstanceLink:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         with self.lock:
             if self._dealer is not None:
+                self.pump()  # outputs that were read are released by way of the old one
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
@@ -224,7 +225,7 @@ class InstanceLink:
         return Command(message, requests)
 
     def close(self, request: WorkerRequest) -> None:
-        """It has ended: another one may get its key."""
+        """Forget a request that has ended: another one may get its key."""
         with self.lock:
             if self._open.get(request.key) is request:
                 del self._open[request.key]

@@ -95,7 +95,7 @@ class OutputMemory:
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """What was allocated there since the last time is not to be returned."""
+        """Take back what was allocated there since the last time: it is not to be returned."""
         for offset in offsets:
             output = self._fresh.pop(offset, None)
             if output is not None:
@@ -117,7 +117,7 @@ class OutputMemory:
         return bool(self._fresh)
 
     def delivered(self) -> int:
-        """What was allocated since the last time is on its way to its readers; its bytes."""
+        """Hand what was allocated since the last time to its readers; returns its bytes."""
         if not self._fresh:
             return 0
         for output in self._reserved.values():
@@ -132,7 +132,7 @@ class OutputMemory:
         return byte_size
 
     def undelivered(self) -> int:
-        """What was allocated since the last time will never be known to anybody; 0 bytes."""
+        """Free what was allocated since the last time, which nobody will know of; 0 bytes."""
         self._reserved.clear()
         self.take_back(list(self._fresh))
         return 0

@@ -13,7 +13,7 @@ import orjson
 from google.protobuf.json_format import ParseDict
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.api import health, metadata, repository, statistics
+from shmserve.gateway.api import metadata, repository, statistics
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.api.log_settings import (
     FILE,
@@ -37,7 +37,7 @@ async def server_live(
     gateway: Gateway, client: ClientIdentity, request: pb.ServerLiveRequest
 ) -> pb.ServerLiveResponse:
     """ServerLive."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return pb.ServerLiveResponse(live=gateway.health.live)
 
 
@@ -45,7 +45,7 @@ async def server_ready(
     gateway: Gateway, client: ClientIdentity, request: pb.ServerReadyRequest
 ) -> pb.ServerReadyResponse:
     """ServerReady."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return pb.ServerReadyResponse(ready=gateway.health.ready)
 
 
@@ -54,13 +54,13 @@ async def model_ready(
 ) -> pb.ModelReadyResponse:
     """ModelReady."""
     version = checked_version(request.version)
-    ready = await health.is_model_ready(gateway, request.name, version)
+    ready = await metadata.is_model_ready(gateway, request.name, version)
     return pb.ModelReadyResponse(ready=ready)
 
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
     """The status for grpc.health.v1, whatever the service's name: that of the server."""
-    ready = gateway.health.ready and not health.is_leaving(gateway)
+    ready = gateway.health.ready and not metadata.is_leaving(gateway)
     return HealthCheckResponse(
         status=HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
     )

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import http
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -27,27 +28,18 @@ _STATUS_LINES = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class HttpResponse:
     """A whole response.
 
     `headers` are complete lines; `on_sent` runs once nobody needs `pieces` any more.
     """
 
-    __slots__ = ("close", "headers", "on_sent", "pieces", "status")
-
-    def __init__(
-        self,
-        status: int = 200,
-        pieces: Sequence[bytes | memoryview] = (),
-        headers: bytes = b"",
-        *,
-        close: bool = False,
-    ) -> None:
-        self.status = status
-        self.pieces = pieces
-        self.headers = headers
-        self.close = close
-        self.on_sent: Callable[[], None] | None = None
+    status: int = 200
+    pieces: Sequence[bytes | memoryview] = ()
+    headers: bytes = b""
+    close: bool = field(default=False, kw_only=True)
+    on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Status line and headers for a body of `size` bytes; no `request`: it was malformed."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 from typing import Any, assert_never
 
-from shmserve.errors import Internal, Unavailable
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
-from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission
 from shmserve.scheduler.ensemble.graph import Graph
@@ -70,13 +70,18 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._control = control
         self._memory = memory
         self._cache = cache
-        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that have served
+        # Of steps that max_inflight_requests has no room for; 0: any number.
+        self._most_waiting = settings.policies.default.max_size
+        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that serve
 
     # --- clients ----------------------------------------------------------------------------------
 
     def check(self, submit: Submit, now_ns: int) -> None:
         if 0 < submit.deadline_ns < now_ns:
             raise Unavailable(EXPIRED)
+
+    def retry_after_s(self, error: ShmserveError) -> int:
+        return 1 if isinstance(error, QueueFull) else 0
 
     def admit(
         self,
@@ -87,6 +92,8 @@ class EnsembleCore(Core[EnsembleRequest]):
     ) -> None:
         self._live.now_ns = now_ns
         self.check(submit, now_ns)
+        if 0 < self._most_waiting <= self._steps.waiting:
+            raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
             request = self._admission.admit(client, submit, now_ns)
         except MalformedMessage as error:
@@ -144,6 +151,9 @@ class EnsembleCore(Core[EnsembleRequest]):
                     self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
                 self._steps.lost(message.endpoint, message.successor)
+                for key, endpoint in list(self._endpoints.items()):
+                    if endpoint == message.endpoint:
+                        del self._endpoints[key]
             case _:
                 assert_never(message)
 

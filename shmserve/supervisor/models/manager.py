@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.common.model_names import check_model_name
@@ -25,6 +26,7 @@ from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +143,24 @@ class ModelManager:
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
+        self._regroup(self._dependencies.group(name))
         changed = before != self._registry.configurations(name)
         for ensemble in self._dependencies.to_load_after(name, changed):
             await self._load_again(ensemble)
+
+    def _regroup(self, group: Group) -> None:
+        """Models that belong to an ensemble's process, or not any more, move."""
+        for name in group.names if len(group.names) > 1 else ():
+            self._context.background(self._move(name))
+
+    async def _move(self, name: str) -> None:
+        async with self._registry.turn(name) as model:
+            published = partial(self._rollout.published_again, model)
+            for version in list(model.serving.values()):
+                try:
+                    await version.regroup(self._dependencies.group(name), published)
+                except ShmserveError as error:
+                    logger.error("model '%s' stays where it is: %s", name, error.message)
 
     async def _load_again(self, ensemble: str) -> None:
         """Load an ensemble of which a step's model was loaded; it serves no more if it does not fit
@@ -157,8 +174,10 @@ class ModelManager:
     async def unload(self, name: str) -> None:
         """Cancel what loads, and have what serves finish what it has; an unknown model is fine.
         Ensembles that need it are unloaded before it, until it is loaded again."""
+        group = self._dependencies.group(name)
         self._dependencies.not_wanted(name)
         await self._unload(name)
+        self._regroup(group)
 
     async def _unload(self, name: str) -> None:
         for ensemble in self._registry.ensembles_of(name):

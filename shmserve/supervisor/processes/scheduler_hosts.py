@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
-from shmserve.logs import LogSettings
 from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
+from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 
@@ -34,9 +35,11 @@ class Group(NamedTuple):
 
 
 class HostedScheduler:
-    """A scheduler that a process hosts, or did; `closed` once it does not any more."""
+    """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
+    not any more."""
 
-    def __init__(self, host: _Host, number: int) -> None:
+    def __init__(self, host: _Host, name: str, number: int) -> None:
+        self.name = name
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,15 +67,15 @@ class _Host:
 
 
 class SchedulerHosts:
-    """All of a server. `log` gives the log settings for a process that starts now."""
+    """All of a server."""
 
     def __init__(
-        self, control: ControlSocket, zygote: Zygote, run_dir: Path, log: Callable[[], LogSettings]
+        self, control: ControlSocket, zygote: Zygote, run_dir: Path, logging: LogControl
     ) -> None:
         self._control = control
         self._zygote = zygote
         self._run_dir = run_dir
-        self._log = log
+        self._logging = logging
         self._hosts: list[_Host] = []
         self._spawning = asyncio.Lock()
 
@@ -90,29 +93,46 @@ class SchedulerHosts:
             host.awaited -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
-        hosted = host.hosted[start.number] = HostedScheduler(host, start.number)
+        hosted = host.hosted[start.number] = HostedScheduler(
+            host, start.config["name"], start.number
+        )
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
         return hosted
+
+    def misplaced(self, hosted: HostedScheduler, group: Group) -> bool:
+        """Whether a scheduler is in another process than one of this group would be opened in."""
+        host = hosted._host
+        if len(group.names) == 1:
+            return any(each.name not in group.names for each in host.hosted.values())
+        return self._known(group) not in (None, host)
+
+    def _known(self, group: Group) -> _Host | None:
+        if len(group.names) > 1:
+            for host in self._hosts:
+                if host.child.alive and host.names & group.names:
+                    return host
+        return None
 
     async def _host(self, group: Group) -> _Host:
         """The process that hosts one of a group, or a new one."""
         async with self._spawning:
             self._hosts = [host for host in self._hosts if host.child.alive]
-            for host in self._hosts:
-                if host.names & group.names:
-                    host.names |= group.names
-                    return host
-            start = HostStart(group.title, self._run_dir, self._log())
+            known = self._known(group)
+            if known is not None:
+                known.names |= group.names
+                return known
+            start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
             host = _Host(child)
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._control.enrol(child.pid, "host", lambda message: self._from_host(host, message))
+            self._control.enrol(child.pid, "host", partial(self._from_host, host))
             return host
 
     def _from_host(self, host: _Host, message: Any) -> None:
+        self._logging.on_message(host.child.pid, message)
         match message:
             case m.HostReady():
                 if not host.ready.done():

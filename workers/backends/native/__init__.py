@@ -161,7 +161,8 @@ class NativeBackend(Backend):
         return self._runner.response(request, self._take(yielded))
 
     def is_ready(self) -> bool:
-        """What the model's `is_ready` says. Raises what it raises, Internal for what is no bool."""
+        """Readiness by the model's `is_ready`. Raises what it raises, Internal for what is no
+        bool."""
         run = self._run if self._streams is None else self._streams.wait
         with torch.inference_mode():
             return says_ready(self._model, run)
@@ -210,7 +211,7 @@ def _whole(model: type, attribute: str, default: int) -> int:
 def _own_inputs(
     model: type, inputs: list[dict[str, Any]], ours: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """What clients send of the arguments, the `ragged` ones marked."""
+    """The arguments that clients send, the `ragged` ones marked."""
     ragged = getattr(model, "ragged", ())
     known = {each["name"] for each in inputs} - ours
     if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
@@ -240,7 +241,7 @@ def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def _parameters(model: type) -> dict[str, Any]:
-    """What the class says of its batching strategy and padding, as parameters of a
+    """The batching strategy and padding of the class, as parameters of a
     configuration."""
     said: dict[str, Any] = {}
     padding = getattr(model, PADDING, None)

@@ -53,7 +53,7 @@ class GeneratorStreams:
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """It has a place."""
+        """Start a stream that has a place."""
         try:
             with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)

@@ -33,7 +33,7 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxRuntimeError(Exception):
-    """What onnxruntime says, in Triton's form."""
+    """An error of onnxruntime, in Triton's form."""
 
 
 class OnnxBackend(Backend):

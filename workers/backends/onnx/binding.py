@@ -194,7 +194,7 @@ class _Tensor:
 
 
 def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:
-    """What the symbols of the inputs stand for in this call."""
+    """The values of the inputs' symbolic dimensions in this call."""
     return {
         symbol: size
         for name, array in inputs.items()

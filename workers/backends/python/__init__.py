@@ -48,7 +48,7 @@ class PythonBackend(Backend):
         self._model: Any = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What the model's `auto_complete_config` makes of it; raises what that raises."""
+        """`config` as the model's `auto_complete_config` completes it; raises what that raises."""
         kind = self._find(config)
         completed = ModelConfig(json.dumps(config))
         if hasattr(kind, "auto_complete_config"):
@@ -113,13 +113,13 @@ class PythonBackend(Backend):
             self._server.executing = ()
 
     def is_ready(self) -> bool:
-        """What the model's `is_ready` says, plain or a coroutine. Raises what it raises, Internal
-        for what is no bool."""
+        """Readiness by the model's `is_ready`, plain or a coroutine. Raises what it raises,
+        Internal for what is no bool."""
         assert self._execution is not None
         return says_ready(self._model, self._execution.run)
 
     def metrics(self) -> list[list[Any]] | None:
-        """What the model has made with `pb_utils.MetricFamily`."""
+        """The families that the model has made with `pb_utils.MetricFamily`."""
         return metrics.changes()
 
     def unload(self) -> None:

@@ -31,7 +31,7 @@ _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
 def _misbehaved(instance: str, what: str) -> Internal:
-    """What clients are told of a model that does something wrong, in Triton's words."""
+    """The error for clients of a model that does something wrong, in Triton's words."""
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
 
 
@@ -62,7 +62,7 @@ class PythonExecution:
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine of the model returns or raises."""
+        """Run a coroutine of the model; returns or raises what it does."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
@@ -91,7 +91,7 @@ class PythonExecution:
         return [self._response(*pair) for pair in pairs]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
-        """What `execute` has returned, if that is not yet a list."""
+        """The list that `execute` has returned, or its coroutine returns."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
         if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
@@ -134,7 +134,7 @@ class PythonExecution:
 
     @staticmethod
     def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
-        """What the model has sent, if that is a response to every request."""
+        """The responses that the model has sent, if there is one to every request."""
         sent = [r.outbox.response for r in received if r.outbox is not None]
         responses = [response for response in sent if response is not None]
         return responses if len(responses) == len(received) else []
@@ -177,7 +177,7 @@ class DecoupledExecution:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine of the model returns or raises."""
+        """Run a coroutine of the model; returns or raises what it does."""
         return self._running_loop().wait(coroutine)
 
     def close(self) -> None:

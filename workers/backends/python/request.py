@@ -186,7 +186,11 @@ class InferenceRequest:
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Run it and wait. What goes wrong is in the response; `decoupled`, which a model with any
-        number of responses needs: an iterator over them, when the first has come."""
+        number of responses needs: an iterator over them, when the first has come.
+
+        A signal handler may not call it: it may have interrupted a thread in the middle of another
+        call, whose locks that holds.
+        """
         try:
             if not decoupled:
                 return from_call(server.current().call(self._call_request()))
@@ -249,7 +253,8 @@ class InferenceRequest:
         return False
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What can send the response apart from `execute`'s return. Only for a received request."""
+        """The sender of the response, apart from `execute`'s return. Only for a received
+        request."""
         raise TritonModelException("only a request that a model received has a response sender")
 
 
@@ -322,7 +327,7 @@ class ReceivedRequest(InferenceRequest):
         return self._origin.is_cancelled()
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What can send the response apart from `execute`'s return."""
+        """The sender of the response, apart from `execute`'s return."""
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
@@ -344,5 +349,5 @@ class DecoupledRequest(ReceivedRequest):
         self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What sends its responses, the same on every call."""
+        """The sender of its responses, the same on every call."""
         return self._kept_sender

@@ -99,7 +99,7 @@ def from_call(response: CallResponse) -> InferenceResponse:
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:
-    """What another model failed with as a model sees it."""
+    """The error of another model as a model sees it."""
     return InferenceResponse(error=to_model(error))
 
 

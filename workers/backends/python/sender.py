@@ -1,4 +1,4 @@
-"""What sends responses outside of `execute`'s return, for ordinary and for decoupled models."""
+"""Senders of responses outside of `execute`'s return, for ordinary and for decoupled models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running model may ask of the server: other models, their loading, the log.
+"""The server's API for a running model: calls of other models, their loading, the log.
 
 Triton's interface is functions and classes of a module, to which a model hands nothing of its
 server: so a process has one, which `install` sets.
@@ -138,7 +138,7 @@ def current() -> ServerApi:
 
 
 def by_server(why: str) -> str:
-    """What the server refused something with, in Triton's words."""
+    """The server's refusal of something, in Triton's words."""
     if _server is None:
         return why
     name = _server.context.instance_name

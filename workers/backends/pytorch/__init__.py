@@ -110,7 +110,7 @@ class PytorchBackend(Backend):
         return self._results.name(program.call(*args, **kwargs))
 
     def _plan_memory(self, config: dict[str, Any], signature: Signature) -> Graphs | None:
-        """What a model with fixed shapes has made at load, and its graphs if it is to have any."""
+        """Allocate the memory of a model with fixed shapes; its graphs, if it is to have any."""
         plan = self._runner.memory_plan(config, self._serving.module)
         graphs, recorder, wanted = None, self._recorder(), wants_graphs(config)
         if wanted and (plan is None or recorder is None):
@@ -132,7 +132,7 @@ class PytorchBackend(Backend):
         return graphs
 
     def _recorder(self) -> Recorder | None:
-        """What records graphs on this device, if anything does."""
+        """The recorder of graphs on this device, if there is one."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:

@@ -75,7 +75,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All that is known."""
+        """Bytes in all, as far as they are known."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def measured(self, workspace: int) -> MemoryPlan:

@@ -45,7 +45,7 @@ class Program:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """What goes wrong in it, in words that name the file; that memory is short is not its fault."""
+    """Errors in words that name the file; that memory is short is not its fault."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api import health, log_settings, metadata, statistics
+from shmserve.gateway.api import log_settings, metadata, statistics
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
@@ -20,13 +20,13 @@ _TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/live."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
 async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/ready."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
@@ -34,7 +34,7 @@ async def model_ready(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/ready."""
-    if await health.is_model_ready(gateway, name, version or ""):
+    if await metadata.is_model_ready(gateway, name, version or ""):
         return HttpResponse()
     raise InvalidArgument("Model version not ready")
 

@@ -14,6 +14,8 @@ from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.scheduler.in_process import InProcessLinks
 from shmserve.scheduler.waiting import Waiter
 
+_MOST_MOVED = 256
+
 
 class StepSchedulers:
     """The links by endpoint; `waiter` watches the sockets while they live. `identity` is the
@@ -32,7 +34,7 @@ class StepSchedulers:
         self._take = take
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(name, self._watch, waiter.unwatch)
-        self._moved: dict[str, str] = {}  # to a successor
+        self._moved: dict[str, str] = {}  # endpoint of one that was lost -> who took its place
         neighbours.enter(identity, take)
 
     def _watch(self, fd: int) -> None:
@@ -51,15 +53,20 @@ class StepSchedulers:
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
-        while endpoint in self._moved:
-            endpoint = self._moved[endpoint]
+        endpoint = self._moved.get(endpoint, endpoint)
         if not self._neighbours.post(endpoint, self._identity, message):
             self._links.tell(endpoint, message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it sent last is taken."""
+        for before in [old for old, now in self._moved.items() if now == endpoint]:
+            del self._moved[before]
+            if successor:
+                self._moved[before] = successor
         if successor:
             self._moved[endpoint] = successor
+            if len(self._moved) > _MOST_MOVED:  # nothing that was lent is as old
+                del self._moved[next(iter(self._moved))]
         self._links.lose(endpoint, successor, partial(self._take, endpoint))
 
     def flush(self) -> None:

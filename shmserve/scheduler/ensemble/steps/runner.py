@@ -46,6 +46,7 @@ class StepRunner(Steps):
         self._numbers = itertools.count(1)
         self._running = [0] * len(graph.steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in graph.steps]
+        self.waiting = 0  # steps of requests for which there is no room yet
 
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle what the scheduler at `endpoint` says."""
@@ -145,6 +146,7 @@ class StepRunner(Steps):
         elif most and self._running[index] >= most:
             self._waiting[index].append((request, firing))
             request.waiting += 1
+            self.waiting += 1
         else:
             self._run_now(request, firing)
 
@@ -153,6 +155,7 @@ class StepRunner(Steps):
         while waiting and self._running[index] < self._graph.max_inflight:
             request, firing = waiting.popleft()
             request.waiting -= 1
+            self.waiting -= 1
             self._live.touch(request)
             if request.over:
                 let_go(firing)
@@ -196,6 +199,7 @@ class StepRunner(Steps):
                 self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
             for firing in firings:
                 let_go(firing)
+        self.waiting -= request.waiting
         request.waiting = 0
 
 

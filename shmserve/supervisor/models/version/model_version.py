@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shmserve.common.model_settings import immutable_config
@@ -128,7 +128,7 @@ class ModelVersion:
         try:
             await self.instances.complete_config()
             await self._fail_over.start(first=True)
-            self._context.background(self._fail_over.keep())
+            self._fail_over.keep()
             await self.instances.load()
             self.loaded = True
             await self.until_ready()
@@ -163,6 +163,19 @@ class ModelVersion:
         """Become what an update, whose instances have been added, leads to."""
         update.commit()
         self.spec = update.spec
+
+    async def regroup(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Be scheduled in this group's process, if it is not already. What has sequences, streams
+        or tickets, which cannot change over, stays where it is until it is loaded again."""
+        config = self.config
+        stays = (
+            "sequence_batching" in config
+            or (config.get("model_transaction_policy") or {}).get("decoupled", False)
+            or self._scheduler.is_limited(config)
+        )
+        if self.ready and not stays and self._scheduler.misplaced(group):
+            logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
+            await self._fail_over.move(group, publish)
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """What this version has counted, and will while it finishes what it has, is

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable
@@ -91,7 +92,8 @@ class VersionScheduler:
         number = self._number if first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, workers)
-        hosted = self._last = await context.hosts.open(self._group, start, self._on_scheduler)
+        on_message = partial(self._on_scheduler, self.counts)
+        hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         if not self._lifetime.stopping:
@@ -149,7 +151,7 @@ class VersionScheduler:
         share = shares.join(id(self), self.tell)
         return CacheStart(share, os.getpid())
 
-    def _on_scheduler(self, message: Any) -> None:
+    def _on_scheduler(self, counts: CarryOver, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 if not self._ready.done():
@@ -158,7 +160,7 @@ class VersionScheduler:
                 if not self._drained.done():
                     self._drained.set_result(None)
             case m.StatisticsKept(statistics, metrics):
-                self.counts.keep(statistics, metrics)
+                counts.keep(statistics, metrics)
                 if self._publish_counters:
                     self._publish_counters = False
                     self._context.events.publish(counted(statistics))
@@ -179,9 +181,34 @@ class VersionScheduler:
         """Have it finish what it has, with `sequences` those that are open, too; returns when it
         did, or is gone."""
         assert self._last is not None
-        last, self._drained = self._last, asyncio.get_running_loop().create_future()
-        self.tell(m.Drain(sequences))
-        await self._context.either(self._drained, last.closed, last.child.exited)
+        await self.drain_one(self._last, sequences)
+
+    async def drain_one(
+        self,
+        hosted: HostedScheduler,
+        sequences: bool = False,
+        unless: Iterable[asyncio.Future[Any]] = (),
+    ) -> None:
+        """The same of one that was started before; returns early when one of `unless` is done."""
+        self._drained = asyncio.get_running_loop().create_future()
+        self._context.control.send(hosted.address, m.Drain(sequences))
+        await self._context.either(self._drained, hosted.closed, hosted.child.exited, *unless)
+
+    def misplaced(self, group: Group) -> bool:
+        """Whether the one that serves belongs into another process, as one of this group."""
+        return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
+
+    async def succeed(self, group: Group, config: dict[str, Any]) -> None:
+        """Start another one beside the one that serves, in this group's process: from now on it is
+        the one at `endpoint`. It counts from zero, but for metrics. Raises Unavailable."""
+        before, counts = self.counts, CarryOver(self.tell)
+        former, self._group, self.counts = self._group, group, counts
+        try:
+            await self.start(config, [])
+        except Unavailable:
+            self._last, self._group, self.counts = self._serving, former, before
+            raise
+        before.hand_to(counts)
 
     def is_limited(self, config: dict[str, Any]) -> bool:
         """Whether the rate limiter has a say in it."""

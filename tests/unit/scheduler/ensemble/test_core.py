@@ -128,6 +128,36 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     assert only(rig.told(), m.Failed).id == 3
 
 
+def test_what_waits_for_room_is_bounded() -> None:
+    rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
+    for number in (1, 2, 3, 4):
+        rig.submit(number)
+    refused = only(rig.told(), m.Failed)
+    assert (refused.id, refused.code, refused.retry_after_s) == (4, "UNAVAILABLE", 1)
+    assert "Exceeds maximum queue size" in refused.message
+    rig.client_says(m.Cancel(3))  # which makes room for another
+    assert only(rig.told(), m.Failed).id == 3
+    rig.submit(5)
+    assert rig.told() == []
+
+
+def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
+    """Its frames may come after the news of its end."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.control_says(ProcessExited(7000))  # the gateway
+    rig.submit()
+    assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
+
+
+def test_places_of_models_that_are_gone_are_forgotten() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    known = len(rig.core._endpoints)
+    for number in range(50):
+        rig.publish(model("other"), f"other.{number}")
+        rig.control_says(SchedulerLost(f"other.{number}", ""))
+    assert len(rig.core._endpoints) == known
+
+
 def test_a_stream_is_granted_as_its_client_reads() -> None:
     """A producer is held back by whoever is slowest behind it."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
