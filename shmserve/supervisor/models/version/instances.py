@@ -62,7 +62,8 @@ class Instance:
 
 
 def expand_instances(config: ModelSpec) -> list[Instance]:
-    """The instances that `instance_group` of a configuration asks for, in order."""
+    """The instances that `instance_group` of a configuration asks for, in order; none of an
+    ensemble's."""
     made: list[Instance] = []
     for group in config.instance_group:
         gpu = group.kind == "KIND_GPU"

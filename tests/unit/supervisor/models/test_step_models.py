@@ -12,7 +12,8 @@ import pytest
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.step_models import StepModels
+from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.step_models import EnsembleInstances
 
 CONFIG: dict[str, Any] = {
     "name": "e",
@@ -42,11 +43,12 @@ class Serving:
         return step.name in self._ready
 
 
-def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> StepModels:
+def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     folder = Path("/tmp")
     config = ModelSpec.of(CONFIG)
     spec = VersionSpec("e", "1", folder, folder, config, lambda found: config, labels or {})
-    return StepModels(spec, MagicMock(), models)
+    nothing = MagicMock()
+    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models)
 
 
 @pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
