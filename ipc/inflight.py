@@ -18,7 +18,7 @@ from abc import abstractmethod
 from typing import Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Failed, Finished, Responded, Settled, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Settled, Submit
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.tensors.signature import id_prefix
 

@@ -9,9 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Cancel, Credit, Release, ReportTimes, Submit
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred
+from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.ipc.transport.dealer import Dealer
 
 Message = Submit | Cancel | Credit | Release
@@ -19,17 +17,15 @@ Message = Submit | Cancel | Credit | Release
 
 class SchedulerLinks:
     """Dealers by endpoint. `watch(fd)` hears of a descriptor to wait for, `unwatch(fd)` that it is
-    about to go. Each begins with `greeting`, if there is one."""
+    about to go."""
 
     def __init__(
         self,
         watch: Callable[[int], None],
         unwatch: Callable[[int], None],
-        greeting: ReportTimes | None = None,
     ) -> None:
         self._watch = watch
         self._unwatch = unwatch
-        self._greeting = greeting
         self._identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links: dict[str, Dealer] = {}
 
@@ -49,8 +45,6 @@ class SchedulerLinks:
                 ) from error
             self._links[endpoint] = link
             self._watch(link.fd)
-            if self._greeting is not None:
-                link.post(self._greeting)
         return link
 
     def tell(self, endpoint: str, message: Message) -> None:
@@ -58,15 +52,6 @@ class SchedulerLinks:
         link = self._links.get(endpoint)
         if link is not None:
             link.post(message)
-
-    def release_outputs(self, endpoint: str, response: Inferred) -> None:
-        """Tell the workers of a scheduler that their outputs have been read."""
-        held: dict[int, list[int]] = {}
-        for ref in response.outputs:
-            if isinstance(ref.data, Place):
-                held.setdefault(ref.data.memory.pid, []).append(ref.data.offset)
-        for pid, offsets in held.items():
-            self.tell(endpoint, Release(pid, offsets))
 
     def lose(self, endpoint: str, successor: str, drain: Callable[[Dealer], None]) -> None:
         """The scheduler at `endpoint` is gone: `drain` handles what it sent last, and what

@@ -5,7 +5,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
     gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back
     gateway/inference     the request is built, its memory found, admitted
     gateway/links         to the model's scheduler, until it has responded
-    scheduler             loop.py, core.py: receive, decide, send
+    scheduler             host.py, hosted.py -> front.py -> batching.py: receive, decide, send
       requests/           it waits (queue.py)
       batchers/           what runs next (dispatch.py)
       instances/          and where (pool.py); given to a worker (executions.py)
@@ -18,11 +18,11 @@ in shared memory, client/inflight/ submits; scheduler/local_clients.py checks wh
 
 A model's load: supervisor/models/manager.py takes the request and gives it its turn;
 model_loader.py has load_planner.py read folder and configuration; version/model_version.py starts
-scheduler_process.py and instance_processes.py, which follows load_protocol.py with each worker;
+scheduler_process.py and instance_processes.py;
 rollout.py lets it serve and publishes it.
 
-A worker's death: supervisor/processes/table.py notices, version/instance_restarts.py starts
-another one with a backoff (restart_backoff.py); scheduler/instances/losses.py decides which of its
+A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
+starts another one with a backoff; scheduler/instances/losses.py decides which of its
 requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),

@@ -1,5 +1,5 @@
-"""What all tests share: the leak guard around each, and the logs of servers in the report of one
-that fails.
+"""What all tests share: the guards against leaks around each, and the logs of servers in the report
+of one that fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
     sys.path.insert(0, root)
 
-from tests.support import leaks, servers
+from tests.support import leaks, servers, tokens
 
 # How long an example takes is the machine's affair, and who else is busy on it.
 hypothesis.settings.register_profile(
@@ -31,6 +31,8 @@ hypothesis.settings.load_profile("untimed")
 # A run that is cut off (by timeout(1), say) ends as one that Ctrl-C ends: objects, servers and
 # folders are removed. To the default action they would be left.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+tokens.watch()
 
 _LOG_END = 12_000
 _LONGEST_SHOWN = 24
@@ -78,6 +80,14 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.Snapshot.take()
     yield
     before.assert_restored()
+
+
+@pytest.fixture(autouse=True)
+def token_guard() -> Iterator[None]:
+    """The code of the server has dropped no memory that it was to hand on, or back."""
+    tokens.LOST.clear()
+    yield
+    assert not tokens.LOST
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

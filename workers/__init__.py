@@ -11,7 +11,7 @@ Its rooms:
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the five there are
     bls/                business logic scripting: a model's calls of other models
-    memory/             outputs in the arena, device memory, copies, the plan of fixed shapes
+    memory/             outputs in the arena, device memory, copies
     device.py           where a model runs: the CPU, an accelerator
     user_code.py        models' own files, imported
     preloads/           what a zygote does before it forks workers

@@ -11,16 +11,8 @@ import time
 from functools import partial
 from typing import Any
 
-from shmserve.ipc.messages import (
-    Attach,
-    BatchFinished,
-    CheckMemory,
-    CheckReady,
-    MemoryDropped,
-    ProcessExited,
-    ReadyChecked,
-    Stop,
-)
+from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
+from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext, is_decoupled
@@ -31,14 +23,14 @@ from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import SchedulerLink
+from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
 from shmserve.workers.warmup import read, warm_up
 
 logger = logging.getLogger(__name__)
 
 
-class Instance:
+class WorkerInstance:
     """One loaded model and its link to the scheduler that feeds it."""
 
     def __init__(
@@ -53,7 +45,7 @@ class Instance:
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = SchedulerLink(context.control, index, pid, self._memory.release)
+        self.link = InstanceLink(context.control, index, pid, self._memory.release)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(
@@ -85,6 +77,8 @@ class Instance:
         self._warm_up = partial(
             warm_up, read(config, context.model_dir), signature, unpacker, self._executor
         )
+        self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
+        self.link.served = self._messages.keys()
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
 
@@ -109,12 +103,18 @@ class Instance:
                 self._handle(message)
             if self._writer.abandoned:
                 self._writer.end_abandoned()
-            if not self.link.batches:
+            if not self.link.commands:
                 timeout_s = self._metrics.between_batches(self.link)
-            while self.link.batches:
-                batch = self.link.batches.popleft()
-                self._live = batch.live
-                self.hand_over(self._executor.finish(batch))
+            self.serve_commands()
+
+    def serve_commands(self) -> None:
+        """Do what the scheduler has asked for until now."""
+        while self.link.commands:
+            message, requests = self.link.commands.popleft()
+            self._live = getattr(message, "live", self._live)
+            answer = self._messages[type(message)](message, requests)
+            if answer is not None:
+                self.hand_over(answer)
 
     def _handle(self, message: Any) -> None:
         """A message of the supervisor."""
@@ -147,7 +147,7 @@ class Instance:
             return False
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """As `Control.wait`, awake for a moment where that is worth it."""
+        """As `ControlLink.wait`, awake for a moment where that is worth it."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False
@@ -165,14 +165,15 @@ class Instance:
     def attach(self, endpoint: str) -> None:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         self.link.attach(endpoint)
+        self._executor.attached()
         self._metrics.attach(self.link)
         self.link.flush()
 
-    def hand_over(self, finished: BatchFinished) -> None:
-        """Return a batch; what was made for it is nobody's where that does not arrive."""
+    def hand_over(self, answer: Any) -> None:
+        """Send an answer; what was made for it is nobody's where that does not arrive."""
         with self.link.lock:
             self._metrics.before_responses(self.link)
-            if self.link.send(finished):
+            if self.link.send(answer):
                 self._memory.delivered()
             else:
                 self._memory.undelivered()

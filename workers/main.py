@@ -23,25 +23,25 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.start import WorkerStart, decode
+from shmserve.ipc.messages.supervision import (
     Attach,
     CompleteConfig,
     ConfigCompleted,
     InstanceLoaded,
     LoadFailed,
     LoadInstance,
-    MemoryDropped,
     ProcessExited,
     Stop,
     WorkerStarted,
 )
-from shmserve.ipc.messages.start import WorkerStart, decode
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.instance import Instance
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.instance import WorkerInstance
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
@@ -66,7 +66,7 @@ def run(data: bytes) -> None:
     sys.argv[:] = [""]
     pid = os.getpid()
     identity = f"worker.{start.number}.{index}.{pid}"
-    control = Control(Dealer(endpoints.control(start.run_dir), identity))
+    control = ControlLink(Dealer(endpoints.control(start.run_dir), identity))
     try:
         control.send(WorkerStarted(pid))
         context = _context(start, device, control)
@@ -77,7 +77,7 @@ def run(data: bytes) -> None:
 
 
 class _Worker:
-    """What happens before an instance serves."""
+    """The life of a worker before its instance serves."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _Worker:
         self._index = index
         self._pid = pid
         self._backend: Backend | None = None
-        self._instance: Instance | None = None
+        self._instance: WorkerInstance | None = None
 
     def run(self) -> None:
         """Until `Stop`, or a failure that the supervisor has been told of."""
@@ -122,7 +122,7 @@ class _Worker:
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
-        self._instance = Instance(self._context, backend, config, self._index, self._pid)
+        self._instance = WorkerInstance(self._context, backend, config, self._index, self._pid)
         self._instance.warm_up()
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
@@ -161,7 +161,7 @@ class _Worker:
         return False
 
 
-def _context(start: WorkerStart, device: str, control: Control) -> ModelContext:
+def _context(start: WorkerStart, device: str, control: ControlLink) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
@@ -194,7 +194,11 @@ def _set_signals() -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     # The supervisor says when to end. A handler, because what a model starts would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _ignore)
+
+
+def _ignore(number: int, frame: object) -> None:
+    pass
 
 
 def _device(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What models of the Python backend import as `triton_python_backend_utils`: Triton's interface."""
+"""Triton's interface for Python models, which import it as `triton_python_backend_utils`."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def _named(tensors: list[Tensor], name: str) -> Tensor | None:
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """What a configuration says of an input, or None."""
+    """The entry of a configuration for an input, or None."""
     return next((t for t in model_config.get("input", ()) if t["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """What a configuration says of an output, or None."""
+    """The entry of a configuration for an output, or None."""
     return next((t for t in model_config.get("output", ()) if t["name"] == name), None)
 
 

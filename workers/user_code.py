@@ -32,7 +32,7 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
-    """What a model's own `is_ready` returns, where that is a coroutine what `run` makes of it.
+    """Readiness by a model's own `is_ready`; a coroutine is run by `run`.
 
     Raises what it raises, and Internal for what is no bool.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
@@ -32,8 +32,8 @@ _LARGEST_INTEGER = 127  # of random data: in the range of every type
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What runs `count` times: `batch_size` requests of these tensors, whose shapes have a batch
-    dimension of 1 where the model batches."""
+    """A warm-up sample, run `count` times: `batch_size` requests of these tensors, whose shapes
+    have a batch dimension of 1 where the model batches."""
 
     name: str
     batch_size: int

@@ -8,9 +8,11 @@ import time
 from collections import deque
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.scheduler.core import Scheduler
+from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
 
 _LEVELS = 8
@@ -61,18 +63,20 @@ class BusyQueue:
         self._worker = _Outbox()
         settings = Settings.read(config or CONFIG, "1", SchedulingLimits())
         outboxes = (_Outbox(), self._worker, _Outbox())
-        self.scheduler = Scheduler(settings, *outboxes, time.time_ns)
+        clients, _, control = outboxes
+        self.core = BatchingCore(settings, *outboxes)
+        self.scheduler = Front(self.core, clients, control, time.time_ns)
         self._choice = random.Random(queued)
         self._now = 1_000_000_000
         self._last = 0
         self._live = queued + 2 * _BATCH
         self._waiting: list[int] = []
-        self.scheduler.from_control(m.InstanceExpected(0, 100), self._now)
+        self.scheduler.from_control(InstanceExpected(0, 100), self._now)
         self._peer = b"0.100"
-        self.scheduler.from_worker(self._peer, m.InstanceReady(0, 100), self._now)
+        self.core.from_worker(self._peer, m.InstanceReady(0, 100), self._now)
         for _ in range(self._live):
             self._submit()
-        self.scheduler.plan(self._now)
+        self.scheduler.tick(self._now)
 
     def turn(self) -> int:
         """One turn of the loop; how many requests came, and as many left."""
@@ -87,8 +91,8 @@ class BusyQueue:
         times = (self._now - 4, self._now - 3, self._now - 1, self._now)
         replies = [m.Reply(work.key, "", "", b"") for work in batch.requests]
         done = m.BatchFinished(batch.batch, *times, replies)
-        self.scheduler.from_worker(self._peer, done, self._now)
-        self.scheduler.plan(self._now)
+        self.core.from_worker(self._peer, done, self._now)
+        self.scheduler.tick(self._now)
         return came
 
     def _submit(self, timeout_us: int = 0) -> None:

@@ -41,7 +41,7 @@ class FreeList:
 
     def allocate(self, byte_size: int) -> int | None:
         """The offset of a new block of at least `byte_size` bytes, or None when none is free."""
-        size = max(_ALIGNMENT, (byte_size + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
+        size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
         if size > self.capacity - self.used:
             return None
         for index, (offset, room) in enumerate(self._holes):
@@ -64,18 +64,18 @@ class FreeList:
         # No call in between: a program that is interrupted here finds both or neither.
         del self._used[offset]
         self.used -= size
-        index = bisect(self._holes, (offset, 0))
-        self._holes.insert(index, (offset, size))
-        self._join(index)
-        if index:
-            self._join(index - 1)
-        return True
-
-    def _join(self, index: int) -> None:
-        if index + 1 < len(self._holes):
-            (offset, size), (after, more) = self._holes[index], self._holes[index + 1]
+        holes = self._holes
+        first = last = bisect(holes, (offset, 0))
+        if first:
+            before, room = holes[first - 1]
+            if before + room == offset:
+                first, offset, size = first - 1, before, size + room
+        if last < len(holes):
+            after, room = holes[last]
             if offset + size == after:
-                self._holes[index : index + 2] = [(offset, size + more)]
+                last, size = last + 1, size + room
+        holes[first:last] = ((offset, size),)
+        return True
 
     def offsets(self) -> set[int]:
         """Where the blocks are that are allocated."""

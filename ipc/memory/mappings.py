@@ -8,15 +8,25 @@ the worker gives for it; it looks the same from outside.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.ranges import fits
+
+# Python's own mmap knows no addresses.
+_libc = ctypes.CDLL(None, use_errno=True)
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.restype = _libc.mremap.restype = _ADDRESS
+_libc.mmap.argtypes = [_ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_long]
+_libc.mremap.argtypes = [_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 _REMEMBERED = 1024  # of the memories that were dropped last
 
@@ -81,6 +91,23 @@ class _HostMapping:
             self._unpin()  # before the pages go, which the last view of them keeps
         os.close(self.fd)
 
+    def make_private(self, start: int, end: int) -> None:
+        """Have private copies of the pages between two offsets where the shared ones are now, and
+        all views of them."""
+        start -= start % mmap.PAGESIZE
+        end = min(-(-end // mmap.PAGESIZE) * mmap.PAGESIZE, len(self.map))
+        size = end - start
+        target = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + start
+        protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        source = _libc.mmap(None, size, protection, kind, -1, 0)
+        if source == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "mmap")
+        ctypes.memmove(source, target, size)
+        # At once, for threads of the model that read meanwhile.
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _libc.mremap(source, size, size, flags, target) == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "mremap")
+
     def shrunk(self, end: int) -> bool:
         """Whether the object is smaller than `end` by now."""
         # The position is nobody's but ours; a whole `fstat` takes three times as long.
@@ -128,6 +155,21 @@ class Mappings:
         if not fits(place.offset, place.byte_size, memory.byte_size):
             raise InvalidArgument("a tensor lies outside its shared memory region")
         return mapping
+
+    def detach(self, places: Iterable[Place]) -> None:
+        """Make the bytes at `places` this process's own in all views of them that exist, which keep
+        them as they are; views that are made from now on are of the shared memory, mapped anew.
+
+        Not for memory on a device. Raises as `view`, OSError where pages cannot be moved.
+        """
+        detached: dict[int, _HostMapping] = {}
+        for place in places:
+            mapping = detached.get(place.memory.id) or self._mapping(place)
+            if place.memory.id not in detached:
+                detached[place.memory.id] = mapping
+                del self._known[place.memory.id]
+                mapping.close()
+            mapping.make_private(place.offset, place.offset + place.byte_size)
 
     def read(self, place: Place) -> memoryview:
         """A copy of the bytes at `place` of a memory that is not to be mapped; raises as `view`."""

@@ -16,338 +16,149 @@ transport/frames.py packs them.
 
 from __future__ import annotations
 
-from shmserve.ipc.messages.events import (
-    EventHeader,
-    LoadRefused,
-    ModelChanged,
-    ModelCounted,
-    ProcessEnded,
-    ProcessStarted,
-    RegionBlamed,
-    RegionRegistered,
-    RegionUnregistered,
-)
-from shmserve.ipc.messages.inference import (
-    FIRST_CREDIT,
-    MOST_UNREAD_BYTES,
-    RESCHEDULED,
-    BatchFinished,
-    Cancel,
-    CancelExecution,
-    Credit,
-    CreditExecution,
-    Execute,
-    ExecutionResponded,
-    Failed,
-    Finished,
-    InstanceReady,
-    MetricsReported,
-    Release,
-    ReleaseOutputs,
-    Reply,
-    ReportStatistics,
-    ReportTimes,
-    Responded,
-    SequenceRow,
-    Settled,
-    StatisticsReported,
-    Submit,
-    Timed,
-    Work,
-)
-from shmserve.ipc.messages.local_clients import (
-    Hello,
-    ShareDeviceMemory,
-    ShareMemory,
-    Welcome,
-    WithdrawMemory,
-)
-from shmserve.ipc.messages.memory import (
-    CheckMemory,
-    MemoryChecked,
-    MemoryDropped,
-    RegionAbandoned,
-    RegionDrained,
-    RegionPublished,
-    RegionReleased,
-    RegionWithdrawn,
-    RegisterCudaRegion,
-    RegisterRegion,
-    UnregisterRegion,
-)
-from shmserve.ipc.messages.supervision import (
-    Acknowledged,
-    Answered,
-    AskReady,
-    AskTicket,
-    Attach,
-    ChangeLogging,
-    CheckReady,
-    CompleteConfig,
-    ConfigCompleted,
-    CountsInherited,
-    Drain,
-    Drained,
-    FindModel,
-    GatewayReady,
-    HealthChanged,
-    IndexRepository,
-    InstanceExited,
-    InstanceExpected,
-    InstanceLoaded,
-    InstanceRetired,
-    KeepStatistics,
-    KillInstance,
-    LeaseWorkspace,
-    LoadFailed,
-    LoadInstance,
-    LoadModel,
-    ModelPublished,
-    ModelWithdrawn,
-    PoolFailed,
-    ProcessExited,
-    ReadyChecked,
-    Refused,
-    ResizeCache,
-    RetireInstance,
-    ReturnWorkspace,
-    SchedulerLost,
-    SchedulerReady,
-    SetLogging,
-    StatisticsKept,
-    Stop,
-    TicketGranted,
-    TicketReturned,
-    UnloadModel,
-    WorkerStarted,
-    WorkspaceAllocated,
-)
+from shmserve.ipc.messages import events, inference, local_clients, memory, supervision
 
-__all__ = [
-    "FIRST_CREDIT",
-    "MOST_UNREAD_BYTES",
-    "RESCHEDULED",
-    "Acknowledged",
-    "Answered",
-    "AskReady",
-    "AskTicket",
-    "Attach",
-    "BatchFinished",
-    "Cancel",
-    "CancelExecution",
-    "ChangeLogging",
-    "CheckMemory",
-    "CheckReady",
-    "ClientToScheduler",
-    "CompleteConfig",
-    "ConfigCompleted",
-    "CountsInherited",
-    "Credit",
-    "CreditExecution",
-    "Drain",
-    "Drained",
-    "EnsembleToSupervisor",
-    "EventHeader",
-    "Execute",
-    "ExecutionResponded",
-    "Failed",
-    "FindModel",
-    "Finished",
-    "GatewayReady",
-    "GatewayToSupervisor",
-    "HealthChanged",
-    "Hello",
-    "IndexRepository",
-    "InstanceExited",
-    "InstanceExpected",
-    "InstanceLoaded",
-    "InstanceReady",
-    "InstanceRetired",
-    "KeepStatistics",
-    "KillInstance",
-    "LeaseWorkspace",
-    "LoadFailed",
-    "LoadInstance",
-    "LoadModel",
-    "LoadRefused",
-    "LocalClientToScheduler",
-    "LocalClientToSupervisor",
-    "MemoryChecked",
-    "MemoryDropped",
-    "MetricsReported",
-    "ModelChanged",
-    "ModelCounted",
-    "ModelPublished",
-    "ModelWithdrawn",
-    "PoolFailed",
-    "ProcessEnded",
-    "ProcessExited",
-    "ProcessStarted",
-    "ReadyChecked",
-    "Refused",
-    "RegionAbandoned",
-    "RegionBlamed",
-    "RegionDrained",
-    "RegionPublished",
-    "RegionRegistered",
-    "RegionReleased",
-    "RegionUnregistered",
-    "RegionWithdrawn",
-    "RegisterCudaRegion",
-    "RegisterRegion",
-    "Release",
-    "ReleaseOutputs",
-    "Reply",
-    "ReportStatistics",
-    "ReportTimes",
-    "ResizeCache",
-    "Responded",
-    "RetireInstance",
-    "ReturnWorkspace",
-    "SchedulerLost",
-    "SchedulerReady",
-    "SchedulerToClient",
-    "SchedulerToSupervisor",
-    "SchedulerToWorker",
-    "SequenceRow",
-    "ServerEvent",
-    "SetLogging",
-    "Settled",
-    "ShareDeviceMemory",
-    "ShareMemory",
-    "StatisticsKept",
-    "StatisticsReported",
-    "Stop",
-    "Submit",
-    "SupervisorToEnsemble",
-    "SupervisorToGateway",
-    "SupervisorToLocalClient",
-    "SupervisorToScheduler",
-    "SupervisorToWorker",
-    "TicketGranted",
-    "TicketReturned",
-    "Timed",
-    "UnloadModel",
-    "UnregisterRegion",
-    "Welcome",
-    "WithdrawMemory",
-    "Work",
-    "WorkerStarted",
-    "WorkerToScheduler",
-    "WorkerToSupervisor",
-    "WorkspaceAllocated",
-    "WorkspaceToSupervisor",
-]
-
-ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics | ReportTimes
-SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported | Timed
-SchedulerToWorker = Execute | CancelExecution | CreditExecution | ReleaseOutputs
-WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
+ClientToScheduler = (
+    inference.Submit
+    | inference.Cancel
+    | inference.Credit
+    | inference.Release
+    | inference.ReportStatistics
+)
+SchedulerToClient = (
+    inference.Finished
+    | inference.Responded
+    | inference.Failed
+    | inference.Settled
+    | inference.StatisticsReported
+)
+SchedulerToWorker = (
+    inference.Execute
+    | inference.EndSequences
+    | inference.CancelExecution
+    | inference.CreditExecution
+    | inference.ReleaseOutputs
+)
+WorkerToScheduler = (
+    inference.InstanceReady
+    | inference.BatchFinished
+    | inference.ExecutionResponded
+    | inference.MetricsReported
+)
 SupervisorToGateway = (
-    ModelPublished
-    | ModelWithdrawn
-    | SchedulerLost
-    | RegionPublished
-    | RegionWithdrawn
-    | RegionDrained
-    | HealthChanged
-    | ProcessExited
-    | SetLogging
-    | Answered
-    | Refused
-    | Drain
-    | Stop
+    supervision.ModelPublished
+    | supervision.ModelWithdrawn
+    | supervision.SchedulerLost
+    | memory.RegionPublished
+    | memory.RegionWithdrawn
+    | memory.RegionDrained
+    | supervision.HealthChanged
+    | supervision.ProcessExited
+    | supervision.SetLogging
+    | supervision.Answered
+    | supervision.Refused
+    | supervision.Drain
+    | supervision.Stop
 )
 GatewayToSupervisor = (
-    GatewayReady
-    | Acknowledged
-    | RegionReleased
-    | RegisterRegion
-    | RegionAbandoned
-    | RegisterCudaRegion
-    | UnregisterRegion
-    | LoadModel
-    | UnloadModel
-    | IndexRepository
-    | ChangeLogging
-    | AskReady
-    | Drained
+    supervision.GatewayReady
+    | supervision.Acknowledged
+    | memory.RegionReleased
+    | memory.RegisterRegion
+    | memory.RegionAbandoned
+    | memory.RegisterCudaRegion
+    | memory.UnregisterRegion
+    | supervision.LoadModel
+    | supervision.UnloadModel
+    | supervision.IndexRepository
+    | supervision.ChangeLogging
+    | supervision.AskReady
+    | supervision.Drained
 )
 SupervisorToScheduler = (
-    InstanceExpected
-    | InstanceExited
-    | RetireInstance
-    | PoolFailed
-    | ProcessExited
-    | CountsInherited
-    | KeepStatistics
-    | ResizeCache
-    | TicketGranted
-    | SetLogging
-    | Drain
-    | Stop
+    supervision.ProcessExited
+    | supervision.CountsInherited
+    | supervision.KeepStatistics
+    | supervision.ResizeCache
+    | supervision.Drain
+    | supervision.Stop
 )
+SupervisorToBatching = (
+    supervision.InstanceExpected
+    | supervision.InstanceExited
+    | supervision.RetireInstance
+    | supervision.PoolFailed
+    | supervision.TicketGranted
+)
+SupervisorToEnsemble = supervision.ModelPublished | supervision.SchedulerLost
+SupervisorToHost = supervision.OpenScheduler | supervision.SetLogging | supervision.Stop
+HostToSupervisor = supervision.HostReady | supervision.SchedulerClosed
 SchedulerToSupervisor = (
-    SchedulerReady
-    | KillInstance
-    | InstanceRetired
-    | Drained
-    | StatisticsKept
-    | AskTicket
-    | TicketReturned
+    supervision.SchedulerReady
+    | supervision.KillInstance
+    | supervision.InstanceRetired
+    | supervision.Drained
+    | supervision.StatisticsKept
+    | supervision.AskTicket
+    | supervision.TicketReturned
 )
-SupervisorToEnsemble = SupervisorToScheduler | ModelPublished | SchedulerLost
-EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
+EnsembleToSupervisor = SchedulerToSupervisor | supervision.Acknowledged | memory.MemoryDropped
 SupervisorToWorker = (
-    CompleteConfig
-    | LoadInstance
-    | Attach
-    | CheckMemory
-    | CheckReady
-    | MemoryDropped
-    | ProcessExited
-    | ModelWithdrawn
-    | SchedulerLost
-    | SetLogging
-    | Answered
-    | Refused
-    | Stop
+    supervision.CompleteConfig
+    | supervision.LoadInstance
+    | supervision.Attach
+    | memory.CheckMemory
+    | supervision.CheckReady
+    | memory.MemoryDropped
+    | supervision.ProcessExited
+    | supervision.ModelWithdrawn
+    | supervision.SchedulerLost
+    | supervision.SetLogging
+    | supervision.Answered
+    | supervision.Refused
+    | supervision.Stop
 )
 WorkerToSupervisor = (
-    WorkerStarted
-    | ConfigCompleted
-    | InstanceLoaded
-    | LoadFailed
-    | MemoryChecked
-    | ReadyChecked
-    | AskReady
-    | FindModel
-    | LoadModel
-    | UnloadModel
-    | LeaseWorkspace
-    | ReturnWorkspace
+    supervision.WorkerStarted
+    | supervision.ConfigCompleted
+    | supervision.InstanceLoaded
+    | supervision.LoadFailed
+    | memory.MemoryChecked
+    | supervision.ReadyChecked
+    | supervision.AskReady
+    | supervision.FindModel
+    | supervision.LoadModel
+    | supervision.UnloadModel
+    | supervision.LeaseWorkspace
+    | supervision.ReturnWorkspace
 )
-WorkspaceToSupervisor = WorkspaceAllocated
+WorkspaceToSupervisor = supervision.WorkspaceAllocated
 SupervisorToLocalClient = (
-    Welcome
-    | ModelPublished
-    | ModelWithdrawn
-    | SchedulerLost
-    | HealthChanged
-    | ProcessExited
-    | Answered
-    | Refused
+    local_clients.Welcome
+    | supervision.ModelPublished
+    | supervision.ModelWithdrawn
+    | supervision.SchedulerLost
+    | supervision.HealthChanged
+    | supervision.ProcessExited
+    | supervision.Answered
+    | supervision.Refused
 )
-LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
-LocalClientToScheduler = Submit | Cancel | Credit | Release
+LocalClientToSupervisor = (
+    local_clients.Hello
+    | supervision.Acknowledged
+    | local_clients.ShareMemory
+    | local_clients.ShareDeviceMemory
+    | local_clients.WithdrawMemory
+)
+LocalClientToScheduler = inference.Submit | inference.Cancel | inference.Credit | inference.Release
 ServerEvent = (
-    ModelChanged
-    | LoadRefused
-    | ProcessStarted
-    | ProcessEnded
-    | RegionRegistered
-    | RegionUnregistered
-    | RegionBlamed
-    | HealthChanged
-    | ModelCounted
+    events.ModelChanged
+    | events.LoadRefused
+    | events.ProcessStarted
+    | events.ProcessEnded
+    | events.RegionRegistered
+    | events.RegionUnregistered
+    | events.RegionBlamed
+    | supervision.HealthChanged
+    | events.ModelCounted
 )

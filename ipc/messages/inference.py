@@ -8,12 +8,6 @@ from typing import Any, ClassVar
 from shmserve.ipc.transport.frames import message
 from shmserve.ipc.transport.records import record
 
-# Of a model that gives any number of responses, so many of one request may be on their way before
-# its client has granted more (`Credit`), and no more bytes than this, one response excepted. Where
-# outputs go to places of the client's, each response goes over the one before it: then it is one.
-FIRST_CREDIT = 32
-MOST_UNREAD_BYTES = 8 << 20
-
 # A reply's code: the model asks for the request again (iterative sequences only).
 RESCHEDULED = "RESCHEDULED"
 
@@ -77,26 +71,15 @@ class ReportStatistics:
 
 
 @message
-class ReportTimes:
-    """Say how long each request of this client took: `Timed`, before its last response."""
-
-
-@message
-class Timed:
-    """How long the execution of a request that succeeded took, in ns, by phase."""
-
-    id: int
-    input_ns: int
-    infer_ns: int
-    output_ns: int
-
-
-@message
 class Finished:
-    """The request succeeded; `body` is a packed `Inferred`."""
+    """The request succeeded; `body` is a packed `Inferred`. Its execution took so many ns by phase:
+    input, inference, output."""
 
     id: int
     body: bytes
+    input_ns: int = field(default=0, compare=False)
+    infer_ns: int = field(default=0, compare=False)
+    output_ns: int = field(default=0, compare=False)
 
 
 @message
@@ -104,7 +87,8 @@ class Responded:
     """One of any number of responses to a request: a packed `Inferred`, or, with a `code`, an error
     for the client. An empty `body` without a code is no response, only the end.
 
-    `final`: nothing follows, and no worker has the request any more.
+    `final`: nothing follows, and no worker has the request any more; its execution took so many ns
+    by phase, as in `Finished`.
     """
 
     id: int
@@ -112,6 +96,9 @@ class Responded:
     message: str
     body: bytes
     final: bool
+    input_ns: int = field(default=0, compare=False)
+    infer_ns: int = field(default=0, compare=False)
+    output_ns: int = field(default=0, compare=False)
 
 
 @message
@@ -197,6 +184,13 @@ class Execute:
     requests: list[Work]
     live: int = 1
     rows: list[SequenceRow] = field(default_factory=list)
+
+
+@message
+class EndSequences:
+    """The sequences in these slots are over, and no END of theirs has run: their states go."""
+
+    slots: list[int]
 
 
 @message

@@ -37,35 +37,44 @@ class SchedulingLimits:
 
 @dataclass(frozen=True, slots=True)
 class CacheStart:
-    """The response cache of a model version: its share of the server's (0: it has none), how much
-    its readers may have copies of at a time, and who holds the memory that clients have shared."""
+    """The response cache of a model version: its share of the server's (0: it has none), and who
+    holds the memory that clients have shared."""
 
     byte_size: int = 0
-    arena_byte_size: int = 0
     supervisor_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
+class HostStart:
+    """A process that hosts schedulers, of this `title`."""
+
+    title: str
+    run_dir: Path
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStart:
-    """A scheduler: `number` is its endpoints', `config` normalised.
+    """A scheduler of a `kind` ("scheduler" or "ensemble"): `number` is its endpoints', `config`
+    normalised.
 
     `kept` is what a predecessor that died had counted, the last `StatisticsKept` (empty for the
     first), `alive` the worker processes that there were. Local clients prove who they are by
     `capability_key`; the programs of `group` are admitted, too (-1: none).
     """
 
+    kind: str
     number: int
     version: str
     config: dict[str, Any]
     run_dir: Path
     capability_key: bytes
     group: int = -1
-    arena_byte_size: int = 0  # of an ensemble
+    arena_byte_size: int = 0  # of what it lends
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
     kept: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
-    log: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,28 @@ class ChangeLogging:
 
 
 @message
+class HostReady:
+    """The process hosts schedulers from now on."""
+
+    pid: int
+
+
+@message
+class OpenScheduler:
+    """Host a scheduler; `start` is an encoded `SchedulerStart`. It says `SchedulerReady` itself."""
+
+    start: bytes
+
+
+@message
+class SchedulerClosed:
+    """The scheduler of this number is hosted no more, or, for a `reason`, has never been."""
+
+    number: int
+    reason: str
+
+
+@message
 class SchedulerReady:
     """The scheduler's sockets are bound."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -25,10 +25,9 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.dealer import Dealer
+from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.host.startup_report import StartupReport
 from shmserve.supervisor.main import compose, hold_signals
 from shmserve.supervisor.supervisor import Supervisor
 
@@ -97,7 +96,7 @@ async def _report(supervisor: Supervisor) -> int:
 
 
 def _verdict(failure: str, seconds: float) -> str:
-    """What stands beside a model's name; of several lines the others are indented."""
+    """The text beside a model's name; of several lines the others are indented."""
     if not failure:
         return f"ok      one batch in {seconds * 1e3:.1f} ms"
     return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)

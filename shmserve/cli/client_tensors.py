@@ -1,4 +1,5 @@
-"""What the shell's client makes of a value on its command line, and of the bytes of an output."""
+"""Conversion of tensors for the shell's client: values on its command line, and bytes of
+outputs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shmserve.client.events import TOPICS, EventReader, Told
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages.supervision import HealthChanged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     topics = tuple(args.topic or TOPICS)
     with EventReader(args.run_dir, topics if args.follow else ()) as reader:
         for told in reader.snapshot():
-            if m.events.TOPICS[type(told.event)] in topics:
+            if m.TOPICS[type(told.event)] in topics:
                 print(show(told), flush=True)
         if args.follow:
             for told in reader.follow():
@@ -54,7 +55,7 @@ def _time(told: Told) -> str:
 def _as_json(told: Told) -> str:
     event = told.event
     kind = type(event)
-    shown = {"time": _time(told), "topic": m.events.TOPICS[kind], "event": kind.__name__}
+    shown = {"time": _time(told), "topic": m.TOPICS[kind], "event": kind.__name__}
     return json.dumps(shown | asdict(event))
 
 
@@ -87,7 +88,7 @@ def _text(event: Any) -> str:
             return f"region {name}: unregistered{_because(reason)}"
         case m.RegionBlamed(name, reason):
             return f"region {name}: to blame{_because(reason)}"
-        case m.HealthChanged(_, ready, exiting):
+        case HealthChanged(_, ready, exiting):
             return f"server: {'stopping' if exiting else 'ready' if ready else 'not ready'}"
         case m.ModelCounted(name, version, counters):
             shown = " ".join(f"{key}={value}" for key, value in counters.items())

@@ -36,7 +36,10 @@ class _Turns:
         self.channel = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
-        self.loop.add_reader(fd, lambda: self.channel.take((fd,)))
+        self.loop.add_reader(fd, self._take, fd)
+
+    def _take(self, fd: int) -> None:
+        self.channel.take((fd,))
 
     def _unwatch(self, fd: int) -> None:
         if not self.loop.is_closed():
@@ -96,7 +99,7 @@ class ResponseStream:
             raise StopAsyncIteration
         responses = pending.read()
         if responses:
-            self._turns.channel.grant(pending, responses)
+            self._turns.channel.credit(pending, responses)
             self._turns.flush_soon()
         if not pending.items:
             await self._attend(pending)
@@ -292,7 +295,10 @@ class _Connecting:
 
     async def _connect(self) -> Server:
         # Made there, so that one that nobody waits for any more is closed when it is collected.
-        return await asyncio.to_thread(lambda: Server(Session(*self._arguments)))
+        return await asyncio.to_thread(self._open)
+
+    def _open(self) -> Server:
+        return Server(Session(*self._arguments))
 
     def __await__(self) -> Any:
         return self._connect().__await__()

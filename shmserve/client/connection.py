@@ -7,23 +7,53 @@ lost. It has a channel too, for requests whose responses nobody waits for in a l
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.timeouts import Timeouts
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import nothing
 from shmserve.client.server.listener_link import GONE, ControlRequest, ListenerLink
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.local_clients import Welcome, WithdrawMemory
 from shmserve.ipc.transport.records import MalformedMessage
+
+_MOST_OVER = 1024  # requests that have ended, remembered until their time has come
+
+
+class Timeouts:
+    """A heap of the deadlines of a channel's requests, by number; for one thread."""
+
+    def __init__(self, channel: RequestChannel) -> None:
+        self._channel = channel
+        self._heap: list[tuple[int, int]] = []
+
+    def add(self, time_ns: int, number: int) -> None:
+        """Have a request expire at a (monotonic) time."""
+        waiting = self._channel.waiting
+        if len(self._heap) > 2 * len(waiting) + _MOST_OVER:
+            # Most end long before that, and are not to be kept until then.
+            self._heap = [timed for timed in self._heap if timed[1] in waiting]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (time_ns, number))
+
+    def run(self) -> float | None:
+        """Expire those whose time is over; the seconds until the next one, None: there is none."""
+        while self._heap:
+            left_ns = self._heap[0][0] - time.monotonic_ns()
+            if left_ns > 0:
+                return left_ns / 1e9
+            self._channel.expire(heapq.heappop(self._heap)[1])
+        return None
 
 
 class ServerConnection(ServerState):
@@ -37,7 +67,7 @@ class ServerConnection(ServerState):
         super().__init__()
         self.pid = os.getpid()
         self._on_nudge = on_nudge
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
         try:
             self._link.connect(run_dir, timeout_s)
@@ -50,7 +80,7 @@ class ServerConnection(ServerState):
         self._poll = select.epoll()
         self._poll.register(self._link, select.EPOLLIN)
         self._own = RequestChannel(self, self._watch, self._poll.unregister)
-        self._timeouts = Timeouts(lambda: self._own.waiting, self._own.expire)
+        self._timeouts = Timeouts(self._own)
         self._thread = threading.Thread(target=self._run, name="shmserve-client", daemon=True)
         self._thread.start()
 
@@ -64,7 +94,7 @@ class ServerConnection(ServerState):
         informed = False
         for message in self._link.receive():
             match message:
-                case m.Welcome(number, token):
+                case Welcome(number, token):
                     self.identity = f"{number}.{token}"
                 case m.ModelPublished():
                     self.models.publish(message)
@@ -102,7 +132,7 @@ class ServerConnection(ServerState):
                 raise Disconnected(GONE)
             request = self._link.request()
         self._link.tell(*segment.sharing(request.number))
-        if threading.current_thread() is self._thread:  # a future's callback wants memory
+        if self.is_current_thread():  # a future's callback wants memory
             self._read_until(request)
         response = request.wait()
         if isinstance(response, ShmserveError):
@@ -120,7 +150,7 @@ class ServerConnection(ServerState):
         """Make it unknown. In a forked child it is the parent's, who may go on with it."""
         if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
-                self._link.tell(m.WithdrawMemory(segment.memory.id))
+                self._link.tell(WithdrawMemory(segment.memory.id))
 
     # --- its channel
 
@@ -129,8 +159,12 @@ class ServerConnection(ServerState):
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
-            self._tasks.append(lambda: task(self._own))
+            self._tasks.append(task)
             self._own.wake()
+
+    def is_current_thread(self) -> bool:
+        """Whether the caller is the connection's own thread, as a future's callback is."""
+        return threading.current_thread() is self._thread
 
     def expire_at(self, time_ns: int, number: int) -> None:
         """Have a request of its own channel expire at a (monotonic) time; only in its thread."""
@@ -158,7 +192,7 @@ class ServerConnection(ServerState):
                 # run below, and one that comes later wakes us again.
                 own.take(events)
                 while self._tasks:
-                    self._tasks.popleft()()
+                    self._tasks.popleft()(self._own)
                 if own.waker in events:
                     self._on_nudge()
         except (OSError, MalformedMessage):
@@ -171,7 +205,7 @@ class ServerConnection(ServerState):
             self.alive = False
         self.wake_all()
         while self._tasks:
-            self._tasks.popleft()()
+            self._tasks.popleft()(self._own)
         self._own.close()
         self.models.close()
         self._poll.close()
@@ -183,7 +217,7 @@ class ServerConnection(ServerState):
             return  # a forked child: all of it is its parent's
         self.alive = False  # first: the schedulers cut off who is gone, and that is seen at once
         self._link.shut_down()
-        if threading.current_thread() is self._thread:  # a future's callback has had enough
+        if self.is_current_thread():  # a future's callback has had enough
             self.wake_all()
         else:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What the client itself raises; everything else is the server's error, with the server's code.
+"""The client's own errors; every other one is the server's, with the server's code.
 
 ShmserveError                  shmserve/errors.py draws the tree
  ├─ Unavailable
@@ -14,7 +14,7 @@ from shmserve.errors import InvalidArgument, Unavailable
 
 
 class TimedOut(Unavailable, TimeoutError):
-    """Nobody answered within the call's `timeout`; the request is cancelled."""
+    """The call's `timeout` passed without an answer; the request is cancelled."""
 
 
 class Disconnected(Unavailable, ConnectionError):

@@ -48,19 +48,19 @@ class Told:
 
 
 class Gaps:
-    """How many events of each topic did not arrive, by their numbers (pure)."""
+    """A detector of lost events, by their numbers in each topic (pure)."""
 
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
 
     def before(self, topic: str, sequence: int) -> int:
-        """How many were lost between this one and the one that came before it."""
+        """The number of those that were lost between this one and the one that came before it."""
         latest = self._latest.get(topic, sequence - 1)
         self._latest[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def reached(self, topic: str, sequence: int) -> int:
-        """How many were lost where everything up to `sequence` has been sent."""
+        """The number of those that were lost where everything up to `sequence` has been sent."""
         latest = self._latest.get(topic, sequence)
         self._latest[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
@@ -93,7 +93,7 @@ class EventReader:
             raise
 
     def snapshot(self) -> list[Told]:
-        """What is; events that came before it are in it. Raises Disconnected."""
+        """The present state; events that came before it are in it. Raises Disconnected."""
         mine = SNAPSHOT + secrets.token_hex(8)
         self._socket.subscribe(mine)
         try:
@@ -109,7 +109,7 @@ class EventReader:
             self._socket.unsubscribe(mine)
 
     def follow(self) -> Iterator[Told]:
-        """What happens, as it does. Raises Disconnected when the server has ended.
+        """The events as they happen. Raises Disconnected when the server has ended.
 
         Where nothing comes any more the server is asked how far it is: what was lost at the end is
         told too.

@@ -1,5 +1,5 @@
-"""What the sync and the asyncio client share: the connection, which is made anew when the server
-was started anew, and the memory, which outlives it."""
+"""The session of a client, sync or asyncio: its connection, which is made anew when the server was
+started anew, and its memory, which outlives that."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Session:
         self._cuda: Exporting | None = None
         self.memories = Memories(
             memory_limit,
-            lambda segment: self.connection().share(segment),
+            self._share,
             self._withdraw,
-            lambda: self._connection.nudge(),
+            self._nudge,
         )
         self._connection = self._connect()
 
@@ -83,6 +83,12 @@ class Session:
             # ends by itself, and is not waited for: a future's callback may be at work in it.
             self._connection = made
             return made
+
+    def _share(self, segment: AnySegment) -> None:
+        self.connection().share(segment)
+
+    def _nudge(self) -> None:
+        self._connection.nudge()
 
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
@@ -125,11 +131,11 @@ class Session:
             if self._cuda is None:
                 self._cuda = exporting()
             cuda = self._cuda
-        return Region(self.memories, tensors, lambda size: DeviceSegment(cuda, number, size))
+        return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
     def abandon(self, close: Callable[[], None]) -> None:
-        """Nobody has the client any more, and it was not closed. Where an object is collected, and
-        in which thread, is not known, so the connection's own thread does it."""
+        """Close a client that is collected and was not closed. Where an object is collected, and in
+        which thread, is not known, so the connection's own thread does it."""
         if self._closed or self.inherited:
             return
         try:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
@@ -53,7 +54,8 @@ class Server:
         that keeps state `sequence` is the id of the request's sequence, whose first has `start`,
         and whose last `end`.
 
-        Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected.
+        Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected. In the
+        callback of a future of `infer_async`, Unavailable when other threads have every channel.
         """
         options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         waiter = self._waiting()
@@ -144,7 +146,8 @@ class Server:
         options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future = SharedChannel(self._session.connection()).submit(built)
-        future.add_done_callback(lambda _: self._session)  # until then somebody needs this client
+        # The client is not closed before that, though nobody else may have it.
+        future.add_done_callback(partial(_keep, self._session))
         return future
 
     def allocate(
@@ -173,7 +176,7 @@ class Server:
         thread = threading.current_thread()
         waiter = self._channels.get(thread)
         if waiter is not None and waiter.lock.locked():
-            return SharedChannel(connection)  # a signal's handler, which this thread's wait runs
+            return _shared(connection)  # a signal's handler, which this thread's wait runs
         if waiter is None or waiter.connection is not connection:
             return self._new_channel(thread, connection)
         return waiter
@@ -191,11 +194,11 @@ class Server:
                     self._channels[thread] = self._channels.pop(other)
                     return waiter
             if len(self._channels) >= _MOST_CHANNELS:
-                return SharedChannel(connection)
+                return _shared(connection)
             try:
                 waiter = self._channels[thread] = ThreadChannel(connection)
             except OSError:  # no descriptor is left for one of its own
-                return SharedChannel(connection)
+                return _shared(connection)
             return waiter
 
     def close(self) -> None:
@@ -219,3 +222,14 @@ class Server:
 
     def __del__(self) -> None:
         self._session.abandon(self.close)
+
+
+def _keep(session: Session, ended: Future[Result]) -> None:
+    """A future's callback that refers to a session until then."""
+
+
+def _shared(connection: ServerConnection) -> SharedChannel:
+    """The channel of threads without one of their own, to wait by; raises Unavailable."""
+    shared = SharedChannel(connection)
+    shared.check_may_wait()
+    return shared

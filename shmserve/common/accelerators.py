@@ -37,11 +37,11 @@ def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None)
 def _visible(listed: str, count: int) -> int:
     # As the driver reads it: what follows a name that is no device's is not visible ("-1": none).
     names = [part.strip() for part in listed.split(",")]
-    known = itertools.takewhile(
-        lambda name: name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count),
-        names,
-    )
-    return min(count, len(list(known)))
+
+    def is_device(name: str) -> bool:
+        return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
+
+    return min(count, len(list(itertools.takewhile(is_device, names))))
 
 
 def cuda_devices(visible: str | None = None) -> int:

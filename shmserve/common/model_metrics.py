@@ -100,7 +100,7 @@ def _sum(kind: str, one: Series, other: Series) -> Series:
     if one.buckets != other.buckets:
         return one
     if kind == "GAUGE":
-        last = max(one, other, key=lambda value: value.numbers[1])
+        last = one if one.numbers[1] >= other.numbers[1] else other
         return Series((*last.numbers[:2], one.numbers[2] + other.numbers[2]))
     pairs = zip(one.numbers, other.numbers, strict=True)
     return Series(tuple(a + b for a, b in pairs), one.buckets)
@@ -114,7 +114,7 @@ class ModelMetrics:
         self._instances: dict[int, Families] = {}
 
     def kept(self) -> list[Any]:
-        """What `restore` takes."""
+        """A checkpoint for `restore`."""
         return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
 
     def restore(self, kept: list[Any], alive: Iterable[int]) -> None:
@@ -133,7 +133,7 @@ class ModelMetrics:
         self._instances[pid] = families
 
     def exited(self, pid: int) -> None:
-        """The instance is gone; so are the levels of its gauges."""
+        """Keep what an instance that has ended counted, without the levels of its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:
             counted = {name: f for name, f in families.items() if f.kind != "GAUGE"}

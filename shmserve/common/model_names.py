@@ -1,4 +1,4 @@
-"""What may be a model's name, and how a model that is a class in a file is named (pure)."""
+"""Names of models: which are valid, and those of models that are classes in files (pure)."""
 
 from __future__ import annotations
 

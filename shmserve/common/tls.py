@@ -77,7 +77,7 @@ class Tls:
             raise self.refused()
 
     def refused(self) -> InvalidArgument:
-        """What to say when gRPC does not take them."""
+        """The refusal of files that gRPC does not take."""
         named, files = ", ".join(self._files), ", ".join(self._files.values())
         return InvalidArgument(
             f"{named}: gRPC refuses {files}: it knows fewer kinds of keys (RSA, P-256, P-384) and "

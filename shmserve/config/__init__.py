@@ -1,1 +1,1 @@
-"""What the command line says: options, and the settings made of them."""
+"""The command line: its flags, and the settings made of them."""

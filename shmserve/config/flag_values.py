@@ -144,7 +144,7 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """Of "QUANTILE:ERROR,...", the quantiles. The error is what Triton's estimate may be off by in
+    """The quantiles of "QUANTILE:ERROR,...". The error is what Triton's estimate may be off by in
     rank: no quantile here is."""
     quantiles = []
     for pair in text.split(","):

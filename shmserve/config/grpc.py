@@ -47,7 +47,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """What the gRPC gateway is told; `options` are (name, value) pairs for gRPC itself."""
+    """The gRPC listener; `options` are (name, value) pairs for gRPC itself."""
 
     address: str
     port: int

@@ -278,6 +278,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag("response-cache-byte-size", kind=int, help="the same: Triton's older name of it"),
         Flag(
+            "ensemble-scheduling",
+            default="hosted",
+            choices=("hosted", "separate"),
+            help="hosted: the steps of an ensemble are scheduled in its process; separate: each "
+            "model in a process of its own",
+        ),
+        Flag(
             "rate-limit",
             default="off",
             choices=("off", "execution_count"),

@@ -84,6 +84,7 @@ class ServerConfig:
     run_dir: Path | None
     arena_byte_size: int
     cache_byte_size: int
+    ensemble_scheduling: str
     rate_limit: str
     rate_limit_resources: Resources
     workspace_byte_sizes: dict[str, int]
@@ -97,7 +98,7 @@ class ServerConfig:
     without_effect: tuple[str, ...]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
-        """What --backend-config says for a backend (settings without a backend are for all)."""
+        """The settings of --backend-config for a backend (those without a backend are for all)."""
         return {key: value for name, key, value in self.backend_config if name in ("", backend)}
 
     def worker_threads(self, instances: int) -> int:
@@ -156,6 +157,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         cache_byte_size=cache_byte_size(
             parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
+        ensemble_scheduling=value["ensemble-scheduling"],
         rate_limit=value["rate-limit"],
         rate_limit_resources=parse_resources(parsed.repeated["rate-limit-resource"]),
         workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),

@@ -3,12 +3,13 @@
 An HTTP request, file by file:
 
     http/connection/protocol.py     bytes -> requests, one after the other
-    http/routes.py                  the route table: authorise, handle, errors to responses
+    http/routing.py                 matched, authorised, handled, errors to responses; the tables
+                                    of routes are in routes.py
     http/infer.py                   inference; streaming/ for many responses to a request
     http/body/                      the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else
     http/json/infer_request.py      JSON -> inference/request.py, checked
-    inference/builder.py            its tensors placed (resources.py), checked against its model
+    inference/builder.py            its tensors placed and checked against its model
     inference/submit.py             its regions authorised; the message to the scheduler
     links/schedulers.py             submitted, in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
@@ -18,7 +19,7 @@ A gRPC request:
 
     grpc/core/direct_unary.py       a call and its message, without a task
     grpc/infer_calls.py             authorised, handled, errors to a status; service.py: other RPCs
-    grpc/infer.py                   to its scheduler and back; streaming/: many requests in a call
+    grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
     grpc/wire/fingerprint.py        a head that came before: its prepared request, else
     grpc/wire/request.py            protobuf -> inference/request.py, checked
     inference/ and links/           as above
@@ -28,6 +29,6 @@ A gRPC request:
     context.py                      what it holds (model_table.py, region_table.py)
     client_identity.py              who a client is, and what it may
     inference/, api/                inference and the other APIs, for any protocol; the page of
-                                    /metrics, and the families on it, are in api/metrics/
-    http/handlers/, grpc/admin/     what HTTP and gRPC make of these
+                                    /metrics, and the families on it, are in api/metrics.py
+    http/handlers/, grpc/admin.py   what HTTP and gRPC make of these
 """

@@ -170,7 +170,7 @@ class ClientIdentity:
         return loopback_peer(_address(ours), _address(theirs))
 
     def administrator(self) -> Peer:
-        """Its user, for whom every region is there to see if it runs the server."""
+        """The client's user; EVERYONE, who sees every region, if that runs the server."""
         peer = self.peer()
         return Peer(EVERYONE) if self.known else peer
 

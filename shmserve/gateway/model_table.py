@@ -10,8 +10,8 @@ import orjson
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerLink
-from shmserve.ipc.messages import ModelPublished
+from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerHandle
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache
@@ -30,26 +30,7 @@ class GatewayModel:
     `labels` the texts for the indices of each output that has any.
     """
 
-    __slots__ = (
-        "checks_ready",
-        "config",
-        "decoupled",
-        "deployed",
-        "labels",
-        "load_seconds",
-        "metadata",
-        "name",
-        "prepared",
-        "published",
-        "ready",
-        "scheduler",
-        "signature",
-        "stateful",
-        "tags",
-        "version",
-    )
-
-    def __init__(self, published: ModelPublished, scheduler: SchedulerLink) -> None:
+    def __init__(self, published: ModelPublished, scheduler: SchedulerHandle) -> None:
         self.published = True
         self.name = published.name
         self.version = published.version
@@ -75,6 +56,9 @@ def _tags(config: dict[str, Any]) -> dict[str, str]:
     return {"_" + _NO_LABEL.sub("_", key): str(value) for key, value in tags.items()}
 
 
+_MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
+
+
 class ModelTable:
     """name -> version -> `GatewayModel`."""
 
@@ -91,7 +75,10 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         old = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message, scheduler)
-        self._withdrawn.get(message.name, set()).discard(message.version)
+        withdrawn = self._withdrawn.get(message.name, set())
+        withdrawn.discard(message.version)
+        if not withdrawn:
+            self._withdrawn.pop(message.name, None)
         if message.latest or (old is not None and self._latest.get(message.name) is old):
             self._latest[message.name] = model
         if old is not None:
@@ -105,6 +92,8 @@ class ModelTable:
         if not versions:
             self._models.pop(name, None)
         self._withdrawn.setdefault(name, set()).add(version)
+        if len(self._withdrawn) > _MOST_WITHDRAWN:
+            del self._withdrawn[next(iter(self._withdrawn))]
         if model is not None:
             model.published = False
             if self._latest.get(name) is model:

@@ -17,17 +17,23 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
-from shmserve.gateway.links.supervisor import SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import (
+    RegionDrained,
+    RegionPublished,
+    RegionReleased,
+    RegionWithdrawn,
+)
 from shmserve.ipc.processes import name_process
 from shmserve.logs import LogSettings
 
@@ -92,10 +98,7 @@ class _Process:
             settings=settings,
             dispatcher=dispatcher,
             models=ModelTable(dispatcher),
-            regions=RegionTable(
-                lambda memory_id: supervisor.tell(m.RegionReleased(memory_id)),
-                settings.shm_overlap,
-            ),
+            regions=RegionTable(self._region_released, settings.shm_overlap),
             supervisor=supervisor,
             arena=Arena(settings.arena_byte_size),
             body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
@@ -131,13 +134,13 @@ class _Process:
                 self._acknowledge(acknowledge)
             case m.SchedulerLost(endpoint, successor):
                 gateway.dispatcher.lost(endpoint, successor)
-            case m.RegionPublished():
+            case RegionPublished():
                 gateway.regions.publish(message)
                 self._acknowledge(message.acknowledge)
-            case m.RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
+            case RegionWithdrawn(memory_id=memory_id, acknowledge=acknowledge):
                 gateway.regions.withdraw(memory_id)
                 self._acknowledge(acknowledge)
-            case m.RegionDrained(memory_id, acknowledge):
+            case RegionDrained(memory_id, acknowledge):
                 gateway.regions.drained(memory_id)
                 self._acknowledge(acknowledge)
             case m.HealthChanged():
@@ -157,6 +160,9 @@ class _Process:
                 self._stopped.set()
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
+
+    def _region_released(self, memory_id: int) -> None:
+        self._gateway.supervisor.tell(RegionReleased(memory_id))
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
-from shmserve.ipc.messages import RegionPublished
+from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 
@@ -23,18 +24,6 @@ logger = logging.getLogger(__name__)
 
 class GatewayRegion:
     """One generation of a name. `requests` is its reference count: those in flight that use it."""
-
-    __slots__ = (
-        "byte_size",
-        "key",
-        "memory",
-        "name",
-        "offset",
-        "owner",
-        "requests",
-        "spans",
-        "withdrawn",
-    )
 
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
@@ -169,8 +158,8 @@ class Uses:
             self._overlaps(region)
 
     def pattern(self) -> Pattern:
-        """What is referred to, for a prepared request."""
-        return Pattern(self._table, tuple(self.regions), tuple(self._spans))
+        """The references as a template, for a prepared request."""
+        return Pattern(self._table, self._table.version, tuple(self.regions), tuple(self._spans))
 
     def _overlaps(self, region: GatewayRegion) -> None:
         # Two requests that write to the same bytes: both succeed, and one finds the other's result.
@@ -198,21 +187,14 @@ class Uses:
         self.regions.clear()
 
 
+@dataclass(frozen=True, slots=True)
 class Pattern:
     """The references of a prepared request, to be taken again for each with its header."""
 
-    __slots__ = ("_regions", "_spans", "_table", "_version")
-
-    def __init__(
-        self,
-        table: RegionTable,
-        regions: tuple[GatewayRegion, ...],
-        spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...],
-    ) -> None:
-        self._table = table
-        self._version = table.version
-        self._regions = regions
-        self._spans = spans
+    _table: RegionTable
+    _version: int
+    _regions: tuple[GatewayRegion, ...]
+    _spans: tuple[tuple[GatewayRegion, tuple[int, int]], ...]
 
     def again(self) -> Uses | None:
         """The same references, or None when the names may mean something else by now.

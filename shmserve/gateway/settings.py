@@ -6,8 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve.gateway.grpc.settings import GrpcSettings
+from shmserve.common.tls import Tls
 from shmserve.logs import LogSettings
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSettings:
+    """The listening addresses of a gRPC gateway, and its server's options.
+
+    `options` are (name, value) pairs for gRPC itself.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    tls: Tls | None = None
+    options: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

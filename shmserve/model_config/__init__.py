@@ -17,7 +17,7 @@ from shmserve.model_config.autocomplete import merge_autocomplete
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
 from shmserve.model_config.parse import from_json, parse_pbtxt, read_json, read_pbtxt
-from shmserve.model_config.rules.ensemble_graph import GraphProblem, compose
+from shmserve.model_config.rules.ensembles import GraphProblem, compose
 from shmserve.model_config.validation import LoadProblem, validate
 from shmserve.model_config.views import ignored_fields, metadata, read_labels, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig

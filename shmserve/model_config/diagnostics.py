@@ -17,7 +17,7 @@ Key = tuple[str | int, ...]
 
 
 class Problem(NamedTuple):
-    """What is wrong with the value of a key.
+    """A problem with the value of a key.
 
     `needs` are further keys whose values the text is true of. `at` is a position ("12:7"); only
     what could not be read has one of its own.
@@ -83,7 +83,7 @@ UNWRITTEN = Source()
 
 
 class _Gaps:
-    """What is not known of a configuration, because it could not be read."""
+    """The keys of a configuration that are not known, because they could not be read."""
 
     def __init__(self, source: Source) -> None:
         self._places = source.places

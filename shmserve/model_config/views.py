@@ -122,8 +122,8 @@ _LARGEST_LABEL_FILE = 4 * 1024 * 1024
 
 
 def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
-    """What the label files of a validated configuration have, by output: a label a line, by index;
-    an empty line is no label.
+    """The labels of a validated configuration's outputs, from their files: a label a line, by
+    index; an empty line is no label.
 
     Raises InvalidArgument for a file that cannot be read or has more than 4 MiB.
     """

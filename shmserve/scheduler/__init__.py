@@ -1,9 +1,12 @@
-"""One process a model version: owns each request from arrival to its last response, and decides
-what runs when.
+"""Schedulers: each owns its model version's requests from arrival to their last response, and
+decides what runs when. One model is one process; the steps of an ensemble are in that of it.
 
-main.py, loop.py        the process; the event loop: wait, receive, plan, send
-core.py                 what each message changes, and what runs next (no clock, no socket)
-clients.py              who submits, and what becomes of their requests when they leave
+main.py, host.py        the process; its loop: wait, receive, tick, send, for all that it hosts
+hosted.py               one scheduler of it: its sockets, its front, its core; the kinds as a table
+in_process.py           calls between the schedulers of one process
+front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
+batching.py             the core of a model that has instances (no clock, no socket)
+outboxes.py             what a core posts messages to
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         client.py       who submits
@@ -22,7 +25,7 @@ instances/              pool.py         slots: who is there, who is free, what e
                         service_time.py moving averages of how long executions take
 response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
 statistics/             counters, histograms, quantiles, responses by index
-ensemble/               the scheduler of an ensemble: its steps are other models
+ensemble/               the core of an ensemble: its steps are other models
 waiting.py              waiting for sockets, or for a time in microseconds
 reports.py              what clients, and a successor, are told of them
 local_clients.py        requests of programs outside the server, checked

@@ -8,12 +8,17 @@ counts as in a batch is worked out from the request itself.
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
+from shmserve.common.access.peer_credentials import admit_group
+from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
-from shmserve.ipc.messages import Failed, Submit
+from shmserve.ipc.messages.inference import Failed, Submit
+from shmserve.ipc.messages.start import SchedulerStart
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (
     LONGEST_CORRELATION_ID,
@@ -25,6 +30,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.untrusted_router import UntrustedRouter
+from shmserve.scheduler.in_process import InProcessLinks
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
@@ -46,6 +52,20 @@ class LocalClientListener:
         self.link = UntrustedRouter(endpoint, self._admits)
         self._capabilities = capabilities
         self._rules = LocalClientRules(capabilities, signature, limit_us)
+
+    @classmethod
+    def open(cls, start: SchedulerStart) -> LocalClientListener:
+        """That of the scheduler that is started; the programs of the server's group reach it."""
+        endpoint = endpoints.local_clients(start.run_dir, start.number)
+        listener = cls(
+            endpoint,
+            Capabilities(start.capability_key),
+            Signature(start.config, start.version),
+            start.limits.request_timeout_us,
+        )
+        if start.group != NO_GROUP:
+            admit_group(Path(endpoint.removeprefix("ipc://")), start.group)
+        return listener
 
     def check(self, peer: bytes, message: Any, now_ns: int) -> Any:
         """The message as it may be believed, or None: then it is dealt with."""
@@ -193,12 +213,21 @@ def _check_types(inference: Inference) -> None:
             raise MalformedMessage("a parameter has the wrong type")
 
 
-class ClientRouters:
-    """The way back to clients: gateways and models on one socket, local clients on the other."""
+class ClientLinks:
+    """The way back to the clients of the scheduler at `endpoint`: gateways and models on one
+    socket, local clients on another, schedulers in this process by a call."""
 
-    def __init__(self, clients: Router, listener: LocalClientListener) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        clients: Router,
+        listener: LocalClientListener,
+        neighbours: InProcessLinks,
+    ) -> None:
+        self._endpoint = endpoint
         self._clients = clients
         self._local_clients = listener.link
+        self._neighbours = neighbours
 
     @property
     def malformed(self) -> int:
@@ -207,5 +236,7 @@ class ClientRouters:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for whoever has this address."""
-        link = self._local_clients if self._local_clients.connected(peer) else self._clients
-        link.post(peer, message)
+        if self._local_clients.connected(peer):
+            self._local_clients.post(peer, message)
+        elif not self._neighbours.post(peer, self._endpoint, message):
+            self._clients.post(peer, message)

@@ -8,14 +8,9 @@ from typing import Any
 
 from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
-from shmserve.ipc.messages import (
-    CountsInherited,
-    MetricsReported,
-    StatisticsKept,
-    StatisticsReported,
-)
-from shmserve.scheduler.instances.losses import ControlLink
-from shmserve.scheduler.requests.responses import Peers
+from shmserve.ipc.messages.inference import MetricsReported, StatisticsReported
+from shmserve.ipc.messages.supervision import CountsInherited, StatisticsKept
+from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)

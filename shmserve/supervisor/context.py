@@ -12,12 +12,13 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.logs import LogSettings
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
-from shmserve.supervisor.processes.control_socket import ControlSocket
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
@@ -28,8 +29,8 @@ LOCAL_CLIENT = "local client"
 
 
 def _callers(news: Any) -> tuple[str, ...]:
-    """Who is told of this besides local clients: an ensemble finishes what it has begun with what
-    is withdrawn."""
+    """The roles that are sent a message besides local clients: an ensemble finishes what it has
+    begun with what is withdrawn."""
     return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 
@@ -50,6 +51,7 @@ class SupervisorContext:
     cache_shares: CacheShares
     tickets: Tickets
     workspaces: Workspaces
+    hosts: SchedulerHosts
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -58,15 +60,15 @@ class SupervisorContext:
         """The log settings for a process that starts now."""
         return self.logging.settings
 
-    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages of process `pid` to `handler`; `role` is "gateway", "scheduler",
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+        """Route messages from `address` to `handler`; `role` is "gateway", "host", "scheduler",
         "ensemble", "worker" or "workspace"."""
 
         def handle(message: Any) -> None:
-            self.logging.on_message(pid, message)
+            self.logging.on_message(address, message)
             handler(message)
 
-        self.control.enrol(pid, role, handle)
+        self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to every process with one of these roles; LOCAL_CLIENT: to every program

@@ -9,7 +9,15 @@ from typing import Any
 
 from shmserve.common.access.shm_access import Peer
 from shmserve.errors import Internal, ShmserveError
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import (
+    MemoryChecked,
+    RegionAbandoned,
+    RegionReleased,
+    RegisterCudaRegion,
+    RegisterRegion,
+    UnregisterRegion,
+)
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.manager import ModelManager
@@ -22,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Those with a response, by number; and notifications.
 _Requests = (
-    m.RegisterRegion
-    | m.RegisterCudaRegion
-    | m.UnregisterRegion
+    RegisterRegion
+    | RegisterCudaRegion
+    | UnregisterRegion
     | m.LoadModel
     | m.UnloadModel
     | m.IndexRepository
@@ -33,7 +41,7 @@ _Requests = (
     | m.AskReady
 )
 _Workspace = m.LeaseWorkspace | m.ReturnWorkspace
-_Notifications = m.RegionReleased | m.RegionAbandoned | m.MemoryChecked | m.ReadyChecked
+_Notifications = RegionReleased | RegionAbandoned | MemoryChecked | m.ReadyChecked
 
 
 class ControlApi:
@@ -60,11 +68,11 @@ class ControlApi:
 
     def _notified(self, pid: int, message: Any) -> None:
         match message:
-            case m.RegionReleased(memory_id):
+            case RegionReleased(memory_id):
                 self._regions.draining.released(pid, memory_id)
-            case m.RegionAbandoned(memory_id):
+            case RegionAbandoned(memory_id):
                 self._context.background(self._regions.abandoned(pid, memory_id))
-            case m.MemoryChecked():
+            case MemoryChecked():
                 self._handles.checked(pid, message)
             case m.ReadyChecked():
                 self._readiness.checked(pid, message)
@@ -107,10 +115,10 @@ class ControlApi:
     def _region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
-            case m.RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
+            case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
                 lessor = pid if leased else 0
                 return self._regions.register(name, key, offset, size, peer, lessor, pin)
-            case m.RegisterCudaRegion(name=name, offset=offset, byte_size=size):
+            case RegisterCudaRegion(name=name, offset=offset, byte_size=size):
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
                 return self._regions.register_cuda(
                     name, handle, offset, size, peer, request.exporter_pid

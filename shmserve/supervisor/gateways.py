@@ -7,20 +7,19 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from shmserve.common.accelerators import cuda_devices
 from shmserve.common.access.auth_tokens import encode_restrictions
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
-from shmserve.ipc import messages as m
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)
@@ -80,9 +79,7 @@ class Gateways:
             [sock.fileno() for sock in sockets],
         )
         self._children[name] = child
-        self._context.enrol(
-            child.pid, "gateway", lambda message: self._from_gateway(name, child, message)
-        )
+        self._context.enrol(child.pid, "gateway", partial(self._from_gateway, name, child))
 
     def _grpc_settings(self) -> GrpcSettings:
         config = self._context.config.grpc

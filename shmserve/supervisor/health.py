@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shmserve.ipc.messages import HealthChanged
+from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -23,17 +23,16 @@ class Health:
         self._exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
-    @property
     def current(self) -> HealthChanged:
         """As it was last published."""
         return self._current
 
     def started(self) -> None:
-        """Everything that was to be loaded at the start is."""
+        """Note that everything is loaded that was to be at the start."""
         self._started = True
 
     def exiting(self) -> None:
-        """The server ends."""
+        """Note that the server ends."""
         self._exiting = True
 
     def update(self) -> bool:
@@ -57,12 +56,12 @@ class Snapshot:
         """Models, regions, and the health last."""
         yield from self._registry.published()
         yield from self._regions.published()
-        yield self._health.current
+        yield self._health.current()
 
     def for_local_client(self) -> Iterator[Any]:
         """Models, and the health last."""
         yield from self._registry.published()
-        yield self._health.current
+        yield self._health.current()
 
 
 class Announcer:
@@ -74,11 +73,11 @@ class Announcer:
         self._feed = feed
 
     def states_changed(self) -> None:
-        """A model is in another state: an event."""
+        """Publish the events of models whose states have changed."""
         self._feed.models_changed()
 
     def health_changed(self) -> None:
-        """The server may be ready now, or not any more."""
+        """Publish the health, if it has changed."""
         if self._health.update():
-            self._context.tell(self._health.current)
-            self._context.events.publish(self._health.current)
+            self._context.tell(self._health.current())
+            self._context.events.publish(self._health.current())

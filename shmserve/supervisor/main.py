@@ -11,8 +11,10 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
@@ -22,17 +24,18 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
 from shmserve.ipc.memory.large_copies import past_the_caches
-from shmserve.ipc.messages import AskTicket, ProcessExited, ProcessStarted, TicketReturned
+from shmserve.ipc.messages.events import ProcessStarted
+from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
-from shmserve.supervisor.events.feed import EventFeed
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health, Snapshot
+from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
-from shmserve.supervisor.host.log_file import written_to
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
@@ -41,10 +44,10 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
-from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.resources.cache_shares import CacheShares
@@ -101,8 +104,12 @@ def hold_signals() -> list[int]:
     """Have what ends the server wait for the supervisor: soon there is something to clear away.
     Those that come until `Supervisor.open` are in the list."""
     held: list[int] = []
+
+    def hold_signal(number: int, _: object) -> None:
+        held.append(number)
+
     for number in ENDING:  # blocked, they would end the server in another thread
-        signal.signal(number, lambda number, _: held.append(number))
+        signal.signal(number, hold_signal)
     return held
 
 
@@ -146,20 +153,21 @@ def compose(
     registry = ModelRegistry(planner.metadata)
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
-    processes = ProcessTable(lambda child: events.publish(ProcessStarted(child.pid, child.title)))
+    processes = ProcessTable(partial(_publish_start, events))
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = _regions(control, opener, events)
-    lent = LentRegions(opener, lambda message: control.broadcast(message, "worker"))
+    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
     snapshot = Snapshot(registry, regions, health)
-    context = _context(config, run_dir, control, processes, events, lent, snapshot)
+    context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
         events,
         registry.states,
         processes.all,
         regions.active,
-        lambda: health.current,
+        health.current,
         registry.publish_counters,
     )
     announcer = Announcer(context, health, feed)
@@ -174,7 +182,7 @@ def compose(
         context=context,
         processes=processes,
         regions=regions,
-        lent=lent,
+        local_memory=memory,
         gateways=Gateways(context, listeners, snapshot.for_gateway),
         workspace_holders=WorkspaceHolders(context),
         models=models,
@@ -197,9 +205,9 @@ def _regions(
     control: ControlSocket, opener: RegionOpener, events: EventPublisher
 ) -> RegionRegistry:
     return RegionRegistry(
-        lambda make: control.publish(make, "gateway"),
+        partial(_publish_to_gateways, control),
         partial(control.pids, "gateway"),
-        lambda message: control.broadcast(message, "worker"),
+        partial(_broadcast_to_workers, control),
         opener,
         events.publish,
     )
@@ -211,37 +219,52 @@ def _context(
     control: ControlSocket,
     processes: ProcessTable,
     events: EventPublisher,
-    lent: LentRegions,
+    capabilities: Capabilities,
+    memory: LocalMemory,
     snapshot: Snapshot,
 ) -> SupervisorContext:
-    capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
+    logging = LogControl(control, config.log)
+    front_zygote = _front_zygote(processes, run_dir)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=_front_zygote(processes, run_dir),
+        front_zygote=front_zygote,
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=LogControl(control, config.log),
+        logging=logging,
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,
             capabilities,
-            lent,
+            memory,
             snapshot.for_local_client,
-            partial(_local_client_left, control, lent),
+            partial(_local_client_left, control, memory),
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
+        hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
 
 
-def _local_client_left(control: ControlSocket, lent: LentRegions, number: int) -> None:
+def _publish_start(events: EventPublisher, child: Child) -> None:
+    events.publish(ProcessStarted(child.pid, child.title))
+
+
+async def _publish_to_gateways(control: ControlSocket, make: Callable[[int], Any]) -> None:
+    await control.publish(make, "gateway")
+
+
+def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
+    control.broadcast(message, "worker")
+
+
+def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
     control.broadcast(ProcessExited(number), "scheduler", "ensemble")
-    lent.give_back(number)
+    memory.release(number)
     control.broadcast(ProcessExited(number), "worker")
 
 

@@ -16,19 +16,20 @@ from dataclasses import dataclass, field
 from shmserve.common.tasks import end_all
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc.messages import ProcessEnded, ProcessExited
+from shmserve.ipc.messages.events import ProcessEnded
+from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Announcer, Health
+from shmserve.supervisor.host.console import StartupReport, model_table
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.host.startup_report import StartupReport, model_table
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
@@ -47,7 +48,7 @@ class Supervisor:
     context: SupervisorContext
     processes: ProcessTable
     regions: RegionRegistry
-    lent: LentRegions
+    local_memory: LocalMemory
     gateways: Gateways
     workspace_holders: WorkspaceHolders
     models: ModelManager
@@ -134,7 +135,7 @@ class Supervisor:
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)
-        ready = "is ready" if self.health.current.ready else "serves, and is not ready,"
+        ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         _give_memory_back()
         if self.context.config.model_control_mode == "poll":
@@ -183,7 +184,7 @@ class Supervisor:
         await self._kill_rest()
         context.local_clients.close()
         self.regions.close()
-        self.lent.close()
+        self.local_memory.close()
         context.workspaces.close()
         context.events.close()
         context.control.close()
@@ -207,7 +208,6 @@ class Supervisor:
             await end_all(refused)
 
     async def _refuse(self) -> None:
-        """Fail what is in flight: it cannot be finished."""
         await self.models.kill()
         await self.gateways.drain()
         await self.gateways.stop()

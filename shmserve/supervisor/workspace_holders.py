@@ -1,5 +1,5 @@
-"""The processes that hold the workspace pools of CUDA devices (resources/workspace_holder.py):
-started before models are loaded, and again when one dies. Its memory is gone then: who asks waits
+"""The processes that hold the workspace pools of CUDA devices (resources/workspaces.py):
+started before models are loaded, and again when one dies. Its memory is lost then: leases wait
 for the next.
 """
 
@@ -10,19 +10,19 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages import WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, encode
+from shmserve.ipc.messages.supervision import WorkspaceAllocated
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-_ENTRY = "shmserve.supervisor.resources.workspace_holder:run"
+_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class WorkspaceHolders:
             f"workspace {holder.device}", _ENTRY, encode(start)
         )
         holder.child = child
-        context.enrol(child.pid, "workspace", lambda message: self._allocated(holder, message))
+        context.enrol(child.pid, "workspace", partial(self._allocated, holder))
 
     def _allocated(self, holder: _Holder, message: Any) -> None:
         match message:

@@ -46,22 +46,16 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
 
 
 def test_kill_the_supervisor_while_a_model_runs(serve: Callable[..., Server]) -> None:
+    """And while another one's worker is stopped."""
     server = serve()
     members = server.tree()
     with crowd(server) as people:
         asked = people.number("gated", 1)
         server.gate.next()
+        server.one("worker simple.0").suspend()
         server.kill()
         assert_nothing_is_left(server, members)
         assert isinstance(asked.exception(), OSError | http.client.HTTPException)
-
-
-def test_kill_the_supervisor_while_a_worker_is_stopped(serve: Callable[..., Server]) -> None:
-    server = serve()
-    members = server.tree()
-    server.one("worker simple.0").suspend()
-    server.kill()
-    assert_nothing_is_left(server, members)
 
 
 def test_kill_the_supervisor_while_loading(repository: Path) -> None:
@@ -165,22 +159,18 @@ def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
         assert load.troubles() == []
 
 
-def test_two_servers_side_by_side(repository: Path) -> None:
-    with running(repository) as one, running(repository) as other:
+def test_two_servers_side_by_side(repository: Path, serve: Callable[..., Server]) -> None:
+    """Deaths in one are nothing to the other, nor is its end."""
+    one = serve()
+    with running(repository) as other, Load(other) as other_load:
         assert one.run_dir != other.run_dir
-        with Load(one) as load, Load(other) as other_load:
+        with Load(one) as load:
             for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
                 victim = one.one(title)
                 victim.kill()
                 wait_replaced(one, victim, title)
-        assert other_load.troubles() == []
-        assert [answer for answer in load.troubles() if not answer.lost] == []
-
-
-def test_one_of_two_servers_is_killed(repository: Path, serve: Callable[..., Server]) -> None:
-    with running(repository) as other, Load(other) as load:
-        server = serve()
-        members = server.tree()
-        server.kill()
-        assert_nothing_is_left(server, members)
-    assert load.troubles() == []
+        members = one.tree()
+        one.kill()
+        assert_nothing_is_left(one, members)
+    assert other_load.troubles() == []
+    assert [answer for answer in load.troubles() if not answer.lost] == []

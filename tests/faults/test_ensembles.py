@@ -39,7 +39,7 @@ def go(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, go: Path) -> Iterator[Server]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
     add_model(repository, "first", ONE)
     code = repository / "first" / "1" / "model.py"
@@ -54,7 +54,20 @@ def server(tmp_path_factory: pytest.TempPathFactory, go: Path) -> Iterator[Serve
         step("third", {"X": "b"}, {"Y": "OUT"}),
     ]
     add_ensemble(repository, "pipe", steps)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, go: Path) -> Iterator[Server]:
     with running(repository, environment={"GO": str(go)}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def separate(repository: Path, go: Path) -> Iterator[Server]:
+    """Each model is scheduled in a process of its own."""
+    flag = "--ensemble-scheduling=separate"
+    with running(repository, flag, environment={"GO": str(go)}) as started:
         yield started
 
 
@@ -104,14 +117,17 @@ class Asking:
 
 
 @pytest.mark.parametrize(
-    "victim",
+    ("mode", "victim"),
     [
-        *("worker first.0", "worker second.0", "worker third.0"),
-        *("scheduler first", "scheduler third", "ensemble pipe"),
+        *(("hosted", f"worker {step}.0") for step in ("first", "second", "third")),
+        ("hosted", "ensemble pipe"),
+        *(("separate", victim) for victim in ("scheduler first", "scheduler third")),
+        *(("separate", victim) for victim in ("worker second.0", "ensemble pipe")),
     ],
 )
-def test_a_process_dies(server: Server, victim: str) -> None:
+def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str) -> None:
     """What it had runs again, or was written where it outlives it: no answer is wrong."""
+    server = {"hosted": server, "separate": separate}[mode]
     with Asking(server):  # what a first load takes for good is no leak
         pass
     before = State.of(server)

@@ -24,14 +24,14 @@ from shmserve.gateway.http.json.fingerprint import remember, repeat, split, wort
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.large_arrays import Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
-from shmserve.gateway.http.routes import find_route
+from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.builder import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange
 from shmserve.gateway.region_table import GatewayRegion, Spans
-from shmserve.ipc import messages
 from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages import memory as messages
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -94,7 +94,7 @@ def http(data: bytes) -> None:
         elif kind == 1:
             _compressed(given)
         elif kind == 2:
-            found = find_route(given.rest.decode("latin-1"))
+            found = ROUTES.find(given.rest.decode("latin-1"))
             assert found is None or len(found[1]) < 3
         elif kind == 3:
             text = given.rest.decode("latin-1")
@@ -192,7 +192,7 @@ def register(data: bytes) -> None:
     """A registration: the region's name in the target, key and extent in the body."""
     name, _, body = data.partition(b"\n")
     with _refused(data):
-        found = find_route(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
+        found = ROUTES.find(f"/v2/systemsharedmemory/region/{name.decode('latin-1')}/register")
         if found is not None and found[1][0]:
             check_name(found[1][0])
         raw = loads(body)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server, running, unload_all
 from tests.support.wire.raw_http import Http
 
 SHARED = (
@@ -67,6 +67,27 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
         yield started, folder
 
 
+@pytest.fixture(scope="module")
+def host(explicit_server: tuple[Server, Path]) -> Iterator[Callable[[Path], Server]]:
+    """Have the server of `explicit` load all models of a repository, for the tests of a module.
+
+    It returns the server. None of those tests may use `explicit`, which is empty after each.
+    """
+    server, folder = explicit_server
+
+    def load(repository: Path) -> Server:
+        names = sorted(path.name for path in repository.iterdir())
+        for name in names:
+            shutil.move(repository / name, folder / name)
+        with server.http() as http:
+            for name in names:
+                http.post(f"/v2/repository/models/{name}/load").ok()
+        return server
+
+    yield load
+    unload_all(server, folder)
+
+
 @pytest.fixture
 def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
     """A server that loads models when it is told to, and its repository, which is empty.
@@ -74,13 +95,8 @@ def explicit(explicit_server: tuple[Server, Path]) -> Iterator[tuple[Server, Pat
     Tests share the server, not the models: of what others had, it may only tell that it is
     unloaded.
     """
-    server, folder = explicit_server
-    yield server, folder
-    with server.http() as http:
-        for model in http.post("/v2/repository/index").ok().json():
-            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
-    for model in folder.iterdir():
-        shutil.rmtree(model)
+    yield explicit_server
+    unload_all(*explicit_server)
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Answered, FindModel, LoadModel
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import arrived
 from tests.rigs.worker_rig import model_config, tensor_config
 
-T = TypeVar("T", bound=m.Submit | m.Cancel | m.Release | m.FindModel | m.LoadModel)
+T = TypeVar("T", bound=m.Submit | m.Cancel | m.Release | FindModel | LoadModel)
 
 CONFIG = model_config(
     [tensor_config("X", "FP32", [-1])],
@@ -89,11 +90,11 @@ class Others:
         self._routers.append(Router(self.endpoint(name)))
         return Peer(self._routers[-1])
 
-    def found(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> m.FindModel:
+    def found(self, name: str, config: dict[str, Any] = CONFIG, **more: Any) -> FindModel:
         """Answer the next question for a model: it is at the scheduler `name`."""
-        question = self.supervisor.next(m.FindModel)
+        question = self.supervisor.next(FindModel)
         answer = {"endpoint": self.endpoint(name), "config": config, "version": "1", "ready": True}
-        self.supervisor.say(m.Answered(question.id, {**answer, **more}))
+        self.supervisor.say(Answered(question.id, {**answer, **more}))
         return question
 
     def close(self) -> None:

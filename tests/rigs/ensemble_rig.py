@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -17,8 +19,10 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.scheduler.ensemble.core import Ensemble
+from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.front import Front
+from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
 
@@ -65,7 +69,7 @@ class StepsOutbox:
         """Keep it."""
         self.posted.append((endpoint, message))
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
+    def lose(self, endpoint: str, successor: str) -> None:
         """Nothing was left to say."""
 
 
@@ -79,9 +83,11 @@ class EnsembleRig:
         models: Sequence[dict[str, Any]],
         outputs: Sequence[str] = ("OUT",),
         max_inflight: int = 0,
+        max_queue_size: int = 0,
         dims: Sequence[int] = (-1,),
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
+        cache_bytes: int = 0,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -97,16 +103,19 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
-        self.memory = EnsembleMemory(1 << 27, lambda memory_id: None, cuda)
-        self.ensemble = Ensemble(
-            Settings.read(config, "1", SchedulingLimits()),
+        lent = LentMemory(1 << 27)
+        self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
+        cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
+        self.core = EnsembleCore(
+            Settings.read(config, "1", SchedulingLimits(max_queue_size=max_queue_size)),
             config,
             self.clients,
             self.steps,
             self.control,
             self.memory,
-            lambda: WALL_NS,
+            cache,
         )
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
         self.now_ns = 1_000 * MS
         for each in models:
             self.publish(each)
@@ -115,7 +124,7 @@ class EnsembleRig:
         """A model serves, at its own name unless it says otherwise."""
         name = config["name"]
         self.control_says(
-            m.ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
+            ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
         )
 
     def submit(
@@ -136,22 +145,22 @@ class EnsembleRig:
     def client_says(self, message: Any) -> None:
         """The gateway says this."""
         self.ensemble.from_client(GATEWAY, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def control_says(self, message: Any) -> None:
         """The supervisor says this."""
         self.ensemble.from_control(message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def step_says(self, endpoint: str, message: Any) -> None:
         """A step's scheduler says this."""
-        self.ensemble.from_step(endpoint, message, self.now_ns)
-        self.ensemble.plan(self.now_ns)
+        self.core.from_step(endpoint, message, self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:
         """Time goes by."""
         self.now_ns += ms * MS
-        self.ensemble.plan(self.now_ns)
+        self.ensemble.tick(self.now_ns)
 
     def told(self) -> list[Any]:
         """What the gateway was told since the last time."""

@@ -15,11 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import encode
+from shmserve.ipc.messages.supervision import (
+    Acknowledged,
+    Answered,
+    HealthChanged,
+    ModelPublished,
+    Refused,
+)
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
@@ -218,9 +224,9 @@ class Rig:
             return
         refusal = self.refusals.get(type(message))
         if refusal is not None:
-            self._puppet.router.post(peer, m.Refused(number, *refusal))
+            self._puppet.router.post(peer, Refused(number, *refusal))
         elif type(message) in self.payloads:
-            self._puppet.router.post(peer, m.Answered(number, self.payloads[type(message)]))
+            self._puppet.router.post(peer, Answered(number, self.payloads[type(message)]))
 
     def tell(self, *messages: Any) -> None:
         """Have the supervisor say something; returns when it is sent."""
@@ -235,7 +241,7 @@ class Rig:
         """Have the supervisor say something that is acknowledged, and wait until it is."""
         number = 1000 + len(self.heard)
         self.tell(make(number))
-        until("it is acknowledged", lambda: m.Acknowledged(number) in self.heard)
+        until("it is acknowledged", lambda: Acknowledged(number) in self.heard)
 
     def heard_of(self, kind: type) -> list[Any]:
         """The messages of one kind that the supervisor got."""
@@ -243,7 +249,7 @@ class Rig:
 
     def open(self, *, ready: bool = True) -> None:
         """Have the supervisor say that this is all; connections are accepted from then on."""
-        self.tell(m.HealthChanged(live=True, ready=ready, exiting=False))
+        self.tell(HealthChanged(live=True, ready=ready, exiting=False))
 
     def scheduler(self, compute: Compute) -> Scheduler:
         """A scheduler."""
@@ -340,9 +346,9 @@ def publication(
     ready: bool = True,
     latest: bool = True,
     acknowledge: int = 0,
-) -> m.ModelPublished:
+) -> ModelPublished:
     """What the supervisor says of a model version."""
-    return m.ModelPublished(
+    return ModelPublished(
         name=config["name"],
         version=version,
         config=config,

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import local_clients as m
+from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.messages.supervision import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames
@@ -37,9 +39,9 @@ class Guest:
             match self.next():
                 case m.Welcome(number, token):
                     self.number, self.token = number, token
-                case m.ModelPublished(name=name, endpoint=endpoint):
+                case ModelPublished(name=name, endpoint=endpoint):
                     self.models[name] = endpoint
-                case m.HealthChanged():
+                case HealthChanged():
                     return self
 
     def tell(self, message: Any, *fds: int) -> None:
@@ -81,9 +83,9 @@ def memfd(
 
 def submit(
     inputs: tuple[TensorRef, ...], number: int = 1, outputs: tuple[RequestedOutput, ...] = ()
-) -> m.Submit:
+) -> Submit:
     work = pack_inference(Inference(inputs, outputs))
-    return m.Submit(number, 0, b"", 0, 0, 0, 0, work, "")
+    return Submit(number, 0, b"", 0, 0, 0, 0, work, "")
 
 
 def answer(link: Dealer) -> Any:

@@ -14,13 +14,16 @@ from unittest.mock import AsyncMock, MagicMock
 
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.start import SchedulerStart, decode
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
 from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
@@ -81,8 +84,9 @@ class Processes:
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, lambda pid, message: None),
             workspaces=Workspaces(config.workspace_byte_sizes, MagicMock()),
+            hosts=SchedulerHosts(fake, fake, folder, LogControl(fake, LogSettings())),
         )
-        self._handlers: dict[int, Callable[[Any], None]] = {}
+        self._handlers: dict[Address, Callable[[Any], None]] = {}
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         """As a zygote does."""
@@ -90,33 +94,43 @@ class Processes:
         child = Made(next(self._pids), title, loop.create_future())
         child.on_end = lambda child: self.on_end(child)
         self.started.append(child)
-        first = m.SchedulerReady if "scheduler" in entry else m.WorkerStarted
+        first = m.HostReady if "scheduler" in entry else m.WorkerStarted
         loop.call_soon(self._dispatch, child.pid, first(child.pid))
         loop.call_soon(self.at_start, child)
         return child
 
-    def send(self, pid: int, message: Any) -> None:
+    def send(self, address: Address, message: Any) -> None:
         """As the supervisor's socket does."""
         answer: Any = None
-        if isinstance(message, m.CompleteConfig):
+        pid = pid_of(address)
+        if isinstance(message, m.OpenScheduler):
+            address = SchedulerAddress(pid, decode(SchedulerStart, message.start).number)
+            answer = m.SchedulerReady(pid)
+        elif isinstance(message, m.Stop) and isinstance(address, SchedulerAddress):
+            answer, address = m.SchedulerClosed(address.number, ""), pid
+        elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config)
         elif isinstance(message, m.LoadInstance) and not self.hanging:
             answer = m.InstanceLoaded(0.0)
         elif isinstance(message, m.Drain):
             answer = m.Drained()
         if answer is not None:
-            asyncio.get_running_loop().call_soon(self._dispatch, pid, answer)
-        if isinstance(message, m.Stop):
+            asyncio.get_running_loop().call_soon(self._dispatch, address, answer)
+        elif isinstance(message, m.Stop):
             for child in self.started:
                 if child.pid == pid:
                     child.kill(signal.SIGTERM)
 
-    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """It has said nothing yet."""
-        self._handlers[pid] = handler
+        self._handlers[address] = handler
 
-    def _dispatch(self, pid: int, message: Any) -> None:
-        handler = self._handlers.get(pid)
+    def withdraw(self, address: Address) -> None:
+        """Nothing more is said."""
+        self._handlers.pop(address, None)
+
+    def _dispatch(self, address: Address, message: Any) -> None:
+        handler = self._handlers.get(address)
         if handler is not None:
             handler(message)
 

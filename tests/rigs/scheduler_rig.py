@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common import model_settings
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.messages.supervision import InstanceExpected
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -16,7 +17,8 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
 )
 from shmserve.ipc.transport import frames
-from shmserve.scheduler.core import Scheduler
+from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -80,14 +82,14 @@ class Rig:
         if dynamic is not None:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
-        self.scheduler = Scheduler(
+        self.core = BatchingCore(
             Settings.read(config, "1", SchedulingLimits(**server)),
             self.clients,
             self.workers,
             self.control,
-            lambda: WALL_NS,
             cache,
         )
+        self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
         self.now = 1_000 * MS
         self.wake_ns = NEVER
         self._ids = 0
@@ -97,7 +99,7 @@ class Rig:
     def pass_time(self, ns: int) -> None:
         """Let time pass, and the scheduler notice."""
         self.now += ns
-        self.wake_ns = self.scheduler.plan(self.now)
+        self.wake_ns = self.scheduler.tick(self.now)
 
     def submit(self, count: int = 1, peer: bytes = GATEWAY, **fields: Any) -> list[int]:
         """Submit requests in one turn; their numbers. A `timeout_ns` sets the deadline."""
@@ -134,13 +136,16 @@ class Rig:
 
     def worker(self, peer: bytes, message: Any) -> None:
         """A worker's message."""
-        self.scheduler.from_worker(peer, message, self.now)
+        if isinstance(message, m.MetricsReported):
+            self.scheduler.metrics_reported(peer, message)
+        else:
+            self.core.from_worker(peer, message, self.now)
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:
         """An instance that is announced and ready; its address."""
         peer = b"%d.%d" % (index, pid)
-        self.supervisor(m.InstanceExpected(index, pid))
+        self.supervisor(InstanceExpected(index, pid))
         self.worker(peer, m.InstanceReady(index, pid))
         return peer
 

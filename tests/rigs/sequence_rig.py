@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import InstanceExited
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from tests.rigs.scheduler_rig import GATEWAY, Rig
 
@@ -70,7 +71,7 @@ class SequenceRig(Rig):
         """The process of an instance ends."""
         self._take()
         self._running.pop(self.peers[index], None)
-        self.supervisor(m.InstanceExited(index, "signal 9"))
+        self.supervisor(InstanceExited(index, "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:
         """What clients were told since the last time, by request: an error's text, or None."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import (
@@ -82,7 +82,7 @@ class Streams:
         """Nobody waits for the request any more."""
         self.tell(m.CancelExecution(key))
 
-    def grant(self, key: int, responses: int) -> None:
+    def credit(self, key: int, responses: int) -> None:
         """The client of the request takes so many more."""
         self.tell(m.CreditExecution(key, responses))
 

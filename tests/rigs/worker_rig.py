@@ -15,7 +15,13 @@ import numpy as np
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import CancelExecution, CreditExecution, Execute, ReleaseOutputs, Work
+from shmserve.ipc.messages.inference import (
+    CancelExecution,
+    CreditExecution,
+    Execute,
+    ReleaseOutputs,
+    Work,
+)
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -28,8 +34,8 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
-from shmserve.workers.instance import Instance
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.instance import WorkerInstance
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.timer import Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
@@ -130,7 +136,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self._dealers: list[Dealer] = []
         self.supervisor = Router(f"ipc://{folder}/control")
-        control = Control(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
+        control = ControlLink(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
         arena, mappings = Arena(64 * MIB), Mappings()
         self.context = ModelContext(
             model_name="m",
@@ -159,7 +165,7 @@ class Rig:
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
         """Load a model into the instance."""
         backend.load(config)
-        self.instance = Instance(self.context, backend, config, 0, os.getpid())
+        self.instance = WorkerInstance(self.context, backend, config, 0, os.getpid())
         self._timers.append(self.instance.link._timer)
         return self.attach()
 
@@ -197,8 +203,8 @@ class Rig:
     def execute(self, works: Sequence[Work]) -> None:
         """Run a batch of these; it is `finished` then, and nobody has been told."""
         self._batches += 1
-        batch = self.instance.link.opened(Execute(self._batches, list(works)))
-        self.finished = self.instance._executor.finish(batch)
+        command = self.instance.link.opened(Execute(self._batches, list(works)))
+        self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 
     def said(self, timeout_s: float = 5.0) -> list[Any]:
@@ -210,10 +216,11 @@ class Rig:
         self._tell(CancelExecution(key))
 
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
-        """Have the scheduler pass on a release."""
+        """Have the scheduler pass on a release, of what readers were told of until now."""
+        self.context.output_memory.delivered()
         self._tell(ReleaseOutputs(pid, offsets))
 
-    def grant(self, key: int, responses: int) -> None:
+    def credit(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""
         self._tell(CreditExecution(key, responses))
 

@@ -332,6 +332,16 @@ def port_of(held: socket.socket) -> int:
     return int(held.getsockname()[1])
 
 
+def unload_all(server: Server, repository: Path) -> None:
+    """Unload every model of a server that loads them when it is told to, and empty its
+    repository."""
+    with server.http() as http:
+        for model in http.post("/v2/repository/index").ok().json():
+            http.post(f"/v2/repository/models/{model['name']}/unload").ok()
+    for folder in repository.iterdir():
+        shutil.rmtree(folder)
+
+
 @contextlib.contextmanager
 def running(
     repository: Path | Sequence[Path],

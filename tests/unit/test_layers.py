@@ -16,7 +16,6 @@ LEAVES = {"shmserve", "shmserve.errors", "shmserve.logs", "shmserve.model"}
 # What a process is told at its start: the records that whoever starts it makes.
 STARTS = {
     "shmserve.gateway.settings",
-    "shmserve.gateway.grpc.settings",
     "shmserve.scheduler.settings",
 }
 
@@ -27,7 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ipc.transport": (),
     "ipc.messages": ("ipc.transport",),
     "ipc.tensors": ("ipc.transport",),
-    "ipc.memory": ("ipc.tensors",),
+    "ipc.memory": ("ipc.messages", "ipc.tensors", "ipc.transport"),
     "ipc": ("ipc.*",),
     # a worker's process
     "workers.links": ("ipc.*",),
@@ -76,7 +75,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "gateway.links": ("ipc.*",),
     "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway.api.metrics": ("common.*", "gateway", "gateway.api"),
     "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
     "gateway.http.body": (
@@ -94,19 +92,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("gateway.api.*", "gateway.http.*"),
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
-    "gateway.grpc.admin": ("ipc.*", "gateway", "gateway.api", "proto"),
     "gateway.grpc.core": ("common.*", "gateway", "gateway.inference"),
-    "gateway.grpc.streaming": (
-        *("ipc.*", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.core"),
-        "gateway.grpc.wire",
-    ),
     "gateway.grpc": (
         *("ipc.*", "common.*", "proto", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*"),
     ),
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
-    "supervisor.resources": ("ipc.*",),
+    "supervisor.resources": ("ipc.*", "supervisor.processes"),
     "supervisor.processes": ("ipc.*", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),

@@ -16,7 +16,7 @@ import pytest
 from shmserve import logs
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
-from shmserve.supervisor.host.log_file import written_to
+from shmserve.supervisor.host.console import written_to
 
 LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
@@ -122,7 +122,7 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
     path.write_text("before\n")
     program = f"""if True:
         import os, subprocess, sys
-        from shmserve.supervisor.host.log_file import written_to
+        from shmserve.supervisor.host.console import written_to
         with written_to({str(path)!r}):
             print("ours", file=sys.stderr, flush=True)
             subprocess.run(["sh", "-c", "echo theirs >&2"], check=True)

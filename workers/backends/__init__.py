@@ -13,8 +13,10 @@ from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
-from shmserve.workers.batch.response_stream import ResponseStream
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
+from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.links.scheduler import MessageTable
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 
@@ -62,7 +64,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What an instance is: given to its backend once.
+    """The identity and the resources of an instance: given to its backend once.
 
     `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
     model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
@@ -85,7 +87,7 @@ class ModelContext:
     backend_config: dict[str, str]
     threads: int
     run_dir: Path
-    control: Control
+    control: ControlLink
     arena: Arena
     output_memory: OutputMemory
     mappings: Mappings
@@ -157,6 +159,17 @@ class Backend(ABC):
         responses = self.execute([stream.request for stream in streams])
         for stream, response in zip(streams, responses, strict=True):
             stream.send(response, final=True)
+
+    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable | None:
+        """The messages of its scheduler that a backend serves which knows more than batches, or
+        something else; None: batches, through `execute` and `execute_decoupled`.
+
+        `writer.link` is the way to the scheduler. Of each `opened` request that a message brings,
+        `unpacker.request(opened.work)` is what a backend is asked (raises as it says), and
+        `ResponseStream(writer, opened, request)` takes the responses. A handler runs in the
+        instance's only loop, which must get on: nothing else is received meanwhile.
+        """
+        return None
 
     def metrics(self) -> list[list[Any]] | None:
         """All families of the model's own metrics if they changed since the last call, else None.

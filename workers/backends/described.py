@@ -1,4 +1,4 @@
-"""What a model's file says of its tensors, merged into what its author left open (pure)."""
+"""Descriptions of tensors in a model's file, merged into what its author left open (pure)."""
 
 from __future__ import annotations
 

@@ -8,17 +8,15 @@ import time
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
-from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply
+from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.batch.failures import WrongCount
-from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.failures import InputPolicy, WrongCount
 from shmserve.workers.batch.padding import Padder
-from shmserve.workers.batch.rehearsal import RehearsedStream
 from shmserve.workers.batch.request import Request, Response
-from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
+from shmserve.workers.batch.response_stream import RehearsedStream, ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.links.scheduler import Batch, OpenRequest
+from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +51,23 @@ class Executor:
         self._policy = InputPolicy()
         self._largest_part = LARGEST_PART
 
-    def finish(self, batch: Batch) -> BatchFinished:
+    def messages(self) -> MessageTable:
+        """The table of the scheduler's messages that it serves."""
+        return {Execute: self.execute}
+
+    def attached(self) -> None:
+        """Another scheduler feeds the instance from now on."""
+
+    def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         """Run one batch; every request that does not stay open has a reply, or had its end."""
         start_ns = time.monotonic_ns()
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []
-        part: list[tuple[OpenRequest, Request]] = []
+        part: list[tuple[WorkerRequest, Request]] = []
         byte_size = 0
         ran = False
-        for opened in batch.requests:
+        for opened in requests:
             unpacked = _CANCELLED if self._passes_over(opened) else self._unpack(opened)
             if not isinstance(unpacked, Request):
                 replies.append(self._failed(opened, unpacked))
@@ -79,7 +84,7 @@ class Executor:
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
-        return BatchFinished(batch.number, *times, replies, *self._context.copied.take(), ran)
+        return BatchFinished(batch.batch, *times, replies, *self._context.copied.take(), ran)
 
     # --- warm-up
 
@@ -106,11 +111,11 @@ class Executor:
 
     # --- batches
 
-    def _passes_over(self, opened: OpenRequest) -> bool:
+    def _passes_over(self, opened: WorkerRequest) -> bool:
         """Whether the model is not to see it."""
         return opened.cancelled
 
-    def _unpack(self, opened: OpenRequest, copies: bool = False) -> Request | ShmserveError:
+    def _unpack(self, opened: WorkerRequest, copies: bool = False) -> Request | ShmserveError:
         try:
             with self._link.lock:
                 request = self._unpacker.request(
@@ -129,7 +134,7 @@ class Executor:
             return self._failures.explain(error)
         return request
 
-    def _failed(self, opened: OpenRequest, error: ShmserveError) -> Reply:
+    def _failed(self, opened: WorkerRequest, error: ShmserveError) -> Reply:
         self._link.close(opened)
         return Reply(opened.key, error.code, error.message, b"")
 
@@ -144,7 +149,7 @@ class Executor:
 
     # --- decoupled
 
-    def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
+    def _run(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
         if not self._decoupled:
             return self._run_together(part)
         return self._run_streams([ResponseStream(self._writer, *each) for each in part])
@@ -165,7 +170,7 @@ class Executor:
 
     # --- one response for each request
 
-    def _run_together(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
+    def _run_together(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
         So a request that the model cannot take fails alone, and its neighbours have their
@@ -197,7 +202,7 @@ class Executor:
             for (opened, _), reply in zip(part, replies, strict=True)
         ]
 
-    def _run_again(self, opened: OpenRequest, copies: bool) -> Reply:
+    def _run_again(self, opened: WorkerRequest, copies: bool) -> Reply:
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         # From the message once more: the model may have written into what it was given.
@@ -234,7 +239,7 @@ class Executor:
             self._padder.cut(responses, padded)
         return responses
 
-    def _scatter(self, opened: OpenRequest, request: Request, response: Response) -> Reply | None:
+    def _scatter(self, opened: WorkerRequest, request: Request, response: Response) -> Reply | None:
         """The reply; None where the request is to be run again."""
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)

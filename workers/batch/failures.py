@@ -1,10 +1,17 @@
-"""Errors for clients, from what a model, reading its inputs or writing its outputs raised."""
+"""Failures of a model: the errors that clients get, and whether copies of its inputs would cure it.
+
+Inputs are read-only views, and a model that writes into them fails, in whatever words. So what
+fails with views is run once more with copies: if these cure it, the model gets copies from then on.
+One that keeps failing for reasons of its own is believed for a while, after so many vain tries, so
+that its failures do not cost double.
+"""
 
 from __future__ import annotations
 
 import logging
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.workers.batch.request import Request
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -79,3 +86,34 @@ def _free_device_memory() -> None:
 
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+_TRIED_IN_A_ROW = 16
+_BELIEVED = 16  # failures after each further vain try
+
+
+class InputPolicy:
+    """Zero-copy or copied inputs for one model, learnt from its failures. `copies`: it gets copies,
+    for good."""
+
+    def __init__(self) -> None:
+        self.copies = False
+        self._vain = 0
+        self._believed = 0
+
+    def may_cure(self, request: Request) -> bool:
+        """Whether a request that has failed is to be run again with copies."""
+        if not any(item.shared for item in request.inputs.values()):
+            return False
+        if self._believed:
+            self._believed -= 1
+            return False
+        return True
+
+    def tried(self, cured: bool) -> None:
+        """Take note of a second run, with copies."""
+        if cured:
+            self.copies = True
+        self._vain += 1
+        if self._vain >= _TRIED_IN_A_ROW:
+            self._believed = _BELIEVED

@@ -109,7 +109,7 @@ def _wire_key(ready: list[Ready]) -> Any:
 
 
 def _array_key(request: Request, response: Response) -> Any:
-    """What the checks of a response, and how it is packed, follow from; None where not all of it
+    """The key from which a response's checks and packing follow; None where not all of it
     are arrays of numbers."""
     key: list[Any] = [request.batch_size]
     for name, datatype, data in response.outputs:

@@ -98,8 +98,8 @@ class _Like(NamedTuple):
 
 
 class PaddedInputs:
-    """What a batch's padded inputs were: by name, each request's true shape and the one for all,
-    without the batch dimension."""
+    """The shapes of a batch's padded inputs: by name, each request's true shape and the one for
+    all, without the batch dimension."""
 
     __slots__ = ("shape", "true")
 

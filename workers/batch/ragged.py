@@ -45,7 +45,7 @@ class _Cut(NamedTuple):
 
 
 class Ragged:
-    """What one model's configuration says of its ragged batches."""
+    """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._batched = config["max_batch_size"] > 0
@@ -67,7 +67,7 @@ class Ragged:
         return bool(self._cuts)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """What the batch's requests say of their sources; nothing of those that they lack."""
+        """The made inputs of a batch; none whose sources its requests lack."""
         made: dict[str, Array] = {}
         for name, source, values, kind in self._made:
             if source in requests[0].inputs:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
@@ -33,7 +33,7 @@ class Copied:
     outputs: int = 0
 
     def take(self) -> tuple[int, int]:
-        """What was copied since the last call."""
+        """The bytes (inputs, outputs) that were copied since the last call."""
         taken = self.inputs, self.outputs
         self.inputs = self.outputs = 0
         return taken
@@ -164,17 +164,22 @@ class Response:
     states: list[Output] = field(default_factory=list)
 
 
+def never_cancelled() -> bool:
+    """Of a request that nobody can cancel."""
+    return False
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request of a batch. `batch_size`: rows in each input; 0 when the model does not batch.
 
     `requested` maps the name of each output that is wanted to where it goes; every output of the
-    model when the client named none. `is_cancelled`, from any
-    thread: whether nobody waits for it any more (looks at what has arrived until now).
-    `bodies` keeps packed responses by the form of their outputs, where these all have their places:
-    requests that are packed alike share it. `overlaid`: an output goes where an input is.
-    `byte_size`: of all inputs together. `placed`: an output has a place. `states` are the names of
-    the outputs that the model keeps for the next request of its sequence.
+    model when the client named none. `is_cancelled`, from any thread: whether nobody waits for it
+    any more (looks at what has arrived until now). `bodies` keeps packed responses by the template
+    of their outputs, where these all have their places: requests that are packed alike share it.
+    `aliased`: an output goes where an input is. `byte_size`: of all inputs together. `placed`: an
+    output has a place. `states` are the names of the outputs that the model keeps for the next
+    request of its sequence.
     """
 
     work: Work
@@ -182,7 +187,7 @@ class Request:
     batch_size: int
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
-    is_cancelled: Callable[[], bool] = lambda: False
+    is_cancelled: Callable[[], bool] = never_cancelled
     bodies: dict[Any, bytes] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0

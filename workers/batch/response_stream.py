@@ -4,7 +4,7 @@ from any thread.
 send ──> credit? ──> scatter ──> ExecutionResponded
 
 The first response leaves at once, and so does the end; those between may be sent together (see
-`SchedulerLink.flush_soon`).
+`InstanceLink.flush_soon`).
 
 A client that does not read its responses has its model's `send` wait (back-pressure), and after
 `MOST_WAIT_S` its request ended, so that it costs nobody else more than that.
@@ -13,19 +13,21 @@ A client that does not read its responses has its model's `send` wait (back-pres
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.links.metrics_reports import MetricsReports
-from shmserve.workers.links.scheduler import OpenRequest, SchedulerLink
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
@@ -33,15 +35,15 @@ MOST_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
-    """What the streams of one instance write with, all under the link's lock. `abandoned`: those
-    that their model has let go of without an end, for the loop to end."""
+    """The parts with which the streams of one instance write, all under the link's lock.
+    `abandoned`: those that their model has let go of without an end, for the loop to end."""
 
-    link: SchedulerLink
+    link: InstanceLink
     scatterer: Scatterer
     memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: Control
+    control: ControlLink
     copied: Copied
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
@@ -59,7 +61,7 @@ class ResponseStream:
 
     __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
 
-    def __init__(self, writer: ResponseWriter, opened: OpenRequest, request: Request) -> None:
+    def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
         self.request = request
         self._writer = writer
         self._open = opened
@@ -68,7 +70,7 @@ class ResponseStream:
         self._overran = False
         self.rescheduled = False
         if any(output.place is not None for output in request.inference.outputs):
-            opened.credit = min(opened.credit, 1)  # each response goes over the one before it
+            opened.window = SendWindow(placed=True)
 
     @property
     def closed(self) -> bool:
@@ -96,7 +98,7 @@ class ResponseStream:
                     return
                 if opened.cancelled:
                     response = None
-                if response is None or opened.may_respond:
+                if response is None or opened.window.is_open:
                     is_first = not self._sent
                     if response is not None or final:
                         self._post(response, final, given_ns, failed=False)
@@ -111,7 +113,7 @@ class ResponseStream:
     @property
     def may_send(self) -> bool:
         """Whether `send` would not wait now."""
-        return self._closed or self._open.cancelled or self._open.may_respond
+        return self._closed or self._open.cancelled or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Have `listener` called when nobody waits any more, by whichever thread sees it."""
@@ -144,8 +146,8 @@ class ResponseStream:
                 self._end()
 
     def abandon(self) -> None:
-        """Nobody is left who could send. May be called by the garbage collector, at any moment:
-        the end is the loop's to send."""
+        """End it: nobody is left who could send. May be called by the garbage collector, at any
+        moment: the end is the loop's to send."""
         if not self._closed:
             self._writer.abandoned.append(self)
             self._writer.control.wake(always=True)
@@ -199,12 +201,12 @@ class ResponseStream:
         taken = writer.memory.delivered() if told else writer.memory.undelivered()
         if response is not None:
             self._sent = True
-            self._open.responded(len(body) + taken)
+            self._open.window.sent(len(body) + taken)
         if final:
             self._end()
 
     def explain(self, error: BaseException) -> ShmserveError:
-        """What its client is told of what the model, or writing a response, raised."""
+        """The error for its client, from what the model, or writing a response, raised."""
         try:
             return self._writer.failures.explain(error, self.request.work.request_id)
         except BaseException as lost:
@@ -219,3 +221,59 @@ class ResponseStream:
 
 def _told(error: ShmserveError) -> tuple[str, str]:
     return error.code, error.message
+
+
+class RehearsedStream(ResponseStream):
+    """A stream whose responses are dropped; `error` is the first that came in their place."""
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self, writer: ResponseWriter, request: Request) -> None:
+        super().__init__(writer, WorkerRequest(request.work), request)
+        self.error: ShmserveError | None = None
+        self._ended = threading.Event()
+
+    def wait(self) -> None:
+        """Return once the model has ended it."""
+        self._ended.wait()
+
+    @property
+    def closed(self) -> bool:
+        """As `ResponseStream` says."""
+        return self._ended.is_set()
+
+    def is_cancelled(self) -> bool:
+        """As `ResponseStream` says."""
+        return False
+
+    @property
+    def may_send(self) -> bool:
+        """As `ResponseStream` says."""
+        return True
+
+    def send(self, response: Response | None = None, final: bool = False) -> None:
+        """As `ResponseStream` says."""
+        if response is not None and response.error is not None:
+            self.error = self.error or response.error
+        if final:
+            self._ended.set()
+
+    def on_cancel(self, listener: Callable[[], object]) -> None:
+        """As `ResponseStream` says: nobody cancels it."""
+
+    def fail(self, error: ShmserveError) -> None:
+        """As `ResponseStream` says."""
+        self.send(Response(error=error), final=True)
+
+    def refuse(self, error: ShmserveError) -> Reply | None:
+        """As `ResponseStream` says."""
+        self.fail(error)
+        return None
+
+    def reschedule(self) -> None:
+        """As `ResponseStream` says: once is enough."""
+        self._ended.set()
+
+    def abandon(self) -> None:
+        """As `ResponseStream` says."""
+        self._ended.set()

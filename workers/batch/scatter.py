@@ -84,7 +84,7 @@ class Scatterer:
                 for item in ready
             ]
         except BaseException:
-            self._memory.release(request.work.client_pid, taken)
+            self._memory.take_back(taken)
             raise
         return self._packer.pack(ready, data, request, response)
 
@@ -174,7 +174,7 @@ class Scatterer:
         try:
             self._copied.outputs += self._write(item, view)
         except BaseException:
-            self._memory.release(client_pid, [place.offset])
+            self._memory.take_back([place.offset])
             raise
         return place
 

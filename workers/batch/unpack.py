@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec, id_prefix
 from shmserve.ipc.tensors.template_cache import TemplateCache
-from shmserve.workers.batch.request import Copied, Input, Request
+from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 
 
 def reshape(
@@ -71,7 +71,7 @@ class Unpacker:
     def request(
         self,
         work: Work,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        is_cancelled: Callable[[], bool] = never_cancelled,
     ) -> Request:
         """One request of a batch.
 

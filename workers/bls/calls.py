@@ -21,26 +21,18 @@ from typing import NamedTuple
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
+from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import (
-    Cancel,
-    Credit,
-    Failed,
-    Finished,
-    ModelWithdrawn,
-    ProcessExited,
-    Responded,
-    SchedulerLost,
-    Settled,
-)
+from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
+from shmserve.ipc.messages.supervision import ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.workers.bls.model_directory import Key, ModelDirectory, Target
-from shmserve.workers.bls.request import CallMemory, CallRequest, CallResponse, PlacedInputs, copied
+from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
+from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.links.supervisor import Control, News
+from shmserve.workers.links.supervisor import ControlLink, News, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +85,7 @@ class Call(InflightRequest):
         return True
 
     def free(self) -> None:
-        self.router.memory.free(self.inputs.taken)
+        self.inputs.release()
 
     def end(self, outcome: CallResponse | ShmserveError) -> None:
         """Settle it with this outcome."""
@@ -138,10 +130,10 @@ class CallRouter:
     `arena_byte_size` bytes hold large inputs. Any thread may call it.
     """
 
-    def __init__(self, control: Control, arena_byte_size: int) -> None:
+    def __init__(self, control: ControlLink, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
-        self.memory = CallMemory(arena_byte_size)
+        self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
         self._ids = count(1)
         self.waiting = SharedWait(self._take)
@@ -158,7 +150,7 @@ class CallRouter:
 
     def close(self) -> None:
         """Close every socket; calls in flight get no response."""
-        self._control.on_models_changed = lambda news: None
+        self._control.on_models_changed = ignore
         with self._lock:
             self.waiting.close()
             os.close(self._wakeup)
@@ -177,7 +169,7 @@ class CallRouter:
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
-                call.inputs = self.memory.place(call.request.inputs)
+                call.inputs = place(call.request.inputs, self._memory)
                 try:
                     self._submit(call, target)
                 except BaseException:
@@ -186,7 +178,7 @@ class CallRouter:
                     raise
             return
 
-    def _submit(self, call: Call, target: Target) -> None:
+    def _submit(self, call: Call, target: BlsTarget) -> None:
         """Raises InvalidArgument when the request does not fit the model."""
         request = call.request
         if target.decoupled and not call.takes_many:
@@ -221,15 +213,15 @@ class CallRouter:
         if call.number in self._table.pending:
             self._links.tell(call.endpoint, message)
 
-    def grant(self, call: Call, responses: int) -> None:
+    def credit(self, call: Call, responses: int) -> None:
         """So many responses of a call were taken: as many more may come."""
         with self._lock:
             self._tell(call, Credit(call.number, responses))
         self.flush()
 
     def cancel_soon(self, call: Call) -> None:
-        """Nobody waits for a call any more. At any moment, in any thread: an object may be
-        collected in the middle of what needs the lock."""
+        """Cancel a call that nobody waits for any more. At any moment, in any thread: an object may
+        be collected in the middle of what needs the lock."""
         self._left.append(call)
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -262,10 +254,9 @@ class CallRouter:
                 self.discard(link.endpoint, message.body)
 
     def discard(self, endpoint: str, body: bytes) -> None:
-        """Nobody reads this response of a scheduler; with the lock."""
-        with contextlib.suppress(MalformedMessage):
-            if body:
-                self._links.release_outputs(endpoint, unpack_inferred(body))
+        """Release the outputs of a response that nobody reads; with the lock."""
+        for release in unread(body):
+            self._links.tell(endpoint, release)
 
     def read(self, call: Call, body: bytes) -> CallResponse | ShmserveError:
         """A response to a call, copied; with the lock."""
@@ -275,12 +266,13 @@ class CallRouter:
             logger.error("a worker's response is malformed: %s", error)
             return Internal("internal error")
         outcome = copied(response, self.mappings, call.request.model)
-        self._links.release_outputs(call.endpoint, response)
+        for release in releases(response.outputs):
+            self._links.tell(call.endpoint, release)
         return outcome
 
-    def forget(self, model: str) -> None:
+    def invalidate(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
-        self._directory.forget(model)
+        self._directory.invalidate(model)
 
     def wake(self) -> None:
         """Have every thread that waits look whether its call has ended; with the lock."""
@@ -295,7 +287,7 @@ class CallRouter:
                 case ProcessExited(pid=pid):
                     self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
-                    self._directory.forget(name)
+                    self._directory.invalidate(name)
                 case SchedulerLost(endpoint=endpoint, successor=successor):
                     self._lose(endpoint, successor)
 
@@ -319,7 +311,7 @@ class CallRouter:
         """Submit a call to whoever serves its model now, unless that is who failed it."""
         call, outcome = doubt
         self._directory.doubt(call.key, call.endpoint)
-        target: Target | None = None
+        target: BlsTarget | None = None
         while True:
             try:
                 target = self._directory.find(call.key)

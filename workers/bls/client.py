@@ -1,6 +1,7 @@
 """The BLS client: how a model's code begins calls of other models, and waits for them.
 
-Calls come from the model's thread, from its event loop (many at once), from threads it starts.
+Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
+may come from a signal handler: that may have interrupted one of these with the locks held.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 
 C = TypeVar("C", bound=Call)
 
@@ -18,7 +19,7 @@ C = TypeVar("C", bound=Call)
 class BlsClient:
     """The calls of one worker, whose arena for large inputs is of `arena_byte_size`."""
 
-    def __init__(self, control: Control, arena_byte_size: int) -> None:
+    def __init__(self, control: ControlLink, arena_byte_size: int) -> None:
         self.router = CallRouter(control, arena_byte_size)
 
     def begin(self, call: C) -> C:
@@ -61,9 +62,9 @@ class BlsClient:
 
         future.add_done_callback(over)
 
-    def forget(self, model: str) -> None:
+    def invalidate(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
-        self.router.forget(model)
+        self.router.invalidate(model)
 
     def close(self) -> None:
         """Close every socket; calls in flight get no response."""

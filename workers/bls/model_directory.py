@@ -7,15 +7,15 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from shmserve.ipc.messages import FindModel
+from shmserve.ipc.messages.supervision import FindModel
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 
 Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class BlsTarget:
     """A model version that serves: its scheduler's endpoint, what it takes, and whether it gives
     any number of responses to a request."""
 
@@ -27,31 +27,31 @@ class Target:
 class ModelDirectory:
     """The known targets. For any thread."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlLink) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._known: dict[Key, Target] = {}
+        self._known: dict[Key, BlsTarget] = {}
         self._losses = 0
 
-    def find(self, key: Key) -> Target:
-        """Who serves it; waits for the supervisor where that is not known.
+    def find(self, key: Key) -> BlsTarget:
+        """The target that serves it; waits for the supervisor where that is not known.
 
         Raises NotFound or Unavailable when nobody does.
         """
         while (target := self._known.get(key)) is None:
             losses = self._losses
-            found = self._control.ask(lambda number: FindModel(number, *key))
+            found = self._control.ask(FindModel, *key)
             with self._lock:
                 # Otherwise what was found may be older than the news of a loss.
                 if losses == self._losses:
                     self._known[key] = _target(found)
         return target
 
-    def knows(self, key: Key, target: Target) -> bool:
+    def knows(self, key: Key, target: BlsTarget) -> bool:
         """Whether `target` is what `find` says."""
         return self._known.get(key) is target
 
-    def forget(self, model: str) -> None:
+    def invalidate(self, model: str) -> None:
         """Ask anew for every version of a model."""
         with self._lock:
             for key in [key for key in self._known if key[0] == model]:
@@ -65,15 +65,15 @@ class ModelDirectory:
                 del self._known[key]
 
     def lose(self, endpoint: str) -> None:
-        """Nobody is at `endpoint` any more."""
+        """Drop every target at `endpoint`: its scheduler was lost."""
         with self._lock:
             self._losses += 1
             for key in [key for key, at in self._known.items() if at.endpoint == endpoint]:
                 del self._known[key]
 
 
-def _target(found: dict[str, Any]) -> Target:
+def _target(found: dict[str, Any]) -> BlsTarget:
     config = found["config"]
     policy = config.get("model_transaction_policy") or {}
     signature = Signature(config, found["version"])
-    return Target(found["endpoint"], signature, bool(policy.get("decoupled", False)))
+    return BlsTarget(found["endpoint"], signature, bool(policy.get("decoupled", False)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -50,20 +50,20 @@ class CallRequest:
     deadline_ns: int = 0
     priority: int = 0
 
-    def check(self, signature: Signature, inputs: tuple[TensorRef, ...]) -> tuple[BatchFit, bytes]:
-        """What the scheduler of a model with this signature is told of it, with its inputs where
+    def check(self, signature: Signature, inputs: Sequence[TensorRef]) -> tuple[BatchFit, bytes]:
+        """How it fits the signature of a model, for its scheduler, with its inputs where
         they lie now; and the packed `Inference`.
 
         Raises InvalidArgument when it does not fit the model.
         """
         outputs = tuple(map(RequestedOutput, dict.fromkeys(self.outputs)))
         fit = signature.check(self.request_id, inputs, outputs)
-        return fit, pack_inference(Inference(inputs, outputs, self.parameters))
+        return fit, pack_inference(Inference(tuple(inputs), outputs, self.parameters))
 
 
 @dataclass(frozen=True, slots=True)
 class CallResponse:
-    """What the other model gave; the outputs are this process's own."""
+    """A response of another model; the outputs are this process's own."""
 
     outputs: list[Input]
     parameters: dict[str, Any]
@@ -82,47 +82,37 @@ def copied(response: Inferred, mappings: Mappings, model: str) -> CallResponse |
     return CallResponse(outputs, response.parameters)
 
 
-class CallMemory:
-    """The arena for large inputs, of `byte_size`, made when it is needed."""
-
-    def __init__(self, byte_size: int) -> None:
-        self._byte_size = byte_size
-        self._arena: Arena | None = None
-
-    def place(self, inputs: Sequence[CallInput]) -> PlacedInputs:
-        """The inputs as they travel. Raises Unavailable when the arena is full."""
-        loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
-        refs: list[TensorRef] = []
-        taken: list[int] = []
-        try:
-            for item in inputs:
-                data = item.data
-                if not isinstance(data, Place):
-                    data = bytes(data) if loose <= INLINE_LIMIT else self._written(data, taken)
-                refs.append(TensorRef(item.name, item.datatype, item.shape, data))
-        except ShmserveError:
-            self.free(taken)
-            raise
-        return PlacedInputs(tuple(refs), taken)
-
-    def _written(self, data: bytes | memoryview, taken: list[int]) -> Place:
-        if self._arena is None:
-            self._arena = Arena(self._byte_size)
-        place = self._arena.allocate(len(data))
-        taken.append(place.offset)
-        self._arena.view(place)[:] = data
-        return place
-
-    def free(self, taken: list[int]) -> None:
-        """These blocks are used no more; the list is empty then."""
-        while taken:
-            assert self._arena is not None
-            self._arena.free(taken.pop())
+def place(inputs: Sequence[CallInput], memory: LentMemory) -> PlacedInputs:
+    """The inputs as they travel, large ones in `memory`. Raises Unavailable when that is full."""
+    loose = sum(len(item.data) for item in inputs if not isinstance(item.data, Place))
+    refs: list[TensorRef] = []
+    placed = PlacedInputs(refs, [])
+    try:
+        for item in inputs:
+            data = item.data
+            if isinstance(data, Place):
+                pass
+            elif loose <= INLINE_LIMIT:
+                data = bytes(data)
+            else:
+                block = memory.write(data)
+                placed.blocks.append(block)
+                data = block.place
+            refs.append(TensorRef(item.name, item.datatype, item.shape, data))
+    except ShmserveError:
+        placed.release()
+        raise
+    return placed
 
 
 @dataclass(slots=True)
 class PlacedInputs:
-    """Inputs as they travel, and the offsets of the blocks that they take in the arena."""
+    """Inputs as they travel, and the blocks that large ones lie in."""
 
-    refs: tuple[TensorRef, ...]
-    taken: list[int]
+    refs: Sequence[TensorRef]
+    blocks: list[Block]
+
+    def release(self) -> None:
+        """No worker reads them any more; a second time does nothing."""
+        while self.blocks:
+            self.blocks.pop().release()

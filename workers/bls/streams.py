@@ -7,13 +7,11 @@ import contextlib
 from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
+from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import Responded
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
-
-_GRANTED_TOGETHER = FIRST_CREDIT // 2
-_BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
 Item = CallResponse | ShmserveError
 
@@ -22,7 +20,7 @@ class StreamCall(Call):
     """`items` are the responses that have come and were not taken; `over`: no more will come.
     `begun`, of an event loop, is told of the first."""
 
-    __slots__ = ("_owed", "_owed_bytes", "begun", "items", "left", "over")
+    __slots__ = ("begun", "cancelled", "items", "over", "window")
     takes_many = True
 
     def __init__(
@@ -31,18 +29,17 @@ class StreamCall(Call):
         super().__init__(router, request)
         self.items: deque[Item] = deque()
         self.over = False
-        self.left = False  # nobody takes what may come yet
+        self.cancelled = False  # nobody takes what may come yet
         self.begun = begun
-        self._owed = 0  # responses that were taken, and are not granted again yet
-        self._owed_bytes = 0
+        self.window = ReadWindow()
 
     def awaited(self) -> bool:
-        return not self.left
+        return not self.cancelled
 
     def respond(self, message: Response) -> None:
         if not isinstance(message, Responded):
             super().respond(message)
-        elif self.left:
+        elif self.cancelled:
             self.router.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
@@ -53,7 +50,7 @@ class StreamCall(Call):
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
-        if not self.left:
+        if not self.cancelled:
             self._add(outcome, True)
 
     def _add(self, item: Item, final: bool) -> None:
@@ -67,7 +64,7 @@ class StreamCall(Call):
 
     def ready(self) -> bool:
         """Whether there is something to take, or nothing will come any more."""
-        return bool(self.items) or self.over or self.left
+        return bool(self.items) or self.over or self.cancelled
 
     def wait(self) -> None:
         """Wait until it is `ready`."""
@@ -77,7 +74,7 @@ class StreamCall(Call):
     @property
     def finished(self) -> bool:
         """Whether all has been taken."""
-        return not self.items and (self.over or self.left)
+        return not self.items and (self.over or self.cancelled)
 
     def take(self) -> Item | None:
         """Wait for the next response; None when there is none any more."""
@@ -86,19 +83,16 @@ class StreamCall(Call):
             item = self.items.popleft()
         except IndexError:
             return None
-        self._owed += 1
-        if isinstance(item, CallResponse):
-            self._owed_bytes += sum(len(output.raw) for output in item.outputs)
-        if self._owed >= _GRANTED_TOGETHER or self._owed_bytes >= _BYTES_TOGETHER:
-            if not self.over:
-                self.router.grant(self, self._owed)
-            self._owed = self._owed_bytes = 0
+        outputs = item.outputs if isinstance(item, CallResponse) else ()
+        credit = self.window.read(sum(len(output.raw) for output in outputs))
+        if credit and not self.over:
+            self.router.credit(self, credit)
         return item
 
-    def leave(self) -> None:
-        """Nobody takes more responses: cancel it. At any moment, in any thread."""
-        if not self.left:
-            self.left = True
+    def cancel(self) -> None:
+        """Cancel it: nobody takes more responses. At any moment, in any thread."""
+        if not self.cancelled:
+            self.cancelled = True
             if not self.over:
                 self.router.cancel_soon(self)
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc.messages import MetricsReported
-from shmserve.workers.links.scheduler import SchedulerLink
+from shmserve.ipc.messages.inference import MetricsReported
+from shmserve.workers.links.scheduler import InstanceLink
 
 _PAUSE_S = 0.1
 
@@ -24,13 +24,13 @@ class MetricsReports:
         self._last: MetricsReported | None = None
         self._again_s = 0.0
 
-    def attach(self, scheduler: SchedulerLink) -> None:
+    def attach(self, scheduler: InstanceLink) -> None:
         """A scheduler that knows nothing yet: queue all that there is."""
         with scheduler.lock:
             if not self.before_responses(scheduler) and self._last is not None:
                 scheduler.post(self._last)
 
-    def before_responses(self, scheduler: SchedulerLink) -> bool:
+    def before_responses(self, scheduler: InstanceLink) -> bool:
         """Queue what changed, if anything did; with the link's lock held where others may send."""
         families = self._changes()
         if families is not None:
@@ -38,7 +38,7 @@ class MetricsReports:
             scheduler.post(self._last)
         return families is not None
 
-    def between_batches(self, scheduler: SchedulerLink) -> float | None:
+    def between_batches(self, scheduler: InstanceLink) -> float | None:
         """Send what changed, unless that was done just now; how long to wait for it then."""
         now = time.monotonic()
         if now < self._again_s:

@@ -1,6 +1,6 @@
 """A worker's link to the scheduler that feeds its instance: thread-safe, with credit for responses.
 
-    Execute ──> batches (for the loop)      CancelExecution, CreditExecution ──> OpenRequest
+    Execute, ... ──> commands (for the loop)     CancelExecution, CreditExecution ──> WorkerRequest
 
 Whoever needs to know something reads the socket: the loop when it waits, a model's thread when it
 asks whether its request was cancelled, or waits for credit. What a thread takes that is the loop's
@@ -16,21 +16,19 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages.inference import (
     CancelExecution,
     CreditExecution,
-    Execute,
     InstanceReady,
     ReleaseOutputs,
-    SequenceRow,
     Work,
 )
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -42,82 +40,63 @@ HOLD_NS = 200_000
 _MOST_HELD_NS = 400_000
 
 
-class OpenRequest:
+class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: nobody waits for it. `credit`: how many more responses its client takes; `unread`:
-    the bytes of those that it has not taken yet, oldest first.
+    `cancelled`: nobody waits for it. `window`: the responses that its client takes now.
     """
 
-    __slots__ = (
-        "cancelled",
-        "credit",
-        "key",
-        "on_cancel",
-        "unread",
-        "unread_bytes",
-        "work",
-    )
+    __slots__ = ("cancelled", "key", "on_cancel", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
         self.on_cancel: Callable[[], object] | None = None
-        self.credit = FIRST_CREDIT
-        self.unread: deque[int] = deque()
-        self.unread_bytes = 0
+        self.window = SendWindow()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more; `on_cancel` is told, once."""
+        """Cancel it: nobody waits any more; `on_cancel` is called, once."""
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
                 self.on_cancel()
 
-    @property
-    def may_respond(self) -> bool:
-        """Whether its client takes another response now."""
-        return self.credit > 0 and self.unread_bytes < MOST_UNREAD_BYTES
 
-    def responded(self, byte_size: int) -> None:
-        """A response of so many bytes is on its way."""
-        self.credit -= 1
-        self.unread.append(byte_size)
-        self.unread_bytes += byte_size
+class Command(NamedTuple):
+    """A message for the loop, with its requests opened."""
 
-    def grant(self, responses: int) -> None:
-        """The client has taken so many responses."""
-        self.credit += responses
-        for _ in range(min(responses, len(self.unread))):
-            self.unread_bytes -= self.unread.popleft()
+    message: Any
+    requests: list[WorkerRequest]
 
 
-class Batch(NamedTuple):
-    """An `Execute` with its requests opened."""
-
-    number: int
-    requests: list[OpenRequest]
-    live: int
-    rows: list[SequenceRow]
+# By type of message what serves it, in the instance's loop: called with the message and its
+# requests. What it returns is sent to the scheduler; None: nothing.
+MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
-class SchedulerLink:
+class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
 
     `on_release(client_pid, offsets)` hears of outputs that were read.
+
+    Besides what concerns one request, it takes the messages whose types are `served` (see
+    `MessageTable`), in their order. What starts work has `requests`, and says in `live` how many
+    requests the scheduler has under way: the former are open from the arrival of the message, so
+    that a cancel behind it finds them.
     """
 
     def __init__(
         self,
-        control: Control,
+        control: ControlLink,
         index: int,
         pid: int,
         on_release: Callable[[int, list[int]], None],
     ) -> None:
         self.lock = threading.RLock()
-        self.batches: deque[Batch] = deque()
+        self.commands: deque[Command] = deque()
+        self.served: Collection[type[Any]] = ()
         self._control = control
         self._index = index
         self._pid = pid
@@ -126,8 +105,8 @@ class SchedulerLink:
         self._flushed_ns = 0
         self._held = False
         self._timer = Timer(_MOST_HELD_NS, self._flush_held)
-        self._open: dict[int, OpenRequest] = {}
-        self._waiting: dict[int, OpenRequest] = {}  # eventfd of a thread -> whose credit it needs
+        self._open: dict[int, WorkerRequest] = {}
+        self._waiting: dict[int, WorkerRequest] = {}  # eventfd of a thread -> whose credit it needs
         self._reader = 0  # that of the one that reads the socket meanwhile
         self.loop_reads = False  # it waits for what comes, and reads it
 
@@ -137,10 +116,11 @@ class SchedulerLink:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         with self.lock:
             if self._dealer is not None:
+                self.pump()  # outputs that were read are released by way of the old one
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
-                self._forget()
+                self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd)
             self._dealer.post(InstanceReady(self._index, self._pid))
@@ -198,12 +178,12 @@ class SchedulerLink:
             if not dealer.connected:
                 # What it had given us is run again elsewhere, or refused: its clients' memory may
                 # be in use for something else by the time that we would write to it.
-                self._forget()
+                self._disconnect()
 
     def _take(self, message: Any) -> None:
         match message:
-            case Execute():
-                self.batches.append(self.opened(message))
+            case _ if type(message) in self.served:
+                self.commands.append(self.opened(message))
                 self._control.wake()
             case CancelExecution(key=key):
                 request = self._open.get(key)
@@ -213,16 +193,16 @@ class SchedulerLink:
             case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
                 if request is not None:
-                    request.grant(responses)
+                    request.window.read(responses)
                     self._wake(request)
             case ReleaseOutputs(client_pid=pid, offsets=offsets):
                 self._on_release(pid, offsets)
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
-    def _forget(self) -> None:
+    def _disconnect(self) -> None:
         """The scheduler is gone: nobody waits for what it gave us."""
-        self.batches.clear()
+        self.commands.clear()
         for request in self._open.values():
             request.cancel()
         self._open.clear()
@@ -236,31 +216,31 @@ class SchedulerLink:
         """Whether any request has not ended."""
         return bool(self._open)
 
-    def opened(self, message: Execute) -> Batch:
-        """The batch of a message, its requests open until `close`."""
-        requests = list(map(OpenRequest, message.requests))
+    def opened(self, message: Any) -> Command:
+        """A message, its requests open until `close`."""
+        requests = list(map(WorkerRequest, getattr(message, "requests", ())))
         with self.lock:
             for request in requests:
                 self._open[request.key] = request
-        return Batch(message.batch, requests, message.live, message.rows)
+        return Command(message, requests)
 
-    def close(self, request: OpenRequest) -> None:
-        """It has ended: another one may get its key."""
+    def close(self, request: WorkerRequest) -> None:
+        """Forget a request that has ended: another one may get its key."""
         with self.lock:
             if self._open.get(request.key) is request:
                 del self._open[request.key]
 
-    def is_open(self, request: OpenRequest) -> bool:
+    def is_open(self, request: WorkerRequest) -> bool:
         """Whether the scheduler that gave us the request waits for its end."""
         return self._open.get(request.key) is request
 
-    def is_cancelled(self, request: OpenRequest) -> bool:
+    def is_cancelled(self, request: WorkerRequest) -> bool:
         """Whether nobody waits for a request any more; looks at what has arrived until now."""
         if not request.cancelled:
             self.pump()
         return request.cancelled
 
-    def wait_for_credit(self, request: OpenRequest, timeout_s: float) -> bool:
+    def wait_for_credit(self, request: WorkerRequest, timeout_s: float) -> bool:
         """Wait until the client takes another response, or has cancelled; False: neither in time.
 
         One of those who wait reads the socket, unless the loop does (leader and followers).
@@ -274,7 +254,7 @@ class SchedulerLink:
                 with self.lock:
                     if not self.loop_reads:
                         self.pump()
-                    if request.may_respond or request.cancelled:
+                    if request.window.is_open or request.cancelled:
                         return True
                     self.flush()
                     self._appoint()
@@ -308,7 +288,7 @@ class SchedulerLink:
             self._reader = next(iter(self._waiting))
             os.eventfd_write(self._reader, 1)
 
-    def _wake(self, request: OpenRequest) -> None:
+    def _wake(self, request: WorkerRequest) -> None:
         for waiting, awaited in self._waiting.items():
             if awaited is request:
                 os.eventfd_write(waiting, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.supervision import (
     Answered,
     ModelWithdrawn,
     ProcessExited,
@@ -27,7 +27,7 @@ from shmserve.ipc.transport.dealer import Dealer
 News = ModelWithdrawn | SchedulerLost | ProcessExited
 
 
-class Control:
+class ControlLink:
     """Dispatches what arrives: responses to requests, news of other models, the rest for the loop.
 
     A model may ask from threads of its own, so each use of the socket is under one lock, and what
@@ -38,7 +38,7 @@ class Control:
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
-        self.on_models_changed: Callable[[News], None] = lambda news: None
+        self.on_models_changed: Callable[[News], None] = ignore
         self._lock = threading.RLock()
         self._next = 1
         self._waiting: dict[int, int] = {}  # request -> eventfd of its response
@@ -109,8 +109,10 @@ class Control:
                         self.inbox.append(message)
                         self.wake()
 
-    def ask(self, request: Callable[[int], Any], timeout_s: float | None = None) -> dict[str, Any]:
-        """Send `request(number)` and wait for the payload of its response.
+    def ask(
+        self, request: Callable[..., Any], *fields: Any, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send `request(number, *fields)` and wait for the payload of its response.
 
         Raises the ShmserveError that the supervisor refused with, Unavailable when the time is
         over.
@@ -122,7 +124,7 @@ class Control:
             self._next += 1
             self._waiting[number] = arrived
         try:
-            self.send(request(number))
+            self.send(request(number, *fields))
             while (response := self._taken(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server is gone")
@@ -142,6 +144,10 @@ class Control:
         with self._lock:
             self.pump()
             return self._responses.pop(number, None)
+
+
+def ignore(news: News) -> None:
+    """No model here calls others."""
 
 
 def _wait(deadline: float | None, *fds: int) -> bool:

@@ -17,12 +17,16 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import LeaseWorkspace, ReturnWorkspace
+from shmserve.ipc.messages.supervision import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
-from shmserve.workers.links.supervisor import Control
+from shmserve.workers.links.supervisor import ControlLink
 
 # Whether the execution that runs here, a thread's or a coroutine's, has a workspace.
 _HOLDS: ContextVar[bool] = ContextVar("holds_workspace", default=False)
+
+
+def _unchanged(view: Any) -> Any:
+    return view
 
 
 class Workspace:
@@ -31,7 +35,7 @@ class Workspace:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlLink,
         mappings: Mappings,
         device: str,
         settle: Callable[[int], None],
@@ -42,17 +46,15 @@ class Workspace:
         self._settle = settle
         self.coroutines = 0  # of the event loop, that have a lease
 
-    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = lambda view: view) -> Lease:
+    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> WorkspaceLease:
         """So many bytes for a with block, `seen_as` what that makes of a writable memoryview, or of
         a tensor of uint8 on the device; what is in them is anybody's."""
-        return Lease(self, byte_size, seen_as)
+        return WorkspaceLease(self, byte_size, seen_as)
 
     def ask(self, byte_size: int) -> Place:
         """Wait until the pool has so many bytes. Raises Internal, Unavailable."""
         try:
-            granted = self._control.ask(
-                lambda number: LeaseWorkspace(number, self._device, byte_size)
-            )
+            granted = self._control.ask(LeaseWorkspace, self._device, byte_size)
         except InvalidArgument as error:  # the model's fault, and no client's
             raise Internal(error.message) from None
         return replace(unpack_place(granted["place"]), byte_size=byte_size)
@@ -61,7 +63,7 @@ class Workspace:
         """The bytes of a lease."""
         return self._mappings.view(place)
 
-    def give_back(self, place: Place, used: bool = True) -> None:
+    def release(self, place: Place, used: bool = True) -> None:
         """End a lease. Raises DeviceLost."""
         if used and place.memory.cuda is not None:
             # Who has it next may be another process, whose work is in no order with ours.
@@ -69,7 +71,7 @@ class Workspace:
         self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
 
 
-class Lease:
+class WorkspaceLease:
     """One lease, of a with block, or in a coroutine of an `async with` block.
 
     Entering raises Internal for what is no positive integer or more than the whole pool, for a
@@ -97,7 +99,7 @@ class Lease:
         return self._entered(self._workspace.ask(self._byte_size), in_loop)
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        self._release()
 
     async def __aenter__(self) -> Any:
         self._check()
@@ -109,12 +111,12 @@ class Lease:
             place = await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._workspace.give_back(granted.result(), used=False)
+                self._workspace.release(granted.result(), used=False)
             raise
         return self._entered(place, in_loop=True)
 
     async def __aexit__(self, *_: object) -> None:
-        self._leave()
+        self._release()
 
     def _check(self) -> None:
         if type(self._byte_size) is not int or self._byte_size < 1:
@@ -136,7 +138,7 @@ class Lease:
 
     def _granted(self, granted: asyncio.Future[Place], place: Place) -> None:
         if granted.done():  # it was cancelled meanwhile
-            self._workspace.give_back(place, used=False)
+            self._workspace.release(place, used=False)
         else:
             granted.set_result(place)
 
@@ -144,7 +146,7 @@ class Lease:
         try:
             view = self._seen_as(self._workspace.view(place))
         except BaseException:
-            self._workspace.give_back(place, used=False)
+            self._workspace.release(place, used=False)
             raise
         self._place = place
         self._token = _HOLDS.set(True)
@@ -152,12 +154,12 @@ class Lease:
         self._workspace.coroutines += in_loop
         return view
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         assert self._place is not None and self._token is not None
         with contextlib.suppress(ValueError):  # a generator's, that is closed from elsewhere
             _HOLDS.reset(self._token)
         self._workspace.coroutines -= self._in_loop
-        self._workspace.give_back(self._place)
+        self._workspace.release(self._place)
 
 
 def _settle(granted: asyncio.Future[Place], error: Exception) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
-from shmserve.ipc.messages import CheckMemory, MemoryChecked
+from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.workers.device import DeviceLost, lost
 from shmserve.workers.user_code import in_words
@@ -55,7 +55,8 @@ class Allocation:
 
 
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:
-    """All of an allocation as bytes; the tensor, and every view of it, keeps the allocation."""
+    """A tensor of all bytes of an allocation; the tensor, and every view of it, keeps the
+    allocation."""
     return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
 
 
@@ -73,7 +74,8 @@ class _Mapping:
 
 
 class DeviceMemory:
-    """What this process has open on devices. `cuda` and `as_tensor` are replaced in tests."""
+    """The memory that this process has open on devices. `cuda` and `as_tensor` are replaced in
+    tests."""
 
     def __init__(
         self,
@@ -260,7 +262,7 @@ def _unusable(device: int) -> Unavailable:
 
 
 def _nothing() -> None:
-    """What was not pinned."""
+    """Unpin memory that was not pinned."""
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -4,16 +4,32 @@ readers."""
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+from collections.abc import Iterable
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import Readers, Token
 from shmserve.ipc.tensors.descriptors import Place
 
 
+class _Output(Token):
+    """A block of the arena for the process that will read it."""
+
+    __slots__ = ("_memory", "place", "reader")
+
+    def __init__(self, memory: OutputMemory, place: Place, reader: int) -> None:
+        self._users = 1
+        self._memory = memory
+        self.place = place
+        self.reader = reader
+
+    def _free(self) -> None:
+        self._memory.free(self)
+
+
 class OutputMemory:
-    """Blocks of the worker's arena, each tagged with the process that will read it and release it.
+    """Blocks of the worker's arena, each for the process that will read it and release it.
 
     A reader may take as long as it lives: its release travels through whichever scheduler there is
     by then. What no scheduler can have heard of (`undelivered`) comes back at once.
@@ -26,59 +42,74 @@ class OutputMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._readers: dict[int, tuple[int, int]] = {}  # offset -> pid, byte size
-        self._fresh: dict[int, int] = {}  # of what is not returned yet: offset -> byte size
-        self._held: Counter[int] = Counter()  # pid -> bytes
-        self._reserved: dict[int, Place] = {}  # by address: blocks that a model computes in
+        self._readers = Readers()
+        self._fresh: dict[int, _Output] = {}  # by offset: of what is not returned yet
+        self._held: dict[int, int] = {}  # by reader: bytes
+        self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._readers) + len(self._fresh)
 
-    def allocate(self, reader_pid: int, byte_size: int) -> tuple[Place, memoryview]:
-        """A block for `reader_pid` and its bytes. Raises Unavailable when memory is full, or the
-        share of a local client."""
-        if reader_pid >= FIRST:
-            self._check_share(self._held[reader_pid], byte_size)
+    def allocate(self, reader: int, byte_size: int) -> tuple[Place, memoryview]:
+        """A block for a process and its bytes. Raises Unavailable when memory is full, or the share
+        of a local client."""
+        held = self._held.get(reader, 0)
+        if held and reader >= FIRST:
+            self._check_share(held, byte_size)
         place = self._arena.allocate(byte_size)
-        self._readers[place.offset] = reader_pid, byte_size
-        self._fresh[place.offset] = byte_size
-        self._held[reader_pid] += byte_size
+        self._fresh[place.offset] = _Output(self, place, reader)
+        self._held[reader] = held + byte_size
         return place, self._arena.view(place)
 
-    def reserve(self, reader_pid: int, byte_size: int) -> memoryview:
+    def reserve(self, reader: int, byte_size: int) -> memoryview:
         """The bytes of a block in which an output is to be computed; `claim` finds it then, and
         what nobody claims is free again when the batch is returned. Raises as `allocate`."""
-        place, view = self.allocate(reader_pid, byte_size)
-        self._reserved[address_of(view)] = place
+        place, view = self.allocate(reader, byte_size)
+        self._reserved[address_of(view)] = self._fresh[place.offset]
         return view
 
-    def claim(self, reader_pid: int, address: int, byte_size: int) -> Place | None:
+    def claim(self, reader: int, address: int, byte_size: int) -> Place | None:
         """The block that was reserved for such an output, if that was computed there."""
-        place = self._reserved.get(address)
-        if place is None or place.byte_size != byte_size:
+        output = self._reserved.get(address)
+        if output is None or output.place.byte_size != byte_size or output.reader != reader:
             return None
-        if self._readers.get(place.offset, (0, 0))[0] != reader_pid:
+        if self._fresh.get(output.place.offset) is not output:
             return None
-        return self._reserved.pop(address)
+        return self._reserved.pop(address).place
 
     def _check_share(self, held: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used
-        if held and held + byte_size > free - byte_size:
+        if held + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes were needed, {free} are free, and "
                 f"this client has not released {held} yet; it may hold as much as is free then"
             )
 
-    def release(self, reader_pid: int, offsets: list[int]) -> None:
-        """Take blocks back from their reader; what is not allocated to it is ignored."""
-        for offset in offsets:
-            if self._readers.get(offset, (0, 0))[0] == reader_pid:
-                self._free(offset)
+    def release(self, reader: int, offsets: list[int]) -> None:
+        """Take blocks back from their reader; what is not lent to it is ignored."""
+        self._readers.release(reader, offsets)
 
-    def drop_reader(self, reader_pid: int) -> None:
+    def drop_reader(self, reader: int) -> None:
         """Take back every block of a process that has ended."""
-        for offset in [at for at, (pid, _) in self._readers.items() if pid == reader_pid]:
-            self._free(offset)
+        self._readers.drop(reader)
+        self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
+
+    def take_back(self, offsets: Iterable[int]) -> None:
+        """Take back what was allocated there since the last time: it is not to be returned."""
+        for offset in offsets:
+            output = self._fresh.pop(offset, None)
+            if output is not None:
+                output.release()
+
+    def free(self, output: _Output) -> None:
+        """A block is used no more."""
+        reader, place = output.reader, output.place
+        held = self._held[reader] - place.byte_size
+        if held:
+            self._held[reader] = held
+        else:
+            del self._held[reader]
+        self._arena.free(place.offset)
 
     @property
     def has_fresh(self) -> bool:
@@ -86,32 +117,25 @@ class OutputMemory:
         return bool(self._fresh)
 
     def delivered(self) -> int:
-        """What was allocated since the last time is on its way to its readers; its bytes."""
-        for place in self._reserved.values():
-            self._fresh.pop(place.offset, None)
-            self._free(place.offset)
+        """Hand what was allocated since the last time to its readers; returns its bytes."""
+        if not self._fresh:
+            return 0
+        for output in self._reserved.values():
+            if self._fresh.get(output.place.offset) is output:
+                self.take_back((output.place.offset,))
         self._reserved.clear()
-        byte_size = sum(self._fresh.values())
+        byte_size = 0
+        for offset, output in self._fresh.items():
+            byte_size += output.place.byte_size
+            self._readers.lend(output.reader, offset, output)
         self._fresh.clear()
         return byte_size
 
     def undelivered(self) -> int:
-        """What was allocated since the last time will never be known to anybody; 0 bytes."""
-        for offset in self._fresh:
-            self._free(offset)
-        self._fresh.clear()
+        """Free what was allocated since the last time, which nobody will know of; 0 bytes."""
         self._reserved.clear()
+        self.take_back(list(self._fresh))
         return 0
-
-    def _free(self, offset: int) -> None:
-        block = self._readers.pop(offset, None)
-        if block is None:  # its reader has ended meanwhile
-            return
-        reader_pid, byte_size = block
-        self._held[reader_pid] -= byte_size
-        if not self._held[reader_pid]:
-            del self._held[reader_pid]
-        self._arena.free(offset)
 
 
 def address_of(view: memoryview) -> int:

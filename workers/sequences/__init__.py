@@ -1,4 +1,4 @@
-"""What a worker adds to the requests of sequences.
+"""Sequences in a worker: control inputs, implicit state, batches by slot.
 
 config.py     what a model's sequence_batching says of its tensors; the model's own view of them
 controls.py   control inputs: START, END, READY, CORRID

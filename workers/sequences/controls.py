@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.records import record
@@ -25,7 +25,7 @@ _PAIRS = {
 
 
 @record
-class Control:
+class ControlInput:
     """One control input: the bytes of its false and its true; of the correlation id none."""
 
     name: str
@@ -53,24 +53,24 @@ class Control:
         return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
 
 
-def read(config: dict[str, Any]) -> list[Control]:
+def read(config: dict[str, Any]) -> list[ControlInput]:
     """The control inputs of a model's configuration."""
     batching = config.get("sequence_batching") or {}
-    found: list[Control] = []
+    found: list[ControlInput] = []
     for tensor in batching.get("control_input") or ():
         for control in tensor.get("control") or ():
             kind = control.get("kind") or _START
             if kind == _CORRID:
-                found.append(Control(tensor["name"], kind, FROM_CONFIG[control["data_type"]]))
+                found.append(ControlInput(tensor["name"], kind, FROM_CONFIG[control["data_type"]]))
                 continue
-            for field, (datatype, form) in _PAIRS.items():
+            for field, (datatype, packing) in _PAIRS.items():
                 if control.get(field):
-                    false, true = (struct.pack(form, value) for value in control[field])
-                    found.append(Control(tensor["name"], kind, datatype, (false, true)))
+                    false, true = (struct.pack(packing, value) for value in control[field])
+                    found.append(ControlInput(tensor["name"], kind, datatype, (false, true)))
     return found
 
 
-def inputs(controls: list[Control], row: SequenceRow, batched: bool) -> dict[str, Input]:
+def inputs(controls: list[ControlInput], row: SequenceRow, batched: bool) -> dict[str, Input]:
     """The control inputs of a row, by name."""
     shape = (1, 1) if batched else (1,)
     return {

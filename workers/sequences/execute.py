@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import RESCHEDULED, BatchFinished, Reply, SequenceRow, Work
+from shmserve.ipc.messages.inference import (
+    RESCHEDULED,
+    BatchFinished,
+    EndSequences,
+    Execute,
+    Reply,
+    SequenceRow,
+    Work,
+)
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
 from shmserve.workers.backends import Backend, ModelContext
@@ -19,7 +27,7 @@ from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.links.scheduler import Batch, OpenRequest
+from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 from shmserve.workers.sequences import controls
 from shmserve.workers.sequences.state import States, read
 
@@ -53,10 +61,27 @@ class SequenceExecutor(Executor):
         self._largest_part = 1 << 63  # rows stay together
         self._rows: list[SequenceRow] = []
 
-    def finish(self, batch: Batch) -> BatchFinished:
+    def messages(self) -> MessageTable:
+        """As `Executor` says."""
+        return {**super().messages(), EndSequences: self._end}
+
+    def _end(self, message: EndSequences, _: list[WorkerRequest]) -> None:
+        for slot in message.slots:
+            self._states.release(slot)
+
+    def attached(self) -> None:
+        """As `Executor` says: that knows no sequence yet."""
+        self._states.clear()
+
+    def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         """As `Executor` says."""
         self._rows = batch.rows
-        return super().finish(batch)
+        try:
+            return super().execute(batch, requests)
+        finally:
+            for row in batch.rows:
+                if row.flags & SEQUENCE_END:
+                    self._states.release(row.slot)
 
     def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
         """As `Executor` says: each is a whole sequence, unless it has controls of its own."""
@@ -69,12 +94,12 @@ class SequenceExecutor(Executor):
         try:
             return super().rehearse(requests)
         finally:
-            self._states.forget()
+            self._states.clear()
 
-    def _passes_over(self, opened: OpenRequest) -> bool:
+    def _passes_over(self, opened: WorkerRequest) -> bool:
         return False
 
-    def _run(self, part: list[tuple[OpenRequest, Request]]) -> list[Reply]:
+    def _run(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
         known = {opened.key: _Row(opened, request) for opened, request in part}
         by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
@@ -138,7 +163,7 @@ class SequenceExecutor(Executor):
 class _Row:
     """A request and where it is in the batch."""
 
-    opened: OpenRequest
+    opened: WorkerRequest
     request: Request
     row: SequenceRow = _NO_ROW
 

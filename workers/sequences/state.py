@@ -5,7 +5,8 @@
                                          └── its output <──────┘
 
 A value stays where the model left it, in host memory or on the device, and in the same buffer as
-long as its size does not change. It never passes the scheduler, and ends with the worker.
+long as its size does not change. It never passes the scheduler, and ends with its sequence: by an
+END that has run, or when the scheduler says so (`EndSequences`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import SequenceRow
+from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record
@@ -66,7 +67,7 @@ class States:
         if not self._specs:
             return ()
         if row.flags & SEQUENCE_START:
-            self._by_slot.pop(row.slot, None)
+            self.release(row.slot)
         values = self._by_slot.setdefault(row.slot, {})
         for spec in self._specs:
             value = values.get(spec.input_name)
@@ -86,7 +87,15 @@ class States:
         given.writable = spec.same_buffer
         return given
 
-    def forget(self) -> None:
+    def __len__(self) -> int:
+        """How many sequences have any."""
+        return len(self._by_slot)
+
+    def release(self, slot: int) -> None:
+        """The sequence in a slot is over; nothing if it has no state."""
+        self._by_slot.pop(slot, None)
+
+    def clear(self) -> None:
         """No sequence has any state."""
         self._by_slot.clear()
 

@@ -44,7 +44,7 @@ class OutgoingRequest:
     end: bool = False
 
     def sequence_parameters(self) -> dict[str, int | str | bool]:
-        """What says which sequence it is of, as protocols name it."""
+        """The parameters that name its sequence, as protocols have them."""
         given = {"sequence_id": self.sequence, "sequence_start": self.start}
         given["sequence_end"] = self.end
         return {name: value for name, value in given.items() if value}
@@ -54,7 +54,7 @@ class Transport(Protocol):
     """A way to a server."""
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """What a model takes; raises Failed."""
+        """The inputs of a model; raises Failed."""
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """The responses as JSON has them, each when it comes, their outputs' data as nested lists;

@@ -21,8 +21,6 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """A connection to a unix socket."""
-
     def __init__(self, path: str) -> None:
         super().__init__("localhost")
         self._path = path

@@ -27,7 +27,15 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
-from shmserve.ipc.messages import Cancel, Credit, Failed, Finished, Release, Responded, Settled
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Credit,
+    Failed,
+    Finished,
+    Release,
+    Responded,
+    Settled,
+)
 from shmserve.ipc.transport.dealer import Dealer
 
 LATE = "nobody answered within the timeout"
@@ -110,13 +118,13 @@ class RequestChannel:
         self._links.queue(link, pending.submit, len(pending.submit.work))
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Nobody waits for it any more; its memory is in use until the scheduler answers."""
+        """Cancel a request; its memory is in use until the scheduler answers."""
         pending.abandoned = True
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Cancel(pending.submit.id))
 
-    def grant(self, pending: ClientRequest, responses: int) -> None:
-        """So many responses of it have been read: as many more may come."""
+    def credit(self, pending: ClientRequest, responses: int) -> None:
+        """Take so many more responses: as many have been read."""
         if pending.submit.id in self._table.pending:
             self._post(pending.endpoint, Credit(pending.submit.id, responses))
 
@@ -127,13 +135,13 @@ class RequestChannel:
             pending.done(TimedOut(LATE))
             self.cancel(pending)
 
-    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+    def release(self, endpoint: str, release: Release) -> None:
         """Tell a worker of the scheduler at `endpoint` that its outputs have been read."""
         lost = self.server.lost
         while endpoint in lost:
             endpoint = lost[endpoint]
         if endpoint:  # else its workers are gone as well
-            self._post(endpoint, Release(pid, offsets))
+            self._post(endpoint, release)
 
     @property
     def waiting(self) -> Collection[int]:
@@ -142,7 +150,7 @@ class RequestChannel:
 
     @property
     def unsent(self) -> int:
-        """How many messages are queued."""
+        """The number of messages that are queued."""
         return self._links.unsent
 
     def flush(self) -> None:

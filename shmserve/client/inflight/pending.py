@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -14,7 +13,7 @@ from shmserve.client.request.results import Result, discard, read
 from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Finished, Responded
+from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -22,22 +21,22 @@ DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yie
 
 
 class RequestSender(Protocol):
-    """What a request is submitted by: see `RequestChannel`."""
+    """The channel that a request is submitted by: see `RequestChannel`."""
 
     @property
     def server(self) -> ServerState:
-        """What is known of the server."""
+        """The server's state."""
 
     def send(self, pending: ClientRequest) -> None:
         """Queue it, perhaps again."""
 
     def cancel(self, pending: ClientRequest) -> None:
-        """Nobody waits for it any more."""
+        """Cancel it."""
 
     def moved(self, pending: ClientRequest) -> bool:
         """Submit it to who serves the model now, if that is another."""
 
-    def release(self, endpoint: str, pid: int, offsets: list[int]) -> None:
+    def release(self, endpoint: str, release: Release) -> None:
         """Tell a worker that its outputs have been read."""
 
 
@@ -88,8 +87,8 @@ class ClientRequest(InflightRequest):
             self.channel.cancel(self)
 
     def error(self, code: str, text: str, retry_after_s: int = 0) -> ShmserveError:
-        """What the server said, as an exception: after the request's time TimedOut, which the
-        server may know of first."""
+        """The exception for the server's error: after the request's time TimedOut, which the server
+        may know of first."""
         if retry_after_s > 0:
             return QueueFull(text, retry_after_s)
         if code == "UNAVAILABLE" and 0 < self.built.options.deadline_ns <= time.monotonic_ns():
@@ -97,10 +96,9 @@ class ClientRequest(InflightRequest):
         return from_code(code, text)
 
     def discard(self, message: Response) -> None:
-        """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, Finished | Responded) and message.body:
-            with contextlib.suppress(MalformedMessage):
-                discard(self.built, message.body, self.release)
+        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
+        if isinstance(message, Finished | Responded):
+            discard(self.built, message.body, self.release)
 
     def _finish(self, body: bytes) -> None:
         channel = self.channel
@@ -122,9 +120,9 @@ class ClientRequest(InflightRequest):
             outcome = Internal("the response cannot be read")
         self.done(outcome)
 
-    def release(self, pid: int, offsets: list[int]) -> None:
+    def release(self, release: Release) -> None:
         """Tell a worker that its outputs have been read."""
-        self.channel.release(self.endpoint, pid, offsets)
+        self.channel.release(self.endpoint, release)
 
     def goes_elsewhere(self, message: Failed) -> bool:
         return self.channel.moved(self)

@@ -3,8 +3,8 @@
     submit ──> response* ──> the end, or an error
        └──> closed, collected, timed out: cancelled at the scheduler, what comes yet is discarded
 
-`FIRST_CREDIT` responses come unasked, others for what was read; small ones are granted together.
-Responses that are written to one place in a region come one at a time: the next is granted when
+`FIRST_CREDIT` responses come unasked, others for what was read; small ones are credited together.
+Responses that are written to one place in a region come one at a time: the next is credited when
 the reader asks for it, so that nothing goes over what is being read.
 """
 
@@ -20,14 +20,12 @@ from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Internal, ShmserveError
+from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES, Responded
+from shmserve.ipc.messages.inference import Responded
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.transport.records import MalformedMessage
-
-_GRANTED_TOGETHER = FIRST_CREDIT // 2
-_BYTES_TOGETHER = MOST_UNREAD_BYTES // 4
 
 
 class ClientStream(ClientRequest):
@@ -36,10 +34,8 @@ class ClientStream(ClientRequest):
 
     __slots__ = (
         "_copied_bytes",
-        "_owed",
-        "_owed_bytes",
         "_taken",
-        "_together",
+        "_window",
         "items",
         "on_item",
         "over",
@@ -53,10 +49,8 @@ class ClientStream(ClientRequest):
         self.on_item = on_item
         self.over = False
         self._taken = -1  # bytes of the response that the reader has; -1: it has none
-        self._owed = 0  # responses that were read, and are not granted again yet
-        self._owed_bytes = 0
         self._copied_bytes = 0  # of the last response, out of a worker's memory
-        self._together = 1 if _is_placed(built) else _GRANTED_TOGETHER
+        self._window = ReadWindow(placed=_is_placed(built))
 
     def ready(self) -> bool:
         return bool(self.items) or self.over or self.abandoned
@@ -100,16 +94,12 @@ class ClientStream(ClientRequest):
 
     def read(self) -> int:
         """The reader is done with the response that it took last, if any, and asks for another: how
-        many are to be granted now."""
+        many are to be credited now."""
         if self._taken < 0:
             return 0
-        self._owed += 1
-        self._owed_bytes += self._taken
+        credit = self._window.read(self._taken)
         self._taken = -1
-        if self.over or (self._owed < self._together and self._owed_bytes < _BYTES_TOGETHER):
-            return 0
-        responses, self._owed, self._owed_bytes = self._owed, 0, 0
-        return responses
+        return 0 if self.over else credit
 
     def take(self) -> Result:
         """The next response that has come; raises the error that it is."""
@@ -122,22 +112,22 @@ class ClientStream(ClientRequest):
             del item  # no cycle of it and its traceback
 
     def leave(self) -> None:
-        """Nobody reads what has come, nor what may come yet."""
+        """Drop the responses that have come, and those that may come yet."""
         self.abandoned = True
         self.items.clear()
 
 
 class Attending(Protocol):
-    """How a thread waits for what is in flight."""
+    """A thread's way to wait for what is in flight."""
 
     def attend(self, pending: Any) -> None:
         """Wait until it is `ready`; raises TimedOut, for which it is cancelled."""
 
-    def grant(self, pending: Any, responses: int) -> None:
-        """So many responses have been read."""
+    def credit(self, pending: Any, responses: int) -> None:
+        """Grant credit for so many more responses."""
 
     def cancel(self, left: Iterable[Any]) -> None:
-        """Nobody waits for these any more; at any moment, in any thread."""
+        """Cancel these; at any moment, in any thread."""
 
 
 class ResponseStream:
@@ -159,7 +149,7 @@ class ResponseStream:
         pending = self._pending
         responses = pending.read()
         if responses:
-            self._way.grant(pending, responses)
+            self._way.credit(pending, responses)
         if not pending.items:
             self._way.attend(pending)
             if not pending.items:

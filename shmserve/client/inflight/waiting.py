@@ -1,4 +1,4 @@
-"""How threads submit requests and wait: by a channel of their own, or one that they share."""
+"""Channels by which threads submit requests and wait: one of their own, or one that they share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.channel import LATE, RequestChannel
 from shmserve.client.inflight.pending import ClientRequest
-from shmserve.client.inflight.streaming import ClientStream
+from shmserve.client.inflight.streaming import Attending, ClientStream
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
-from shmserve.errors import ShmserveError
+from shmserve.errors import ShmserveError, Unavailable
 
 
-class Waiting(Protocol):
-    """How a thread's requests go out, and how it waits for what comes."""
+class Waiting(Attending, Protocol):
+    """A thread's way to submit requests, and to wait for what comes."""
 
     connection: ServerConnection
 
@@ -38,15 +38,6 @@ class Waiting(Protocol):
 
     def open(self, built: PackedRequest) -> ClientStream:
         """Send a request that may have any number of responses."""
-
-    def attend(self, pending: Any) -> None:
-        """Wait until there is something for who waits; raises TimedOut."""
-
-    def grant(self, pending: Any, responses: int) -> None:
-        """So many responses have been read."""
-
-    def cancel(self, left: Iterable[Any]) -> None:
-        """Nobody waits for these any more."""
 
 
 class ThreadChannel:
@@ -86,9 +77,9 @@ class ThreadChannel:
             if self.leaving:
                 self.close()
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with self.lock:
-            self.channel.grant(pending, responses)
+            self.channel.credit(pending, responses)
             self.channel.flush()
 
     def wait(self, pending: ClientRequest) -> Result:
@@ -149,8 +140,8 @@ class ThreadChannel:
 
 
 class SharedChannel:
-    """A thread that has no channel, since others have all that there may be, or it waits in its
-    own: the connection's own thread sends, and waits, for it."""
+    """The connection's own channel, for a thread that has none, since others have all that there
+    may be, or it waits in its own: the connection's thread sends, and receives, for it."""
 
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
@@ -158,15 +149,23 @@ class SharedChannel:
         # `ControlRequest` for why it is no Event.
         self._arrived = threading.Lock()
 
+    def check_may_wait(self) -> None:
+        """Raise Unavailable in the connection's own thread, which would wait for itself."""
+        if self.connection.is_current_thread():
+            raise Unavailable(
+                "a callback cannot wait here, since other threads have every channel of this "
+                "client: use infer_async in it"
+            )
+
     def submit(self, built: PackedRequest) -> Future[Result]:
         future: Future[Result] = Future()
         future.add_done_callback(_notified)
         connection = self.connection
-        connection.call(lambda channel: _submit(connection, channel, built, future))
+        connection.call(partial(_submit, connection, built=built, future=future))
         return future
 
     def send(self, at_least: int) -> None:
-        """It is on its way."""
+        """Nothing: the request is on its way."""
 
     def wait(self, future: Future[Result]) -> Result:
         try:
@@ -196,6 +195,7 @@ class SharedChannel:
     def attend(self, pending: ClientStream) -> None:
         deadline_ns = pending.built.options.deadline_ns
         while not pending.ready():
+            self.check_may_wait()
             timeout_s = -1.0
             if deadline_ns:
                 timeout_s = max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9)
@@ -203,9 +203,11 @@ class SharedChannel:
                 self.cancel((pending,))
                 raise TimedOut(LATE)
 
-    def grant(self, pending: ClientStream, responses: int) -> None:
+    def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.call(lambda channel: channel.grant(pending, responses))
+            self.connection.call(
+                partial(RequestChannel.credit, pending=pending, responses=responses)
+            )
 
     def cancel(self, left: Iterable[Future[Result] | ClientStream]) -> None:
         for each in left:
@@ -217,7 +219,7 @@ class SharedChannel:
 
 
 def _notified(future: Future[Result]) -> None:
-    """Who is in `concurrent.futures.wait` for a future hears of its cancellation only by this."""
+    """Notify those who are in `concurrent.futures.wait` for a future of its cancellation."""
     if future.cancelled():
         future.set_running_or_notify_cancel()
 
@@ -232,7 +234,7 @@ def _submit(
         built.end()
         return
     try:
-        pending = channel.submit(built, lambda done: _resolve(future, done))
+        pending = channel.submit(built, partial(_resolve, future))
     except ShmserveError as error:
         with contextlib.suppress(InvalidStateError):
             future.set_exception(error)
@@ -244,7 +246,7 @@ def _submit(
 
     def over(ended: Future[Result]) -> None:  # names no `future`, which keeps this: no cycle
         if ended.cancelled() and pending.outcome is None:
-            connection.call(lambda own: own.cancel(pending))
+            connection.call(partial(RequestChannel.cancel, pending=pending))
 
     future.add_done_callback(over)
 

@@ -19,10 +19,10 @@ from shmserve.client.memory import dlpack
 from shmserve.client.memory.views import MemoryLease
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.device_allocation import DeviceAllocation
+from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 
@@ -53,7 +53,7 @@ class DeviceSegment:
         self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
-        """What makes it known to a server: a message, and the descriptors that go with it."""
+        """The message that makes it known to a server, and the descriptors that go with it."""
         handle = self._handle
         return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
 
@@ -63,7 +63,7 @@ class DeviceSegment:
         self.memory = Memory.on_device(memory_id, byte_size, CudaHandle(raw, device, uuid))
 
     def place(self, offset: int, byte_size: int) -> Place:
-        """Where these bytes are, for the server."""
+        """The place of these bytes, for the server."""
         assert self.memory is not None
         return Place(self.memory, offset, byte_size)
 
@@ -85,18 +85,6 @@ class DeviceView:
 
     It raises Released once the region was released; what was made of it before keeps the memory.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_allocation",
-        "_pointer",
-        "datatype",
-        "lease",
-        "nbytes",
-        "offset",
-        "segment",
-        "shape",
-    )
 
     def __init__(
         self,
@@ -126,7 +114,7 @@ class DeviceView:
             raise Released("this memory was released: copy what should stay")
 
     def place(self) -> Place:
-        """Where it is, for the server. Raises Released."""
+        """Its place, for the server. Raises Released."""
         self._check()
         return self.segment.place(self.offset, self.nbytes)
 

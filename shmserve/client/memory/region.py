@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -46,7 +47,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
             self._block = block = memories.add(make(max(1, total)))
-        self.lease = MemoryLease(lambda: memories.part_with(block))
+        self.lease = MemoryLease(partial(memories.part_with, block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset
@@ -58,7 +59,7 @@ class Region(Mapping[str, Any]):
 
     @property
     def segment(self) -> Any:
-        """Where it is."""
+        """The segment that it lies in."""
         return self._block.segment
 
     def __getitem__(self, name: str) -> Any:
@@ -99,13 +100,13 @@ class Region(Mapping[str, Any]):
         return form.ref(self.place(name))
 
     def room(self, name: str, signature: Signature) -> Place:
-        """Where a tensor is to be written that a model gives. Raises Released, or InvalidArgument
-        when it is another type that was allocated."""
+        """The place for an output of a model. Raises Released, or InvalidArgument when another type
+        was allocated."""
         check_room(name, self._forms[name].datatype, signature)
         return self.place(name)
 
     def place(self, name: str) -> Place:
-        """Where a tensor is, for the server. Raises Released."""
+        """The place of a tensor, for the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
         place: Place = self.segment.place(self._offsets[name], self._forms[name].byte_size)

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.views import MemoryLease, View
+from shmserve.client.memory.views import MemoryLease, View, nothing
 from shmserve.client.request.arrays import dtype_of
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.tensors.descriptors import Memory, Place
 
 ALIGNMENT = 64
@@ -75,7 +75,7 @@ class Segment:
         self.memory: Memory | None = None
 
     def sharing(self, number: int) -> tuple[Any, tuple[int, ...]]:
-        """What makes it known to a server: a message, and the descriptors that go with it."""
+        """The message that makes it known to a server, and the descriptors that go with it."""
         return m.ShareMemory(number, self.size, self._pin), (self.fd,)
 
     def shared(self, memory: list[Any]) -> None:
@@ -87,7 +87,7 @@ class Segment:
         return View.over(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def place(self, offset: int, byte_size: int) -> Place:
-        """Where these bytes are, for the server."""
+        """The place of these bytes, for the server."""
         assert self.memory is not None
         return Place(self.memory, offset, byte_size)
 
@@ -128,22 +128,25 @@ class MemoryBlock:
 
 
 class Keeper(Protocol):
-    """Who has blocks that may be idle."""
+    """An owner of blocks that may be idle."""
 
     def give_up(self) -> None:
         """Give back those that are."""
 
 
 class Memories:
-    """All segments of a client. `share(segment)` makes one known to the server, `withdraw(segment)`
-    unknown; `nudge()` has somebody call `settle_if_free`. For any thread."""
+    """The allocator of a client, over all its segments; for any thread.
+
+    `share(segment)` makes one known to the server, `withdraw(segment)` unknown; `nudge()` has
+    somebody call `settle_if_free`.
+    """
 
     def __init__(
         self,
         limit: int,
         share: Callable[[AnySegment], None],
         withdraw: Callable[[AnySegment], None],
-        nudge: Callable[[], None] = lambda: None,
+        nudge: Callable[[], None] = nothing,
     ) -> None:
         self._nudge = nudge
         self._limit = limit
@@ -209,12 +212,12 @@ class Memories:
         return True
 
     def serve(self, keeper: Keeper) -> None:
-        """Who allocates here and keeps blocks that it does not use; asked for them when short."""
+        """Register an owner of idle blocks, which is asked for them when memory is short."""
         with self._lock:
             self._keepers[keeper] = None
 
     def add(self, segment: AnySegment) -> MemoryBlock:
-        """All of a segment that was made elsewhere, as one block; raises as `allocate` does."""
+        """The whole of a segment that was made elsewhere, as a block; raises as `allocate` does."""
         with self._lock:
             if not self._steps.locked():
                 with self._steps:

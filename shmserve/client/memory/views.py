@@ -104,14 +104,6 @@ class View(np.ndarray[Any, Any]):
         """A plain array of its own. Raises Released."""
         return self.plain().copy(order)
 
-    def tobytes(self, order: Any = "C") -> bytes:
-        """The bytes. Raises Released."""
-        return self.plain().tobytes(order)
-
-    def tolist(self) -> Any:
-        """The elements as Python objects. Raises Released."""
-        return self.plain().tolist()
-
     @property
     def flat(self) -> Any:
         """The elements one after the other. Raises Released."""
@@ -155,7 +147,7 @@ for _name in (
     *("argpartition", "astype", "byteswap", "choose", "compress", "conj", "conjugate", "diagonal"),
     *("dot", "dump", "dumps", "fill", "flatten", "getfield", "item", "partition", "put", "ravel"),
     *("repeat", "reshape", "searchsorted", "setfield", "sort", "squeeze", "swapaxes"),
-    *("take", "tofile", "transpose", "view"),
+    *("take", "tobytes", "tofile", "tolist", "transpose", "view"),
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):

@@ -1,4 +1,4 @@
-"""What comes with a request besides its tensors, checked: a message whose fields have other types
+"""The options of a request, besides its tensors, checked: a message whose fields have other types
 than they should is dropped by the server, and would not be answered."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INTEGERS = range(-(1 << 63), 1 << 64)  # what travels
 
 
 class Options(NamedTuple):
-    """What a call says besides its tensors; most say nothing."""
+    """The options of a call, besides its tensors; most have none."""
 
     request_id: str = ""
     parameters: Mapping[str, Any] | None = None

@@ -110,28 +110,17 @@ def _filled(
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
+    batch = prepared.batch_size, prepared.shape_key
     if not prepared.slotted:
         work = prepared.packed(arrays, None, parameters) if parameters else prepared.joined(arrays)
-        return PackedRequest(
-            model, work, prepared.batch_size, prepared.shape_key, options, prepared, None, as_torch
-        )
+        return PackedRequest(model, work, *batch, options, prepared, None, as_torch)
     slot = prepared.slot()
     for target, array in zip(slot.inputs, arrays, strict=False):
         np.copyto(target, array)
     plain = slot.work and not parameters
     work = slot.work if plain else prepared.packed(arrays, slot, parameters)
-    return PackedRequest(
-        model,
-        work,
-        prepared.batch_size,
-        prepared.shape_key,
-        options,
-        prepared,
-        slot,
-        as_torch,
-        slot.end,
-        (slot.block.segment,),
-    )
+    memory = slot.end, (slot.block.segment,)
+    return PackedRequest(model, work, *batch, options, prepared, slot, as_torch, *memory)
 
 
 def _in_place(model: ClientModel, region: Region, options: Options) -> PackedRequest:

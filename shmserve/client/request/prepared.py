@@ -1,4 +1,4 @@
-"""What requests of one form come to: the same names, types and shapes again, with other numbers.
+"""Templates of requests: the same names, types and shapes again, with other numbers.
 
     small inputs    the packed request is cut where the tensors are: the next one is a join
     large inputs    a ring of slots in shared memory, each with its request packed beforehand
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,26 +57,17 @@ def pack(
     return pack_inference(Inference(tuple(inputs), tuple(outputs), dict(parameters or {})))
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory for one request at a time. `inputs` are arrays to write to, `work` its packed request
     (b"": not the same each time)."""
 
-    __slots__ = ("block", "inputs", "outputs", "places", "prepared", "work")
-
-    def __init__(
-        self,
-        prepared: RequestTemplate,
-        block: MemoryBlock,
-        inputs: list[Array],
-        places: list[Place],
-        outputs: tuple[RequestedOutput, ...],
-    ) -> None:
-        self.prepared = prepared
-        self.block = block
-        self.inputs = inputs
-        self.places = places
-        self.outputs = outputs
-        self.work = b""
+    prepared: RequestTemplate
+    block: MemoryBlock
+    inputs: list[Array]
+    places: list[Place]
+    outputs: tuple[RequestedOutput, ...]
+    work: bytes = b""
 
     def end(self) -> None:
         """Free for the next request."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import Array, dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Unavailable, Unsupported
+from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
@@ -78,10 +80,10 @@ def read(
     built: PackedRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
-    release: Callable[[int, list[int]], None],
+    release: Callable[[Release], None],
 ) -> Result:
     """The result in the only response of a request. `copied(place)` gives what is in a worker's
-    memory, and `release(pid, offsets)` tells the worker that it was read.
+    memory, and `release` sends what tells the worker that it was read.
 
     The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
     worker's memory is gone, Unsupported when only the server's own user may read it; the request
@@ -100,16 +102,16 @@ def read_one_of_many(
     built: PackedRequest,
     body: bytes,
     copied: Callable[[Place], bytes],
-    release: Callable[[int, list[int]], None],
+    release: Callable[[Release], None],
 ) -> Result:
     """As `read`, of a response that others may follow: the request keeps its memory."""
     return _read(built, body, None, copied, release)[0]
 
 
-def discard(built: PackedRequest, body: bytes, release: Callable[[int, list[int]], None]) -> None:
-    """Nobody reads this response. Raises MalformedMessage."""
-    for pid, offsets in _of_workers(unpack_inferred(body), built.segments).items():
-        release(pid, offsets)
+def discard(built: PackedRequest, body: bytes, release: Callable[[Release], None]) -> None:
+    """Release the outputs of a response that nobody reads."""
+    for left in unread(body, _own(built)):
+        release(left)
 
 
 def _read(
@@ -117,7 +119,7 @@ def _read(
     body: bytes,
     lease: MemoryLease | None,
     copied: Callable[[Place], bytes],
-    release: Callable[[int, list[int]], None],
+    release: Callable[[Release], None],
 ) -> tuple[Result, bool]:
     """The result, and whether outputs of it may lie in memory."""
     responses = built.model.responses
@@ -150,7 +152,7 @@ def _placed(
     datas: list[bytes],
     lease: MemoryLease | None,
     copied: Callable[[Place], bytes],
-    release: Callable[[int, list[int]], None],
+    release: Callable[[Release], None],
 ) -> dict[str, tuple[Array, str]]:
     inline = iter(datas)
     found = _Outputs(built, lease, copied)
@@ -162,8 +164,8 @@ def _placed(
             for ref in response.outputs
         }
     finally:
-        for pid, offsets in _of_workers(response, built.segments).items():
-            release(pid, offsets)
+        for read in releases(response.outputs, _own(built)):
+            release(read)
 
 
 def _result(
@@ -177,18 +179,13 @@ def _result(
     return Result({name: pair[0] for name, pair in arrays.items()}, parameters, lease)
 
 
-def _of_workers(response: Inferred, own: Sequence[AnySegment]) -> dict[int, list[int]]:
-    ours = {segment.memory.id for segment in own if segment.memory is not None}
-    found: dict[int, list[int]] = {}
-    for tensor in response.outputs:
-        place = tensor.data
-        if isinstance(place, Place) and place.memory.id not in ours:
-            found.setdefault(place.memory.pid, []).append(place.offset)
-    return found
+def _own(built: PackedRequest) -> set[int]:
+    """The ids of the memory of a request's own."""
+    return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
 class _Outputs:
-    """Where the outputs of one response are."""
+    """The outputs of one response that lie in memory, found there."""
 
     def __init__(
         self, built: PackedRequest, lease: MemoryLease | None, copied: Callable[[Place], bytes]

@@ -1,4 +1,4 @@
-"""What a client knows of its server.
+"""The server as a client knows it.
 
 discovery.py      where it is
 listener_link.py  the link to its listener: what it tells, and what it is asked

@@ -1,4 +1,4 @@
-"""Where the server is: a run directory that may be trusted."""
+"""Discovery of the server: a run directory that may be trusted."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shmserve.client.errors import Disconnected
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.transport import frames
 
 _LARGEST = 4 * 1024 * 1024  # bytes of a packet
@@ -69,7 +69,7 @@ class ListenerLink:
         return self._socket.fileno()
 
     def receive(self) -> list[Any]:
-        """What the server says next. Raises OSError when it has ended, MalformedMessage when it is
+        """The server's next messages. Raises OSError when it has ended, MalformedMessage when it is
         none that we understand."""
         data = self._socket.recv(_LARGEST)
         if not data:
@@ -103,7 +103,7 @@ class ListenerLink:
         return request
 
     def respond(self, number: int, response: Any) -> None:
-        """What the server says to a request."""
+        """Give a request its response."""
         request = self._asked.pop(number, None)
         if request is not None:
             request.response = response

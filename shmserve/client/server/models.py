@@ -6,7 +6,7 @@ from typing import Any, Never
 
 from shmserve.client.request.prepared import RequestTemplate
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
@@ -24,18 +24,6 @@ class ClientModel:
     responses to a request. `closed`: another has taken its place, or none.
     """
 
-    __slots__ = (
-        "closed",
-        "decoupled",
-        "endpoint",
-        "name",
-        "prepared",
-        "responses",
-        "signature",
-        "source",
-        "version",
-    )
-
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
         self.source = source
         self.name = published.name
@@ -45,7 +33,7 @@ class ClientModel:
         policy = published.config.get("model_transaction_policy") or {}
         self.decoupled = bool(policy.get("decoupled", False))
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
-            _MOST_PREPARED, lambda prepared: prepared.close()
+            _MOST_PREPARED, RequestTemplate.close
         )
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False

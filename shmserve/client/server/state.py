@@ -1,4 +1,4 @@
-"""What the listener has told of the server: models, losses, and the memory of its workers."""
+"""The state of the server by its listener: models, losses, and the memory of its workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_LOST = 4096
 
 
 class Wakeable(Protocol):
-    """What looks around when it is woken."""
+    """A channel that looks around when it is woken."""
 
     def wake(self) -> None:
         """Have whoever waits look around; for any thread."""
@@ -51,7 +51,7 @@ class ServerState:
         self.wake_all()
 
     def copied(self, place: Place) -> bytes:
-        """What a worker wrote to its own memory. Raises Unavailable when that cannot be had."""
+        """A copy of bytes in a worker's own memory. Raises Unavailable where it cannot be had."""
         # Without a lock: a signal's handler that asks in the middle of this waits for our thread,
         # which may be about to copy, too.
         return bytes(self.mappings.view(place))
@@ -59,7 +59,7 @@ class ServerState:
     # --- channels
 
     def next_link_name(self) -> int:
-        """What tells the links of this connection apart."""
+        """A number that tells the links of this connection apart."""
         return next(self._names)
 
     def join(self, channel: Wakeable) -> None:

@@ -192,5 +192,5 @@ def encode_restrictions(restrictions: Restrictions) -> dict[str, Any]:
 
 
 def decode_restrictions(raw: Mapping[str, Any]) -> Restrictions:
-    """What `encode_restrictions` made."""
+    """The inverse of `encode_restrictions`."""
     return {scope: Restriction(*pair) for scope, pair in raw.items()}

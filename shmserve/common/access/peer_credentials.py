@@ -134,7 +134,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network(address: str) -> str:
-    """Whose address this is: of the newer protocol, whoever has one has the 2**64 around it."""
+    """The network that an address counts for: of IPv6 its /64, all of which one host may have."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -43,7 +43,7 @@ NO_GROUP = -1
 
 @dataclass(frozen=True, slots=True)
 class ShmPolicy:
-    """What the server was told about clients' shared memory. Sizes in bytes.
+    """The server's settings of clients' shared memory. Sizes in bytes.
 
     `allow`: over every listener, over none, or (None) over those of this host. `group`: a gid, or
     NO_GROUP. `sparse_byte_size`: how much memory the server may spend on pages that clients did not
@@ -62,7 +62,7 @@ class ShmPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Whose a region is: `group` is a gid that shares it, or NO_GROUP; `copied`: its bytes are
+    """The owner of a region: `group` is a gid that shares it, or NO_GROUP; `copied`: its bytes are
     never mapped."""
 
     uid: int
@@ -75,7 +75,7 @@ class Ownership:
 
 
 def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -> Ownership:
-    """What registering an object of `uid`, `gid` and `mode` makes of it.
+    """The ownership of a region whose object has this `uid`, `gid` and `mode`.
 
     `group` is the one of --shm-group. Raises PermissionDenied when the object is not `peer`'s.
     """

@@ -11,12 +11,12 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import PermissionDenied, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.ipc.messages import IndexRepository, LoadModel, UnloadModel
+from shmserve.ipc.messages.supervision import IndexRepository, LoadModel, UnloadModel
 
 
 async def index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Every version of every model in the repositories, or those that are ready."""
-    payload = await gateway.supervisor.ask(lambda number: IndexRepository(number, only_ready))
+    payload = await gateway.supervisor.ask(IndexRepository, only_ready)
     models: list[dict[str, Any]] = payload.get("models", [])
     return models
 
@@ -30,7 +30,7 @@ async def load(
     """
     if config or files:
         check_may_send(client)
-    await gateway.supervisor.ask(lambda number: LoadModel(number, name, config, files))
+    await gateway.supervisor.ask(LoadModel, name, config, files)
 
 
 def check_may_send(client: ClientIdentity) -> None:
@@ -47,7 +47,7 @@ def check_may_send(client: ClientIdentity) -> None:
 
 async def unload(gateway: Gateway, name: str, *, dependents: bool) -> None:
     """Unload a model, and those that only it needs if its `dependents` are to go as well."""
-    await gateway.supervisor.ask(lambda number: UnloadModel(number, name, dependents))
+    await gateway.supervisor.ask(UnloadModel, name, dependents)
 
 
 def check_names(repository: str | None, name: str) -> None:

@@ -1,21 +1,34 @@
 """The shared memory extensions: register, status, unregister; for every listener.
 
-Registering CUDA memory is in cuda_memory.py.
+A CUDA region is registered by the IPC handle of an allocation: 64 bytes that name it, of another
+process. A gateway passes them on and never opens them. On a host without a CUDA device nothing can
+be registered so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import re
 from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
+from shmserve.common.accelerators import CUDA_INVALID, cuda_not_supported
 from shmserve.common.access.shm_access import NOBODY, Peer
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.region_table import GatewayRegion
-from shmserve.ipc.messages import RegionAbandoned, RegisterRegion, UnregisterRegion
+from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
+from shmserve.ipc.messages.memory import (
+    RegionAbandoned,
+    RegisterCudaRegion,
+    RegisterRegion,
+    UnregisterRegion,
+)
+from shmserve.ipc.tensors.ranges import LARGEST, whole
 
 _LONGEST_NAME = 255
 
@@ -44,11 +57,8 @@ def register(
     `leased`: its connection's end is the region's, see `lease`. `pin`: workers on CUDA devices lock
     its pages.
     """
-    groups = list(peer.groups)
     return gateway.supervisor.ask(
-        lambda number: RegisterRegion(
-            number, name, key, offset, byte_size, peer.uid, groups, leased, pin
-        )
+        *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups), leased, pin)
     )
 
 
@@ -85,7 +95,66 @@ async def unregister(
     """Have a region of the client's user unregistered, all of them for "", of one kind; an unknown
     name is fine."""
     peer = client.administrator()
-    groups = list(peer.groups)
+    await gateway.supervisor.ask(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
+
+
+_NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
+_UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
+
+
+def require_cuda(gateway: Gateway, name: str) -> None:
+    """Raise InvalidArgument where the server has no CUDA device."""
+    if not gateway.settings.cuda_devices:
+        raise cuda_not_supported(name)
+
+
+def decode_handle(text: str) -> bytes:
+    """A handle from its base64; raises InvalidArgument for what is not exactly 64 bytes."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidArgument(_NO_HANDLE) from None
+    if len(raw) != HANDLE_SIZE:
+        raise InvalidArgument(_NO_HANDLE)
+    return raw
+
+
+def decode_uuid(text: str) -> bytes:
+    """The 16 bytes of a device's UUID, as nvidia-smi or torch writes it; raises InvalidArgument."""
+    match = _UUID.fullmatch(text)
+    if match is None:
+        raise InvalidArgument(
+            f"'device_uuid' must be a UUID such as GPU-00000000-0000-0000-0000-000000000000, got "
+            f"'{text[:64]}'"
+        )
+    return bytes.fromhex(match[1].replace("-", ""))
+
+
+async def register_cuda(
+    gateway: Gateway,
+    peer: Peer,
+    name: str,
+    handle: bytes,
+    device_id: int,
+    byte_size: int,
+    *,
+    offset: int = 0,
+    device_uuid: bytes = b"",
+    exporter_pid: int = 0,
+) -> None:
+    """Register [offset, offset + byte_size) of what `handle` opens on the server's `device_id`, for
+    `peer`.
+
+    Returns when every listener knows it. `exporter_pid`: the process at the other end of a local
+    socket, 0 where that is not known; with it the region ends. Raises InvalidArgument,
+    AlreadyExists, or Unavailable where the server lacks what opens handles.
+    """
+    require_cuda(gateway, name)
+    if len(handle) != HANDLE_SIZE or not 0 <= device_id < gateway.settings.cuda_devices:
+        raise InvalidArgument(CUDA_INVALID)
+    if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
+        raise InvalidArgument(CUDA_INVALID)
     await gateway.supervisor.ask(
-        lambda number: UnregisterRegion(number, name, peer.uid, groups, cuda)
+        *(RegisterCudaRegion, name, handle, device_id, device_uuid, offset, byte_size),
+        *(peer.uid, list(peer.groups), exporter_pid),
     )

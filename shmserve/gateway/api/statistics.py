@@ -45,7 +45,7 @@ def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def collect(gateway: Gateway, models: list[GatewayModel]) -> list[dict[str, Any]]:
-    """What the schedulers of `models` report, in order; who is late is left out."""
+    """The reports of the schedulers of `models`, in order; one that is late is left out."""
     futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:
         return []

@@ -1,12 +1,13 @@
 """The gRPC listener: Triton's service and gRPC's health service, in a process of its own.
 
-    main.py, settings.py     the server, and what it is told at its start
+    main.py                  the server
     service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
     infer_calls.py           the inference RPCs as calls, directly on gRPC's core and by grpc.aio
     infer.py                 an inference request to its scheduler and back
-    streaming/               ModelStreamInfer: many requests in one call, and many responses
+    stream_call.py           ModelStreamInfer: many requests in one call, and many responses;
+                             stream_entry.py, the responses to one of them
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
-    admin/                   the other RPCs
+    admin.py                 the other RPCs
     client_identity.py       who calls, and whether it is authorised
     core/                    close to gRPC's core: readers.py, who reads connections; core_call.py;
                              direct_unary.py, calls without a task; direct_stream.py, responses

@@ -18,17 +18,15 @@ from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.classification import classified_as_requested
-from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import check_size, unpack
+from shmserve.gateway.inference.request import InferRequest, forwarded_headers
+from shmserve.gateway.inference.response import check_size, classified_as_requested, unpack
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -128,7 +126,7 @@ class Submitted:
         return self._pending.future.done() and not self._given_up
 
     def abandon(self) -> None:
-        """Nobody waits for the response any more."""
+        """Cancel it: the response is waited for no longer."""
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
@@ -200,7 +198,7 @@ class Inferences:
             then()
 
     def headers(self, call: Any) -> Mapping[str, str]:
-        """What of a call's metadata becomes parameters of its requests, in Triton's order. Raises
+        """The metadata of a call that become parameters of its requests, in Triton's order. Raises
         InvalidArgument."""
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:

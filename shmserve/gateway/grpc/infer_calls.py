@@ -17,7 +17,7 @@ from shmserve.gateway.grpc.core.direct_stream import DirectStreamCall
 from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.status import DONE, INTERNAL, OVER, Ending, ending_of
-from shmserve.gateway.grpc.streaming.call import stream_infer
+from shmserve.gateway.grpc.stream_call import stream_infer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class InferenceCalls:
         self._calls = calls
 
     def refusal(self, call: Any) -> Ending | None:
-        """How an inference call ends that the listener's rules refuse; None when it may go on."""
+        """The status of an inference call that the listener's rules refuse; None for others."""
         error = self._access.refuse("inference", call.invocation_metadata)
         return None if error is None else ending_of(error)
 
@@ -139,7 +139,7 @@ class InferenceCalls:
 
 
 def _ending_of_inference(error: Exception, call: Any) -> Ending:
-    """What a call ends with whose inference failed with this."""
+    """The status of a call whose inference failed with this."""
     if isinstance(error, RequestRefused):
         return ending_of(error.error)
     if not isinstance(error, ShmserveError):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
 from shmserve.gateway.grpc.core.direct_unary import acceptors
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, Service
-from shmserve.gateway.grpc.settings import GrpcSettings
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.settings import GatewayStart
+from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.start import decode
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def run(data: bytes) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     ours = start.grpc
     assert ours is not None
-    readers.run(process.serve(start, lambda gateway: GrpcFrontend(gateway, ours)))
+    readers.run(process.serve(start, partial(GrpcFrontend, settings=ours)))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

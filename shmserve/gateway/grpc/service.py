@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.admin import log_and_trace, metadata, shared_memory
+from shmserve.gateway.grpc import admin
 from shmserve.gateway.grpc.client_identity import Access
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.infer import Inferences
@@ -43,24 +43,24 @@ class Rpc:
 _PLAIN: tuple[
     tuple[str, type[Message], Callable[[Gateway, ClientIdentity, Any], Awaitable[Message]]], ...
 ] = (
-    ("health", pb.ServerLiveRequest, metadata.server_live),
-    ("health", pb.ServerReadyRequest, metadata.server_ready),
-    ("health", pb.ModelReadyRequest, metadata.model_ready),
-    ("metadata", pb.ServerMetadataRequest, metadata.server_metadata),
-    ("metadata", pb.ModelMetadataRequest, metadata.model_metadata),
-    ("model-config", pb.ModelConfigRequest, metadata.model_config),
-    ("statistics", pb.ModelStatisticsRequest, metadata.model_statistics),
-    ("model-repository", pb.RepositoryIndexRequest, metadata.repository_index),
-    ("model-repository", pb.RepositoryModelLoadRequest, metadata.repository_model_load),
-    ("model-repository", pb.RepositoryModelUnloadRequest, metadata.repository_model_unload),
-    ("shared-memory", pb.SystemSharedMemoryStatusRequest, shared_memory.system_status),
-    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, shared_memory.system_register),
-    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, shared_memory.system_unregister),
-    ("shared-memory", pb.CudaSharedMemoryStatusRequest, shared_memory.cuda_status),
-    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, shared_memory.cuda_register),
-    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, shared_memory.cuda_unregister),
-    ("trace", pb.TraceSettingRequest, log_and_trace.trace_setting),
-    ("logging", pb.LogSettingsRequest, log_and_trace.log_settings),
+    ("health", pb.ServerLiveRequest, admin.server_live),
+    ("health", pb.ServerReadyRequest, admin.server_ready),
+    ("health", pb.ModelReadyRequest, admin.model_ready),
+    ("metadata", pb.ServerMetadataRequest, admin.server_metadata),
+    ("metadata", pb.ModelMetadataRequest, admin.model_metadata),
+    ("model-config", pb.ModelConfigRequest, admin.model_config),
+    ("statistics", pb.ModelStatisticsRequest, admin.model_statistics),
+    ("model-repository", pb.RepositoryIndexRequest, admin.repository_index),
+    ("model-repository", pb.RepositoryModelLoadRequest, admin.repository_model_load),
+    ("model-repository", pb.RepositoryModelUnloadRequest, admin.repository_model_unload),
+    ("shared-memory", pb.SystemSharedMemoryStatusRequest, admin.system_status),
+    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, admin.system_register),
+    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, admin.system_unregister),
+    ("shared-memory", pb.CudaSharedMemoryStatusRequest, admin.cuda_status),
+    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, admin.cuda_register),
+    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, admin.cuda_unregister),
+    ("trace", pb.TraceSettingRequest, admin.trace_setting),
+    ("logging", pb.LogSettingsRequest, admin.log_settings),
 )
 
 _TRITON = "/inference.GRPCInferenceService/"
@@ -73,7 +73,7 @@ RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),
     MODEL_STREAM_INFER: Rpc("inference"),
     HEALTH_WATCH: Rpc("health"),
-    _HEALTH + "Check": Rpc("health", HealthCheckRequest, metadata.check),
+    _HEALTH + "Check": Rpc("health", HealthCheckRequest, admin.check),
     **{
         _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
         for scope, request, handler in _PLAIN
@@ -182,7 +182,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             said = None
             while True:
                 changed = self._health_changed
-                status = metadata.serving(self._gateway)
+                status = admin.serving(self._gateway)
                 if status != said:
                     said = status
                     yield status.SerializeToString()

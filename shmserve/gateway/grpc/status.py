@@ -31,7 +31,7 @@ _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
 def ending_of(error: ShmserveError) -> Ending:
-    """What a call ends with that failed with this."""
+    """The status of a call that failed with this."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):
         # gRPC's own word for Retry-After.

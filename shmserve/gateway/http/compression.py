@@ -46,7 +46,7 @@ class Inflater:
         self._size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """What `chunk` decompresses to, in pieces of at most 256 KiB.
+        """The decompressed `chunk`, in pieces of at most 256 KiB.
 
         Raises InvalidArgument for what is not compressed data and for more than `limit` bytes.
         """
@@ -96,7 +96,7 @@ def deflated(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[by
 
 
 def accepted_encoding(header: str) -> str:
-    """What is asked for most: "gzip", "deflate" or "identity"; the first one wins a tie."""
+    """The encoding of the highest weight: "gzip", "deflate" or "identity"; the first wins a tie."""
     best, best_weight = "identity", 0.0
     for item in header.split(","):
         name, _, parameter = item.partition(";")

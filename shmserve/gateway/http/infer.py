@@ -13,19 +13,17 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.compression import accepted_encoding, deflated
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
-from shmserve.gateway.http.json.output_text import joined, output_text
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
 from shmserve.gateway.http.request import ACCEPT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
-from shmserve.gateway.inference.classification import classified_as_requested
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.inference.response import unpack
+from shmserve.gateway.inference.response import classified_as_requested, unpack
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
-from shmserve.gateway.links.schedulers import GatewayRequest, SchedulerLink
+from shmserve.gateway.links.schedulers import GatewayRequest, SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -92,7 +90,7 @@ async def _respond(
     model: GatewayModel,
     request: HttpRequest,
     built: BuiltRequest,
-    scheduler: SchedulerLink,
+    scheduler: SchedulerHandle,
     body: bytes,
 ) -> HttpResponse:
     """The response to a request, of a packed response that follows no template."""
@@ -116,7 +114,7 @@ async def _respond(
     return response
 
 
-def _release(scheduler: SchedulerLink, inferred: Inferred) -> None:
+def _release(scheduler: SchedulerHandle, inferred: Inferred) -> None:
     scheduler.release_outputs(inferred)
     scheduler.leave()
 

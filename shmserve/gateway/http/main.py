@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import uvloop
 
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
 from shmserve.gateway import process
-from shmserve.gateway.api.metrics.exporter import MetricsExporter
+from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.limits import HttpServer
 from shmserve.gateway.http.connection.protocol import Handle
-from shmserve.gateway.http.handlers import metrics
-from shmserve.gateway.http.routes import App
+from shmserve.gateway.http.routes import ROUTES, metrics_routes
+from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.start import decode
 
@@ -34,7 +34,7 @@ def run(data: bytes, *fds: int) -> None:
     aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    uvloop.run(process.serve(start, lambda gateway: HttpFrontend(gateway, http, scrapes)))
+    uvloop.run(process.serve(start, partial(HttpFrontend, http=http, scrapes=scrapes)))
 
 
 class HttpFrontend(process.Frontend):
@@ -44,7 +44,7 @@ class HttpFrontend(process.Frontend):
         self, gateway: Gateway, http: Sequence[socket.socket], scrapes: Sequence[socket.socket]
     ) -> None:
         self._gateway = gateway
-        self._app = App(gateway)
+        self._app = App(gateway, ROUTES)
         self._http = http
         self._scrapes = scrapes
         self._accepting: list[asyncio.Server] = []
@@ -56,11 +56,11 @@ class HttpFrontend(process.Frontend):
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
-        page = functools.partial(metrics.metrics, MetricsExporter(self._gateway))
+        metrics = App(self._gateway, metrics_routes(MetricsExporter(self._gateway)))
         for sock in self._http:
             await self._serve(sock, self._app.handle, http)
         for sock in self._scrapes:
-            await self._serve(sock, page, scrapes)
+            await self._serve(sock, metrics.handle, scrapes)
 
     async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from multidict import CIMultiDictProxy, istr
@@ -26,7 +25,7 @@ TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 
 class HttpChannel(Protocol):
-    """What a request and its response need of their connection."""
+    """The connection as a request and its response need it."""
 
     transport: asyncio.Transport | None
     client: ClientIdentity
@@ -53,30 +52,27 @@ class WholeBody:
         return True
 
     def read_nowait(self) -> bytes:
-        """All that is left."""
+        """The rest of it."""
         data, self._data = self._data, b""
         return data
 
     async def readany(self) -> bytes:
-        """All that is left; b"" at the end."""
+        """The rest of it; b"" at the end."""
         return self.read_nowait()
-
-
-# Who handles a request, and with what of its path.
-Call = tuple[Callable[..., Awaitable[Any]], tuple[str | None, ...]]
 
 
 class HttpRequest:
     """Method, target (path and query as sent), headers, and the stream of the body.
 
     A connection gives the same one, with another body, to requests whose heads are the same.
-    `call` is what the head was found to ask for, once it was, and that its client may.
+    `match` is the route that the head was found to ask for, once its client was authorised, and the
+    parts of the path (routing.py).
     `is_http10`: the client knows neither chunks nor keep-alive by default. `closes`: the
     connection ends with it.
     """
 
     __slots__ = (
-        *("call", "closes", "connection", "content", "headers", "is_http10", "method", "target"),
+        *("closes", "connection", "content", "headers", "is_http10", "match", "method", "target"),
     )
 
     def __init__(
@@ -92,4 +88,4 @@ class HttpRequest:
         self.closes: bool = message.should_close or message.upgrade
         self.content = content
         self.connection = connection
-        self.call: Call | None = None
+        self.match: Any = None

@@ -1,15 +1,18 @@
-"""HTTP responses: a status, header lines and the pieces of a body, gathered into one write if
-small, else streamed zero-copy, with back-pressure."""
+"""HTTP responses, written with back-pressure: whole ones, whose pieces are gathered into one write
+if they are small, else sent zero-copy; and chunked ones, whose body is made while it is sent."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.events import error_json
 from shmserve.gateway.http.request import HttpRequest
 
@@ -25,27 +28,18 @@ _STATUS_LINES = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class HttpResponse:
     """A whole response.
 
     `headers` are complete lines; `on_sent` runs once nobody needs `pieces` any more.
     """
 
-    __slots__ = ("close", "headers", "on_sent", "pieces", "status")
-
-    def __init__(
-        self,
-        status: int = 200,
-        pieces: Sequence[bytes | memoryview] = (),
-        headers: bytes = b"",
-        *,
-        close: bool = False,
-    ) -> None:
-        self.status = status
-        self.pieces = pieces
-        self.headers = headers
-        self.close = close
-        self.on_sent: Callable[[], None] | None = None
+    status: int = 200
+    pieces: Sequence[bytes | memoryview] = ()
+    headers: bytes = b""
+    close: bool = field(default=False, kw_only=True)
+    on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Status line and headers for a body of `size` bytes; no `request`: it was malformed."""
@@ -63,9 +57,7 @@ class HttpResponse:
 
         Raises ConnectionError when the client is gone.
         """
-        transport = request.connection.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
+        transport = _open_transport(request)
         size = sum(map(len, self.pieces))
         head = self.head(request, size)
         if request.method == "HEAD":
@@ -93,6 +85,57 @@ class HttpResponse:
             transport.set_write_buffer_limits()
 
 
+class ChunkedResponse(HttpResponse):
+    """A response whose body is made while it is sent, in chunks, with back-pressure: `batches` is
+    asked for the next chunks, which are written together, once the client has taken those before.
+
+    A client of HTTP/1.0 gets no chunks but their bytes, and the connection's end.
+    """
+
+    __slots__ = ("_batches",)
+
+    def __init__(
+        self, status: int, batches: AsyncGenerator[Sequence[bytes], None], headers: bytes = b""
+    ) -> None:
+        super().__init__(status, (), headers)
+        self._batches = batches
+
+    async def send(self, request: HttpRequest, stall_s: float) -> None:
+        """As `HttpResponse.send`; what `batches` raises ends the connection."""
+        transport = _open_transport(request)
+        chunked = not request.is_http10
+        self.close = self.close or not chunked
+        transport.write(self._head(chunked=chunked))
+        async with contextlib.aclosing(self._batches) as batches:
+            async for chunks in batches:
+                framed = map(_framed, filter(None, chunks)) if chunked else chunks
+                transport.write(b"".join(framed))
+                if request.connection.writing_paused:
+                    await drain(request, transport, stall_s)
+        if chunked:
+            transport.write(b"0\r\n\r\n")
+
+    def _head(self, *, chunked: bool) -> bytes:
+        phrase = http.HTTPStatus(self.status).phrase.encode()
+        lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
+        if chunked:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        if self.close:
+            lines.append(b"Connection: close\r\n")
+        return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
+
+
+def _framed(chunk: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(chunk), chunk)
+
+
+def _open_transport(request: HttpRequest) -> asyncio.Transport:
+    transport = request.connection.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("the client is gone")
+    return transport
+
+
 async def drain(request: HttpRequest, transport: asyncio.Transport, stall_s: float) -> None:
     """Wait until the client has read what was written; one that reads nothing is cut off."""
     try:
@@ -108,8 +151,21 @@ def json_response(value: Any, status: int = 200) -> HttpResponse:
     return HttpResponse(status, (orjson.dumps(value),), JSON)
 
 
+# The body of a response of an error, as an API has it.
+ErrorForm = Callable[[ShmserveError], bytes]
+
+
+def triton_error(error: ShmserveError) -> bytes:
+    """{"error": message}, as Triton's API has it."""
+    return error_json(error.message)
+
+
 def error_response(
-    status: int, message: str, *, headers: bytes = b"", close: bool = False
+    error: ShmserveError,
+    form: ErrorForm = triton_error,
+    *,
+    headers: bytes = b"",
+    close: bool = False,
 ) -> HttpResponse:
-    """{"error": message}."""
-    return HttpResponse(status, (error_json(message),), JSON + headers, close=close)
+    """The response of an error, with a body in this form."""
+    return HttpResponse(error.status, (form(error),), JSON + headers, close=close)

@@ -7,6 +7,7 @@ before needs no parsing, checking and placing: only the tensors' bytes are new.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
@@ -22,6 +23,7 @@ def nothing() -> None:
     """The release of a request without resources."""
 
 
+@dataclass(slots=True, eq=False)
 class BuiltRequest:
     """A request with its tensors in place, admitted to its model.
 
@@ -29,23 +31,12 @@ class BuiltRequest:
     references to `regions`. `templates` are of responses, shared by all requests with its header.
     """
 
-    __slots__ = ("fit", "infer_request", "regions", "release", "templates", "work")
-
-    def __init__(
-        self,
-        request: InferRequest,
-        fit: BatchFit,
-        work: bytes,
-        release: Callable[[], None],
-        regions: Sequence[GatewayRegion] = (),
-        templates: TemplateCache[Any] | None = None,
-    ) -> None:
-        self.regions = regions
-        self.templates = templates
-        self.infer_request = request
-        self.fit = fit
-        self.work = work
-        self.release = release
+    infer_request: InferRequest
+    fit: BatchFit
+    work: bytes
+    release: Callable[[], None]
+    regions: Sequence[GatewayRegion] = ()
+    templates: TemplateCache[Any] | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
         """Make it, which repeats another one, the request that says this."""

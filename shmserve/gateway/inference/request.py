@@ -1,10 +1,13 @@
 """The neutral form of an inference request, whatever protocol it came by: parsed, not checked
-against its model yet."""
+against its model yet; and headers of a client's call that become parameters of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import re
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unsupported
@@ -90,12 +93,12 @@ class InferRequest:
 
     @property
     def classes(self) -> dict[str, int]:
-        """How many values of an output are asked for, of those that are to be classified."""
+        """The number of values that are asked for, by the name of an output to be classified."""
         return {output.name: output.classes for output in self.outputs if output.classes}
 
 
 class RequestIdentity(NamedTuple):
-    """What a request alone says, whatever it has in common with others: its id, and its place in a
+    """The part of a request that differs between requests of one form: its id, and its place in a
     sequence."""
 
     request_id: str
@@ -126,3 +129,42 @@ def correlation_id(value: int | str) -> int | str:
             f"string correlation ID cannot be longer than {LONGEST_CORRELATION_ID} characters"
         )
     return value
+
+
+_RESERVED = frozenset(
+    (
+        *("sequence_id", "sequence_start", "sequence_end"),
+        *("priority", "timeout", "binary_data_output"),
+    )
+)
+
+
+def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The headers whose names match somewhere, whatever their case, in their order; of one that
+    comes twice the last. An empty pattern matches none.
+
+    Raises InvalidArgument for one that would be a parameter with a meaning to the server, and for
+    one that is not UTF-8, which no parameter can be.
+    """
+    if not pattern:
+        return {}
+    matches = _compiled(pattern).search
+    found = {name: value for name, value in headers if matches(name)}
+    for name in found:
+        if name.lower() in _RESERVED or name.lower().startswith("triton_"):
+            raise InvalidArgument(
+                f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+            )
+        if not _is_text(found[name]):
+            raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")
+    return found
+
+
+def _is_text(value: str) -> bool:
+    # Parsers have bytes that are not UTF-8 as surrogates.
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+@lru_cache(maxsize=4)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)

@@ -4,7 +4,7 @@
        └──> abandoned: cancelled at the scheduler, what comes after that is discarded
 
 The scheduler may send a response only for credit. When one has gone on to the client its credit is
-granted again, for several small ones at a time.
+given back, for several small ones at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.inference.submit import failure, log_failure
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
-
-_GRANTED_TOGETHER = m.FIRST_CREDIT // 2
 
 Message = m.Responded | m.Failed
 
@@ -31,12 +30,12 @@ class StreamingRequest:
     """`on_response(request, message)` is called for each response, the last included, in the
     event loop.
 
-    Each that has gone on to the client is to be followed by a `grant`. Where the client is gone,
+    Each that has gone on to the client is to be followed by a `credit`. Where the client is gone,
     those whose outputs are not released are to be discarded, and the request abandoned.
     """
 
     __slots__ = (
-        *("_credit", "_dispatcher", "_grant_at", "_pending"),
+        *("_dispatcher", "_pending", "_window"),
         *("infer_request", "model", "over"),
     )
 
@@ -49,10 +48,9 @@ class StreamingRequest:
         on_response: Callable[[StreamingRequest, Message], None],
     ) -> None:
         self._dispatcher = gateway.dispatcher
-        self._credit = 0  # of responses that have gone on, not granted again yet
         # Each response goes over the one before it where they have places: they come one by one.
         placed = any(output.place is not None for output in built.infer_request.outputs)
-        self._grant_at = 1 if placed else _GRANTED_TOGETHER
+        self._window = ReadWindow(placed)
         self.model = model
         self.infer_request = built.infer_request
         self.over = False  # the last response is here, or it is abandoned
@@ -88,14 +86,12 @@ class StreamingRequest:
         if inferred is not None:
             self._pending.scheduler.release_outputs(inferred)
 
-    def grant(self, inferred: Inferred | None) -> None:
+    def credit(self, inferred: Inferred | None) -> None:
         """The response with these outputs has gone on to the client, which takes another."""
-        if self.over:
-            return
-        self._credit += 1
-        if self._credit >= self._grant_at or _has_outputs_in_memory(inferred):
-            self._dispatcher.grant(self._pending, self._credit)
-            self._credit = 0
+        if not self.over:
+            credit = self._window.read(_byte_size(inferred))
+            if credit:
+                self._dispatcher.credit(self._pending, credit)
 
     def discard(self, message: Message) -> None:
         """The client does not get this response."""
@@ -103,7 +99,7 @@ class StreamingRequest:
             self._pending.scheduler.discard(message)
 
     def abandon(self) -> None:
-        """Nobody waits for more responses."""
+        """Cancel it: no more responses are waited for."""
         if not self.over:
             self.over = True
             self._dispatcher.cancel(self._pending)
@@ -121,7 +117,6 @@ def is_last(message: Message) -> bool:
     return isinstance(message, m.Failed) or message.final
 
 
-def _has_outputs_in_memory(inferred: Inferred | None) -> bool:
-    """Whether a response has outputs in shared memory: credit counts bytes, too, and those of small
-    ones cannot keep a worker waiting."""
-    return inferred is not None and any(type(t.data) is not bytes for t in inferred.outputs)
+def _byte_size(inferred: Inferred | None) -> int:
+    datas = () if inferred is None else (tensor.data for tensor in inferred.outputs)
+    return sum(len(data) if isinstance(data, bytes) else data.byte_size for data in datas)

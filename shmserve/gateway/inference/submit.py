@@ -11,8 +11,8 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import make_submit
+from shmserve.ipc.messages import inference as m
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.links.link import Link
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.ipc.memory.lent import releases, unread
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class GatewayRequest(InflightRequest):
 
     def __init__(
         self,
-        scheduler: SchedulerLink,
+        scheduler: SchedulerHandle,
         submit: m.Submit,
         release: Callable[[], None],
         future: asyncio.Future[Response],
@@ -73,19 +73,19 @@ class GatewayRequest(InflightRequest):
         self.release()
 
 
-class SchedulerLink:
+class SchedulerHandle:
     """A link to a scheduler, and what is in flight there; reference counted.
 
     `users` counts the models that send to it and the responses that are being read; an unused, idle
     scheduler is dropped.
     """
 
-    def __init__(self, endpoint: str, on_idle: Callable[[SchedulerLink], None]) -> None:
+    def __init__(self, endpoint: str, on_idle: Callable[[SchedulerHandle], None]) -> None:
         self.endpoint = endpoint
         self.inflight: InflightTable[GatewayRequest] = InflightTable()
         self._reports: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.users = 0
-        self.successor: SchedulerLink | None = None
+        self.successor: SchedulerHandle | None = None
         self._unsent: list[m.Release] = []
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
@@ -105,8 +105,8 @@ class SchedulerLink:
         if not (self.users or self.inflight or self._reports):
             self._on_idle(self)
 
-    def latest(self) -> SchedulerLink:
-        """Who serves what this one did: itself, or the last of its successors."""
+    def latest(self) -> SchedulerHandle:
+        """The scheduler that serves what this one did: itself, or the last of its successors."""
         scheduler = self
         while scheduler.successor is not None:
             scheduler = scheduler.successor
@@ -137,39 +137,31 @@ class SchedulerLink:
         """Request its statistics; the caller sets the limit on time."""
         report: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._reports[number] = report
-        report.add_done_callback(lambda _: self._report_ended(number))
+        report.add_done_callback(partial(self._report_ended, number))
         self.link.post(m.ReportStatistics(number))
         return report
 
-    def _report_ended(self, number: int) -> None:
+    def _report_ended(self, number: int, _: asyncio.Future[dict[str, Any]]) -> None:
         del self._reports[number]
         if not self.users:
             self._check_idle()
 
     def fail_reports(self) -> None:
-        """It is lost, and reports nothing any more."""
+        """Fail the reports that are awaited: the scheduler is lost."""
         for report in self._reports.values():
             if not report.done():
                 report.set_exception(Unavailable("statistics are not available now"))
 
     def discard(self, message: Response) -> None:
-        """Nobody reads this response, and its outputs take up a worker's memory."""
-        if isinstance(message, m.Failed) or not message.body:
-            return
-        try:
-            self.release_outputs(unpack_inferred(message.body))
-        except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
+        """Release the outputs of a response that nobody reads: they take up a worker's memory."""
+        if not isinstance(message, m.Failed):
+            for release in unread(message.body):
+                self._release(release)
 
     def release_outputs(self, inferred: Inferred) -> None:
         """Tell the workers that their outputs have been read; clients' regions are not theirs."""
-        offsets: dict[int, list[int]] = {}
-        for tensor in inferred.outputs:
-            place = tensor.data
-            if isinstance(place, Place) and place.memory.sealed:
-                offsets.setdefault(place.memory.pid, []).append(place.offset)
-        for pid, of_pid in offsets.items():
-            self._release(m.Release(pid, of_pid))
+        for release in releases(inferred.outputs):
+            self._release(release)
 
     def _release(self, release: m.Release) -> None:
         scheduler = self.latest()
@@ -178,7 +170,7 @@ class SchedulerLink:
         else:
             scheduler._unsent.append(release)
 
-    def give_way(self, successor: SchedulerLink) -> None:
+    def give_way(self, successor: SchedulerHandle) -> None:
         """This one is gone: `successor` is sent what was not sent here."""
         self.successor = successor
         unsent, self._unsent = self._unsent, []
@@ -187,22 +179,22 @@ class SchedulerLink:
 
 
 class RequestDispatcher:
-    """Schedulers by endpoint, and the operations on requests: submit, grant, cancel."""
+    """Schedulers by endpoint, and the operations on requests: submit, credit, cancel."""
 
     def __init__(self) -> None:
-        self._schedulers: dict[str, SchedulerLink] = {}
+        self._schedulers: dict[str, SchedulerHandle] = {}
         # A number for a request, each time it is called.
         self.next_number = itertools.count(1).__next__
         self._loop = asyncio.get_running_loop()
 
-    def scheduler(self, endpoint: str) -> SchedulerLink:
+    def scheduler(self, endpoint: str) -> SchedulerHandle:
         """The scheduler at `endpoint`; it lasts while it has users or requests in flight."""
         scheduler = self._schedulers.get(endpoint)
         if scheduler is None:
-            scheduler = self._schedulers[endpoint] = SchedulerLink(endpoint, self._drop)
+            scheduler = self._schedulers[endpoint] = SchedulerHandle(endpoint, self._drop)
         return scheduler
 
-    def _drop(self, scheduler: SchedulerLink) -> None:
+    def _drop(self, scheduler: SchedulerHandle) -> None:
         if self._schedulers.get(scheduler.endpoint) is not scheduler:
             return  # dropped before: a response that it had given was read only now
         del self._schedulers[scheduler.endpoint]
@@ -217,7 +209,7 @@ class RequestDispatcher:
 
     def submit(
         self,
-        scheduler: SchedulerLink,
+        scheduler: SchedulerHandle,
         submit: m.Submit,
         release: Callable[[], None],
         on_response: OnResponse | None = None,
@@ -228,7 +220,7 @@ class RequestDispatcher:
         `release` runs when no worker can touch the request's memory any more. For a model that may
         give any number of responses, `on_response` is called for each, in the event loop, the last
         included. Flow control is by credit: `FIRST_CREDIT` of them come unasked, and more as they
-        are granted with `grant`.
+        are credited with `credit`.
         """
         if scheduler.successor is not None:
             scheduler = scheduler.latest()
@@ -240,14 +232,14 @@ class RequestDispatcher:
             scheduler.link.hurry()
         return pending
 
-    def grant(self, pending: GatewayRequest, responses: int) -> None:
+    def credit(self, pending: GatewayRequest, responses: int) -> None:
         """The client has read so many responses, and takes as many more."""
         if pending.submit.id in pending.scheduler.inflight.pending:
             pending.scheduler.link.post(m.Credit(pending.submit.id, responses))
 
     def cancel(self, pending: GatewayRequest) -> None:
-        """Nobody waits for this any more, or will read its response if that has come already; its
-        memory is in use until the scheduler responds."""
+        """Cancel a request, or discard its response if that has come already; its memory is in use
+        until the scheduler responds."""
         future = pending.future
         if future.done() and not future.cancelled() and pending.on_response is None:
             pending.scheduler.discard(future.result())
@@ -263,7 +255,7 @@ class RequestDispatcher:
             return
         old.use()
         old.link.hear_out()
-        new: SchedulerLink | None = None
+        new: SchedulerHandle | None = None
         if successor:
             new = self.scheduler(successor)
             old.give_way(new)
@@ -276,6 +268,6 @@ class RequestDispatcher:
         old.fail_reports()
         old.leave()
 
-    def report(self, scheduler: SchedulerLink) -> asyncio.Future[dict[str, Any]]:
+    def report(self, scheduler: SchedulerHandle) -> asyncio.Future[dict[str, Any]]:
         """Request a scheduler's statistics; the caller sets the limit on time."""
         return scheduler.latest().report(self.next_number())

@@ -27,7 +27,7 @@ _TARGET: Key = ("parameters", member(TARGET))
 
 
 def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with `dynamic_batching`, in Triton's words."""
+    """The problems of `dynamic_batching`, in Triton's words."""
     name, batching = config.name, config.dynamic_batching
     for index, size in enumerate(batching.preferred_batch_size):
         key = (*_DYNAMIC, "preferred_batch_size", index)
@@ -73,8 +73,8 @@ def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
 
 
 def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """What is wrong with the parameters of the batching strategy; `complete`: the model has said
-    what it adds to the configuration."""
+    """The problems of the parameters of the batching strategy; `complete`: the model has completed
+    the configuration."""
     given, target = _parameter(config, STRATEGY), _parameter(config, TARGET)
     chosen = None if given is None else strategy(given)
     of = f"for {config.name}"

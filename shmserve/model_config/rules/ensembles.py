@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import Key, Problem, member, repeats
-from shmserve.proto.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+from shmserve.proto.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelEnsembling,
+    ModelInput,
+    ModelOutput,
+)
 
 _STEP: Key = ("ensemble_scheduling", "step")
+_Step = ModelEnsembling.Step
 _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
 
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:
-    """What is wrong with an ensemble, as far as it shows without the models it calls."""
-    return list(_problems(config)) or list(_connections(config))
+    """The problems of an ensemble, as far as it shows without the models it calls."""
+    return list(_own_problems(config)) or list(_connections(config))
 
 
-def _problems(config: ModelConfig) -> Iterator[Problem]:
+def _own_problems(config: ModelConfig) -> Iterator[Problem]:
     name, platform = config.name, config.platform
     if not platform:
         yield Problem(("platform",), f"unexpected platform type '' for {name}")
@@ -158,3 +167,167 @@ def _unused(
         if io.name and io.name not in linked:
             text = f"ensemble {end} '{io.name}' for ensemble {config.name}' is not used"
             yield Problem((end, index, "name"), text, (_STEP,))
+
+
+class GraphProblem(InvalidArgument):
+    """An ensemble does not fit the models of its steps."""
+
+
+def compose(
+    config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
+) -> ModelConfig:
+    """The final configuration of an ensemble, whose steps run these models: None serve not, though
+    perhaps another version does (`elsewhere`).
+
+    Raises GraphProblem when they do not fit together.
+    """
+    there = _all_there(config, models, elsewhere)
+    _check_mappings(config, there)
+    _check_streams(config, there)
+    full = ModelConfig()
+    full.CopyFrom(config)
+    if any(map(_gives_many, there)):
+        full.model_transaction_policy.decoupled = True
+    return full
+
+
+def _all_there(
+    config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
+) -> list[ModelConfig]:
+    name, steps = config.name, config.ensemble_scheduling.step
+    missing: list[str] = []
+    for step, model, other in zip(steps, models, elsewhere, strict=True):
+        if model is None and other:
+            raise GraphProblem(
+                f"ensemble '{name}' depends on '{step.model_name}' whose required version "
+                f"{step.model_version} is not loaded."
+            )
+        if model is None:
+            missing.append(step.model_name)
+    if missing:
+        raise GraphProblem(
+            f"ensemble {name} contains models that are not available or ambiguous: "
+            f"{', '.join(dict.fromkeys(missing))}"
+        )
+    return [model for model in models if model is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor as one model sees it."""
+
+    model: str
+    data_type: int
+    dims: tuple[int, ...]
+    batched: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
+        return cls(config.name, io.data_type, tuple(io.dims), config.max_batch_size > 0)
+
+    @property
+    def full_dims(self) -> tuple[int, ...]:
+        return (-1, *self.dims) if self.batched else self.dims
+
+
+def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
+    """Raise GraphProblem where a step maps what its model does not have, or not what it needs."""
+    tensors = {io.name: _Tensor.of(config, io) for io in config.input}
+    tensors.update({io.name: _Tensor.of(config, io) for io in config.output})
+    for step, model in zip(config.ensemble_scheduling.step, models, strict=True):
+        if 0 < model.max_batch_size < config.max_batch_size:
+            raise GraphProblem(
+                f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
+                f"contains model {model.name} which only allows  maximum batch size to be "
+                f"{model.max_batch_size}"
+            )
+        for tensor, found in _mapped(config, step, model):
+            known = tensors.setdefault(tensor, found)
+            _check_agrees(known, found, f"in ensemble {config.name}, ensemble tensor {tensor}: ")
+    for index, condition in conditions(config).items():
+        found = tensors[condition]
+        if found.data_type != DataType.TYPE_BOOL:
+            raise GraphProblem(
+                f"in ensemble {config.name}, the condition of step {index}, ensemble tensor "
+                f"{condition}, is {DataType.Name(found.data_type)} and not TYPE_BOOL"
+            )
+
+
+def _mapped(config: ModelConfig, step: _Step, model: ModelConfig) -> Iterator[tuple[str, _Tensor]]:
+    """The tensors at a step's inputs and outputs, as its model sees them."""
+    where = f"in ensemble {config.name}, "
+    inputs = {io.name: io for io in model.input}
+    outputs = {io.name: io for io in model.output}
+    for name, tensor in sorted(step.input_map.items()):
+        if name not in inputs:
+            raise GraphProblem(
+                f"{where}ensemble tensor {tensor} is mapping to non-existing input {name} in model "
+                f"{step.model_name}"
+            )
+        yield tensor, _Tensor.of(model, inputs[name])
+    for io in model.input:
+        if io.name not in step.input_map and not io.optional:
+            raise GraphProblem(
+                f"{where}input {io.name} in model {model.name} is not mapped to any ensemble "
+                "tensors"
+            )
+    for name, tensor in sorted(step.output_map.items()):
+        if name not in outputs:
+            raise GraphProblem(
+                f"{where}ensemble tensor {tensor} is mapped from non-existing output {name} in "
+                f"model {step.model_name}"
+            )
+        yield tensor, _Tensor.of(model, outputs[name])
+
+
+def _check_agrees(one: _Tensor, other: _Tensor, where: str) -> None:
+    """Raise GraphProblem where two models see a tensor in different ways. A model that batches and
+    one that does not may see its dimensions with a batch, or without."""
+    if one.data_type != other.data_type:
+        raise GraphProblem(
+            f"{where}inconsistent data type: {DataType.Name(one.data_type)} is inferred from model "
+            f"{one.model} while {DataType.Name(other.data_type)} is inferred from model "
+            f"{other.model}"
+        )
+    if not _agree(one.dims, other.dims) and not _agree(one.full_dims, other.full_dims):
+        raise GraphProblem(
+            f"{where}inconsistent shape: {_shown(one.dims)} is inferred from model {one.model} "
+            f"while {_shown(other.dims)} is inferred from model {other.model}"
+        )
+
+
+def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(
+        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _shown(dims: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+def _gives_many(model: ModelConfig) -> bool:
+    return model.model_transaction_policy.decoupled
+
+
+def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
+    """Raise GraphProblem where a step reads the responses of two models that give any number of
+    them: which belong together, nobody could say."""
+    steps = config.ensemble_scheduling.step
+    conditional = conditions(config)
+    origins: dict[str, int] = {io.name: -1 for io in config.input}
+    reads = [set(step.input_map.values()) for step in steps]
+    for index, condition in conditional.items():
+        reads[index].add(condition)
+    waiting = set(range(len(steps)))
+    while ready := sorted(index for index in waiting if reads[index] <= origins.keys()):
+        waiting.difference_update(ready)
+        for index in ready:
+            found = {origins[tensor] for tensor in reads[index]} - {-1}
+            if len(found) > 1:
+                raise GraphProblem(
+                    f"in ensemble {config.name}, step of model '{steps[index].model_name}' "
+                    "receives inputs originated from different decoupled models"
+                )
+            origin = index if _gives_many(models[index]) else max(found, default=-1)
+            origins.update(dict.fromkeys(steps[index].output_map.values(), origin))

@@ -34,7 +34,7 @@ _RANGES = {
 
 
 def padding_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """What is wrong with `padding`; `complete`: the model has said what inputs it has."""
+    """The problems of `padding`; `complete`: the model has completed its inputs."""
     if PADDING not in config.parameters:
         return
     for text in _problems(config, config.parameters[PADDING].string_value, complete):

@@ -25,7 +25,7 @@ _CORRELATION_TYPES = (
 
 
 def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with sequence_batching."""
+    """The problems of sequence_batching."""
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)

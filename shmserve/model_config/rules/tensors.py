@@ -21,7 +21,7 @@ _MAX_BATCH_SIZE: Key = ("max_batch_size",)
 
 
 def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """What is wrong with inputs and outputs; `complete` as in `validate`."""
+    """The problems of inputs and outputs; `complete` as in `validate`."""
     for index, io in enumerate(config.input):
         at: Key = ("input", index)
         yield from _tensor(at, io, "model input ", config.max_batch_size, complete)
@@ -35,7 +35,7 @@ def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
 
 
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with batch_input and batch_output."""
+    """The problems of batch_input and batch_output."""
     inputs = {io.name for io in config.input}
     ranks = {io.name: _model_rank(io) for io in config.input}
     cut = {out.name: _model_rank(out) for out in config.output}
@@ -170,7 +170,7 @@ def _products(dims: Sequence[int]) -> list[int]:
 
 
 def warmup_problems(config: ModelConfig) -> Iterator[Problem]:
-    """What is wrong with model_warmup; files are read when an instance is loaded."""
+    """The problems of model_warmup; files are read when an instance is loaded."""
     for index, sample in enumerate(config.model_warmup):
         for name, tensor in sorted(sample.inputs.items()):
             at: Key = ("model_warmup", index, "inputs", member(name))

@@ -1,7 +1,6 @@
-"""One process an ensemble: to its clients the scheduler of a model, to the schedulers of its steps
-a client.
+"""The scheduling of an ensemble: to its clients the scheduler of a model, to the schedulers of its
+steps a client.
 
-main.py            the process; its loop is the scheduler's (../loop.py)
 core.py            what each message changes (no clock, no socket)
 admission.py       a client's message -> a request in the flow; the plans of requests
 live.py            the requests that are not done: their failures, deadlines, and what has changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Plan

@@ -1,48 +1,21 @@
-"""An ensemble's core: what each message changes, and when something is due. No clock, no socket.
+"""The ensemble core: to its clients the scheduler of a model, to the schedulers of its steps a
+client.
 
-    from_client, from_step, from_control    a message arrived
-    plan                                    now: run steps, respond, expire
-
-To its clients an ensemble is a scheduler; to the schedulers of its steps it is a client.
+admit, cancel, ...        a client's message, by the front
+from_step, from_control   a step's scheduler's, or the supervisor's
+tick                      now: run steps, respond, expire
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any, assert_never
 
-from shmserve import logs
-from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc.messages import (
-    Acknowledged,
-    Cancel,
-    ClientToScheduler,
-    CountsInherited,
-    Credit,
-    Drain,
-    Drained,
-    Failed,
-    InstanceExited,
-    InstanceExpected,
-    KeepStatistics,
-    ModelPublished,
-    PoolFailed,
-    ProcessExited,
-    Release,
-    ReportStatistics,
-    ReportTimes,
-    ResizeCache,
-    RetireInstance,
-    SchedulerLost,
-    SchedulerToClient,
-    SetLogging,
-    Stop,
-    Submit,
-    SupervisorToEnsemble,
-    TicketGranted,
-)
-from shmserve.ipc.tensors.signature import Signature
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
+from shmserve.ipc.messages.inference import Release, Submit
+from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
+from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission
 from shmserve.scheduler.ensemble.graph import Graph
@@ -55,11 +28,11 @@ from shmserve.scheduler.ensemble.steps.memory_plan import MemoryPlanner
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks
 from shmserve.scheduler.ensemble.steps.runner import StepRunner
 from shmserve.scheduler.ensemble.steps.targets import Targets
-from shmserve.scheduler.instances.losses import ControlLink
-from shmserve.scheduler.reports import Reports
-from shmserve.scheduler.requests.client import Client, ClientTable, stopping
+from shmserve.scheduler.front import Core
+from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.requests.client import Client, stopping
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.responses import Peers
+from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -67,8 +40,8 @@ from shmserve.scheduler.statistics.counters import Reason, Statistics
 logger = logging.getLogger(__name__)
 
 
-class Ensemble:
-    """One ensemble. Times are monotonic ns; `wall_clock` gives epoch ns."""
+class EnsembleCore(Core[EnsembleRequest]):
+    """One ensemble's requests, each a flow of tensors through its steps."""
 
     def __init__(
         self,
@@ -78,12 +51,11 @@ class Ensemble:
         links: StepLinks,
         control: ControlLink,
         memory: EnsembleMemory,
-        wall_clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
         graph = Graph.read(config)
         signature = Signature(config, settings.version)
-        statistics = Statistics(settings)
+        statistics = self.statistics = Statistics(settings)
         responses = Responses(signature, settings.decoupled, clients, memory, statistics, cache)
         live = LiveRequests(settings.name, statistics, responses)
         targets = Targets(graph)
@@ -91,94 +63,86 @@ class Ensemble:
         self._live = live
         self._targets = targets
         self._steps = steps
-        self._statistics = statistics
         self._responses = responses
         self._admission = RequestAdmission(graph, signature, targets, memory)
         self._progress = Progress(settings.decoupled, live, steps, responses)
         self._planner = MemoryPlanner(graph, signature.max_batch_size, targets, memory)
-        self._reports = Reports(statistics, clients, control, wall_clock, self._gauges)
         self._control = control
         self._memory = memory
         self._cache = cache
-        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that have served
-        self._to_clients = clients
-        self._clients: ClientTable[EnsembleRequest] = ClientTable()
-        self._draining = False
-        self._drained = False
-        self.stopped = False
+        # Of steps that max_inflight_requests has no room for; 0: any number.
+        self._most_waiting = settings.policies.default.max_size
+        self._endpoints: dict[tuple[str, str], str] = {}  # of all models that serve
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
-        """Handle a client's message."""
-        self._live.now_ns = now_ns
-        client = self._clients[peer]
-        match message:
-            case Submit():
-                self._submit(client, message)
-            case Cancel():
-                request = client.requests.get(message.id)
-                if request is not None:
-                    self._live.fail(request, "CANCELLED", "request cancelled")
-                    self._steps.cancel(request)
-            case Credit():
-                request = client.requests.get(message.id)
-                if request is not None:
-                    self._responses.credit(request, message.responses)
-                    self._live.touch(request)
-            case Release():
-                read = (client.pid, message.pid, message.offsets)
-                if self._cache is None or not self._cache.release(*read):
-                    self._responses.given_back(client, message)
-            case ReportStatistics():
-                self._reports.tell(peer, message.id, now_ns)
-            case ReportTimes():
-                client.timed = True
-            case _:
-                assert_never(message)
+    def check(self, submit: Submit, now_ns: int) -> None:
+        if 0 < submit.deadline_ns < now_ns:
+            raise Unavailable(EXPIRED)
 
-    def _submit(self, client: Client[EnsembleRequest], message: Submit) -> None:
-        if message.id in client.requests:
-            self.misplaced()
-            return
+    def retry_after_s(self, error: ShmserveError) -> int:
+        return 1 if isinstance(error, QueueFull) else 0
+
+    def admit(
+        self,
+        client: Client[EnsembleRequest],
+        submit: Submit,
+        lookup: Lookup | None,
+        now_ns: int,
+    ) -> None:
+        self._live.now_ns = now_ns
+        self.check(submit, now_ns)
+        if 0 < self._most_waiting <= self._steps.waiting:
+            raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
-            if self._draining:
-                raise Unavailable(stopping(message.request_id))
-            if 0 < message.deadline_ns < self._live.now_ns:
-                raise Unavailable(EXPIRED)
-            lookup = None
-            if self._cache is not None:
-                lookup = self._cache.look_up(message, client.pid)
-                if lookup is not None and lookup.body:
-                    self._responses.hit(client, message, lookup, self._live.now_ns)
-                    return
-            request = self._admission.admit(client, message, self._live.now_ns)
-            request.lookup = lookup
+            request = self._admission.admit(client, submit, now_ns)
         except MalformedMessage as error:
             logger.error("a request cannot be read: %s", error)
-            self._refuse(client, message, Internal("internal error"))
-        except ShmserveError as error:
-            self._refuse(client, message, error)
-        else:
-            self._live.add(request)
+            raise Internal("internal error") from None
+        request.lookup = lookup
+        self._live.add(request)
 
-    def _refuse(
-        self, client: Client[EnsembleRequest], message: Submit, error: ShmserveError
+    def hit(
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        self._statistics.failed(message.arrived_ns, Reason.REJECTED, self._live.now_ns)
-        self._to_clients.post(
-            client.peer, Failed(message.id, error.code, self._live.told(error.message), 0, False)
-        )
+        self._responses.hit(client, submit, lookup, now_ns)
+
+    def worded(self, text: str) -> str:
+        return self._live.told(text)
+
+    def cancel(self, request: EnsembleRequest, now_ns: int) -> None:
+        self._live.now_ns = now_ns
+        self._live.fail(request, "CANCELLED", "request cancelled")
+        self._steps.cancel(request)
+
+    def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
+        self._responses.credit(request, responses)
+        self._live.touch(request)
+
+    def release(self, client: Client[EnsembleRequest], message: Release) -> None:
+        self._memory.lent.release(client.pid, message.pid, message.offsets)
+
+    def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
+        for request in list(client.requests.values()):
+            if request.failure is None:
+                self.statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
+            request.gone = True
+            self._steps.cancel(request)
+
+    def stop(self, request: EnsembleRequest, now_ns: int) -> None:
+        self._live.now_ns = now_ns
+        if not request.told and not request.gone:
+            self._live.fail(request, Unavailable.code, stopping(request.submit.request_id))
+            self._responses.failed(request)
+
+    # --- steps and supervisor ---------------------------------------------------------------------
 
     def from_step(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
-        """Handle what the scheduler at `endpoint` says."""
+        """Handle a message of the scheduler at `endpoint`."""
         self._live.now_ns = now_ns
         self._steps.hear(endpoint, message)
 
-    # --- supervisor -------------------------------------------------------------------------------
-
     def from_control(self, message: SupervisorToEnsemble, now_ns: int) -> None:
-        """Handle the supervisor's message."""
         self._live.now_ns = now_ns
         match message:
             case ModelPublished():
@@ -187,31 +151,9 @@ class Ensemble:
                     self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
                 self._steps.lost(message.endpoint, message.successor)
-            case ProcessExited():
-                self._process_exited(message.pid)
-            case CountsInherited():
-                self._reports.inherit(message, now_ns)
-            case KeepStatistics():
-                self._reports.keep(now_ns)
-            case SetLogging():
-                logs.apply(logs.LogSettings(**message.settings))
-            case Drain():
-                self._reports.keep(now_ns)
-                self._draining = True
-                self._drained = False
-            case Stop():
-                self._stop()
-            case ResizeCache():
-                if self._cache is not None:
-                    self._cache.resize(message.byte_size)
-            case (
-                TicketGranted()
-                | InstanceExpected()
-                | InstanceExited()
-                | RetireInstance()
-                | PoolFailed()
-            ):
-                self.misplaced()  # there are no instances
+                for key, endpoint in list(self._endpoints.items()):
+                    if endpoint == message.endpoint:
+                        del self._endpoints[key]
             case _:
                 assert_never(message)
 
@@ -225,64 +167,30 @@ class Ensemble:
         self._targets.publish(message)
         self._planner.plan()
 
-    def _process_exited(self, pid: int) -> None:
+    def process_exited(self, pid: int, now_ns: int) -> None:
+        self._live.now_ns = now_ns
         self._memory.process_exited(pid)
-        if self._cache is not None:
-            self._cache.process_exited(pid)
-        self._responses.forget(pid)
-        for client in self._clients.of_process(pid):
-            del self._clients[client.peer]
-            for request in list(client.requests.values()):
-                if request.failure is None:
-                    self._statistics.failed(request.arrived_ns, Reason.CANCELED, self._live.now_ns)
-                request.gone = True
-                self._steps.cancel(request)
-
-    def _stop(self) -> None:
-        self.stopped = True
-        for client in self._clients.values():
-            for request in client.requests.values():
-                if not request.told and not request.gone:
-                    text = stopping(request.submit.request_id)
-                    self._live.fail(request, Unavailable.code, text)
-                    self._responses.failed(request)
+        self._memory.lent.drop_reader(pid)
 
     @property
     def live(self) -> int:
-        """How many requests are not done."""
         return self._live.count
 
     # --- time -------------------------------------------------------------------------------------
 
-    def plan(self, now_ns: int) -> int:
-        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+    def tick(self, now_ns: int) -> int:
         self._live.now_ns = now_ns
         for request in self._live.expired():
             self._steps.cancel(request)
         while changed := self._live.changed():
             for request in changed:
                 self._progress.advance(request)
-        if self._draining and not self._drained and not self._live.count:
-            self._drained = True
-            self._reports.keep(now_ns)
-            self._control.post(Drained())
         return self._live.due_ns
 
-    # --- counts -----------------------------------------------------------------------------------
-
-    def go_on(self, kept: list[Any], now_ns: int) -> None:
-        """Count on from a predecessor's last StatisticsKept, as [statistics, metrics]."""
-        self._reports.go_on(kept, [], now_ns)
-
-    def misplaced(self) -> None:
-        """A message was dropped because it makes no sense from its sender or now."""
-        self._reports.misplaced += 1
-
-    def _gauges(self) -> dict[str, Any]:
+    def gauges(self) -> dict[str, Any]:
         return {
             "pending": 0,  # what waits, waits for its steps
             "executing": self._live.count,
             "instances": {},
-            "cache": {} if self._cache is None else self._cache.gauges(),
-            "malformed": self._to_clients.malformed + self._control.malformed,
+            "malformed": 0,
         }

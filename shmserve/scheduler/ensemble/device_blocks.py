@@ -15,6 +15,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.memory.device_allocation import DeviceAllocation
+from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.tensors.descriptors import Memory, Place
 
 logger = logging.getLogger(__name__)
@@ -50,20 +51,20 @@ class DeviceBlocks:
         """Bytes that are in use."""
         return sum(segment.free.used for segment in self._segments.values())
 
-    def allocate(self, device: int, byte_size: int) -> Place | None:
+    def allocate(self, device: int, byte_size: int) -> Block | None:
         """A block on a device, or None where there is no room: what a device has refused it is not
         asked for again."""
         for segment in self._segments.values():
             if segment.device == device:
                 offset = segment.free.allocate(byte_size)
                 if offset is not None:
-                    return Place(segment.memory, offset, byte_size)
+                    return Block(self, Place(segment.memory, offset, byte_size))
         made = self._grow(device, byte_size)
         if made is None:
             return None
         offset = made.free.allocate(byte_size)
         assert offset is not None
-        return Place(made.memory, offset, byte_size)
+        return Block(self, Place(made.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
         had = sum(s.free.capacity for s in self._segments.values() if s.device == device)
@@ -81,10 +82,6 @@ class DeviceBlocks:
         self._segments[made.memory.id] = made
         return made
 
-    def owns(self, place: Place) -> bool:
-        """Whether a place is one of these blocks."""
-        return place.memory.id in self._segments
-
     def free(self, place: Place) -> None:
-        """Take a block back."""
+        """Take a block back; `Block.release` does."""
         self._segments[place.memory.id].free.free(place.offset)

@@ -8,7 +8,7 @@ import heapq
 import itertools
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import Failed
+from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import Responses
 from shmserve.scheduler.requests.queue import EXPIRED

@@ -15,77 +15,59 @@ from dataclasses import replace
 from itertools import starmap
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
+from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
-from shmserve.scheduler.ensemble.values import Value
 
 logger = logging.getLogger(__name__)
 
 
 class EnsembleMemory:
-    """The ensemble's arena, of `byte_size`, made when it is needed, as much on each CUDA device,
-    and workers' arenas, which `dropped(memory_id)` hears are held no more."""
+    """The ensemble's arena, and what is `lent` to its clients; as much on each CUDA device; and
+    workers' arenas, which `dropped(memory_id)` hears are held no more."""
 
     def __init__(
         self,
-        byte_size: int,
+        lent: LentMemory,
         dropped: Callable[[int], None],
         cuda: Callable[[], Exporting] = Driver,
     ) -> None:
+        self.lent = lent
         self._dropped = dropped
-        self._byte_size = byte_size
-        self._arena: Arena | None = None
-        self._on_devices = DeviceBlocks(byte_size, cuda)
+        self._on_devices = DeviceBlocks(lent.byte_size, cuda)
         self._held: dict[int, _Held] = {}
         self._mappings = Mappings()
 
     @property
     def used(self) -> int:
         """Bytes that are in use, of the arena and on devices."""
-        return self._on_devices.used + (0 if self._arena is None else self._arena.used)
+        return self._on_devices.used + self.lent.used
 
     @property
     def held(self) -> int:
         """How many workers' arenas are held open."""
         return len(self._held)
 
-    def allocate(self, byte_size: int, device: int | None = None) -> Place:
+    def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """A block on a CUDA device, or of the arena where there is none or no room on it. Raises
         Unavailable when that is full."""
         if device is not None:
-            place = self._on_devices.allocate(device, byte_size)
-            if place is not None:
-                return place
-        if self._arena is None:
-            self._arena = Arena(self._byte_size)
-        return self._arena.allocate(byte_size)
+            block = self._on_devices.allocate(device, byte_size)
+            if block is not None:
+                return block
+        return self.lent.allocate(byte_size)
 
-    def reserve(self, blocks: Iterable[tuple[int, int | None]]) -> None:
+    def reserve(self, sizes: Iterable[tuple[int, int | None]]) -> None:
         """Have room for blocks of these sizes, on these devices, if the machine has it."""
-        places: list[Place] = []
+        blocks: list[Block] = []
         try:
-            places.extend(starmap(self.allocate, blocks))
+            blocks.extend(starmap(self.allocate, sizes))
         except Unavailable as error:
             logger.warning("the memory between steps cannot be planned: %s", error)
-        for place in places:
-            self.free(place)
-
-    def owns(self, place: Place) -> bool:
-        """Whether a place is in the arena, or on a device and ours."""
-        if place.memory.cuda is not None:
-            return self._on_devices.owns(place)
-        return self._arena is not None and place.memory.id == self._arena.memory.id
-
-    def free(self, place: Place) -> None:
-        """Take a block back."""
-        if place.memory.cuda is not None:
-            self._on_devices.free(place)
-            return
-        assert self._arena is not None
-        self._arena.free(place.offset)
+        for block in blocks:
+            block.release()
 
     def hold(self, place: Place) -> None:
         """Keep a worker's arena until `let_go`, whatever becomes of the worker. Raises Unavailable
@@ -143,8 +125,7 @@ class EnsembleMemory:
         for memory_id in list(self._held):
             self._close(memory_id)
         self._mappings.drop_all()
-        if self._arena is not None:
-            self._arena.close()
+        self.lent.close()
 
 
 class _Held:
@@ -165,37 +146,3 @@ class _Held:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-class Lent:
-    """Tensors that clients are reading, until they give them back or are gone."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, dict[tuple[int, int], list[Value]]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._values.values()))
-
-    def lend(self, reader: int, place: Place, value: Value) -> None:
-        """`reader` gives it back with the pid and the offset of its place."""
-        key = (place.memory.pid, place.offset)
-        self._values.setdefault(reader, {}).setdefault(key, []).append(value)
-
-    def give_back(self, reader: int, pid: int, offsets: list[int]) -> None:
-        """A reader needs these no more; what it was not lent is ignored."""
-        values = self._values.get(reader, {})
-        for offset in offsets:
-            lent = values.get((pid, offset))
-            if lent is None:
-                continue
-            lent.pop().release()
-            if not lent:
-                del values[pid, offset]
-        if not values:
-            self._values.pop(reader, None)
-
-    def forget(self, reader: int) -> None:
-        """A reader is gone."""
-        for values in self._values.pop(reader, {}).values():
-            for value in values:
-                value.release()

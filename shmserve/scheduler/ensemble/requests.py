@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 
+from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.inflight import InflightRequest, Response
-from shmserve.ipc.messages import Failed, Submit
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.memory.lent import Block
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
@@ -50,6 +51,7 @@ class EnsembleRequest:
         "unread",
         "untimed",
         "waiting",
+        "window",
     )
 
     def __init__(
@@ -78,9 +80,18 @@ class EnsembleRequest:
         self.told = False
         self.gone = False
         self.unread: deque[list[Value]] = deque()
+        placed = any(output.place is not None for output in inference.outputs)
+        self.window = SendWindow(placed)
         self.responses = 0
         self.responded_ns = now_ns
         self.untimed = False
+
+    def add_times(self, message: Finished | Responded) -> None:
+        """A step's execution took so long."""
+        times_ns = self.times_ns
+        times_ns[0] += message.input_ns
+        times_ns[1] += message.infer_ns
+        times_ns[2] += message.output_ns
 
     @property
     def over(self) -> bool:
@@ -119,7 +130,7 @@ class StepRequest(InflightRequest):
         signature: Signature,
         submit: Submit,
         endpoint: str,
-        placed: dict[str, Place],
+        placed: dict[str, Block],
         given: frozenset[str],
     ) -> None:
         super().__init__(submit, endpoint)

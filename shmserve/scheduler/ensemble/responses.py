@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import (
-    FIRST_CREDIT,
+from shmserve.ipc.messages.inference import (
     ExecutionResponded,
     Failed,
     Finished,
-    Release,
     Responded,
     Settled,
     Submit,
-    Timed,
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inferred, pack_inferred
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.ensemble.graph import Graph
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, Lent
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.requests.responses import Peers
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
@@ -49,18 +46,16 @@ class Responses:
         self._clients = clients
         self._memory = memory
         self._statistics = statistics
-        self._lent = Lent()
         self._cache = cache
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""
         responses = request.flow.responses
-        placed = any(output.place is not None for output in request.inference.outputs)
-        most = 1 if placed else FIRST_CREDIT
-        while responses and len(request.unread) < most:
+        while responses and request.window.is_open:
             response = responses.pop(0)
             body = self._body(request, response)
             request.unread.append(list(response.values()))
+            request.window.sent(len(body))
             self._count(request, body, final=False, now_ns=now_ns)
             request.responses += 1
             self._clients.post(
@@ -69,16 +64,8 @@ class Responses:
 
     def credit(self, request: EnsembleRequest, responses: int) -> None:
         """The client has read so many responses."""
-        for _ in range(min(responses, len(request.unread))):
+        for _ in range(request.window.read(responses)):
             _release(request.unread.popleft())
-
-    def given_back(self, client: Client[EnsembleRequest], message: Release) -> None:
-        """The client has read these outputs."""
-        self._lent.give_back(client.pid, message.pid, message.offsets)
-
-    def forget(self, pid: int) -> None:
-        """A client is gone."""
-        self._lent.forget(pid)
 
     def failed(self, request: EnsembleRequest, early: bool = False) -> None:
         """Tell a failure; `early`: steps still have the request's memory, and `end` follows."""
@@ -116,20 +103,18 @@ class Responses:
             self._keep(request, body, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
         peer = request.client.peer
-        if request.client.timed:
-            self._clients.post(peer, Timed(request.id, *request.times_ns))
         if self._decoupled:
-            self._clients.post(peer, Responded(request.id, "", "", b"", final=True))
+            self._clients.post(peer, Responded(request.id, "", "", b"", True, *request.times_ns))
         else:
-            self._clients.post(peer, Finished(request.id, body))
+            self._clients.post(peer, Finished(request.id, body, *request.times_ns))
 
     def hit(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         """The response to a request is cached: no step runs."""
+        assert self._cache is not None
+        self._cache.lend(client.pid, lookup)
         self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
-        if client.timed:
-            self._clients.post(client.peer, Timed(message.id, 0, 0, 0))
         self._clients.post(client.peer, Finished(message.id, lookup.body))
 
     def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:
@@ -155,7 +140,7 @@ class Responses:
             tensors.append(TensorRef(name, tensor.datatype, shape, tensor.data))
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
-                self._lent.lend(request.client.pid, tensor.data, value)
+                self._memory.lent.lend(request.client.pid, tensor.data, value)
         correlation_id, flags = sequence_of(request.submit, response.values())
         parameters = {
             "sequence_id": correlation_id,

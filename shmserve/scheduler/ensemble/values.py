@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from shmserve.ipc.memory.lent import Token
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 
-class HeldCredit:
-    """A producer's credit for one more response, counted by the values that come of its last:
-    `give_back` runs when nobody uses any of them."""
-
-    __slots__ = ("_give_back", "_users")
-
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back = give_back
-        self._users = 1
-
-    def acquire(self) -> None:
-        """One more uses it."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One uses it no more."""
-        self._users -= 1
-        if not self._users:
-            self._give_back()
-
-
-class Value:
-    """A tensor of the ensemble, counted by who uses it: `on_free` runs when the last one does no
-    more. The flow has it first.
+class Value(Token):
+    """A tensor of the ensemble, counted by who uses it, the flow first; `memory` is released with
+    it.
 
     `holds`: not all its elements are false, if it is a condition. `override`: parameters
     (sequence_id, sequence_start, sequence_end) of the response that it came with.
-    `held_credits`: those of the producers before it, which are held back as long. No `tensor`:
-    there is none.
+    `held_credits`: its producers' credit for their next responses, which is held back as long. No
+    `tensor`: there is none.
     """
 
-    __slots__ = ("_on_free", "_users", "batched", "held_credits", "holds", "override", "tensor")
+    __slots__ = ("batched", "held_credits", "holds", "memory", "override", "tensor")
 
     def __init__(
         self,
         tensor: TensorRef | None,
-        on_free: Callable[[], None] | None = None,
+        memory: Token | None = None,
         *,
         holds: bool = True,
         batched: bool = False,
         override: dict[str, Any] | None = None,
-        held_credits: tuple[HeldCredit, ...] = (),
+        held_credits: tuple[Token, ...] = (),
     ) -> None:
+        super().__init__()
         self.tensor = tensor
+        self.memory = memory
         self.holds = holds
         self.batched = batched
         self.override = override or {}
         self.held_credits = held_credits
-        self._on_free = on_free
-        self._users = 1
         for credit in held_credits:
             credit.acquire()
 
@@ -66,19 +45,15 @@ class Value:
         """Whether there is a tensor."""
         return self.tensor is not None
 
-    def acquire(self) -> None:
-        """One more uses it."""
-        self._users += 1
-
-    def release(self) -> None:
-        """One uses it no more."""
-        self._users -= 1
-        if self._users:
-            return
-        if self._on_free is not None:
-            self._on_free()
+    def _free(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
         for credit in self.held_credits:
             credit.release()
+
+    @property
+    def unsettled(self) -> bool:
+        return self._users > 0 and bool(self.memory or self.held_credits)
 
 
 SKIPPED = Value(None, holds=False)

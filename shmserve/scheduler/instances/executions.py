@@ -7,11 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from shmserve.ipc.messages import (
+from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
     CancelExecution,
     CreditExecution,
+    EndSequences,
     Execute,
     ExecutionResponded,
     InstanceReady,
@@ -24,8 +25,9 @@ from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, Request, State
-from shmserve.scheduler.requests.responses import Peers, Responses
+from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
@@ -93,13 +95,17 @@ class Executions:
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key))
 
-    def grant(self, request: Request, responses: int) -> None:
+    def credit(self, request: Request, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what
         it has not been sent it has read none."""
-        read = min(responses, request.responses - request.granted)
+        read = min(responses, request.responses - request.credited)
         if read > 0 and request.worker is not None:
-            request.granted += read
+            request.credited += read
             self._workers.post(request.worker.peer, CreditExecution(request.key, read))
+
+    def end_sequences(self, peer: bytes, slots: list[int]) -> None:
+        """Tell a worker that the sequences in these slots are over."""
+        self._workers.post(peer, EndSequences(slots))
 
     def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
         """Tell worker `pid` that a client has read these outputs."""

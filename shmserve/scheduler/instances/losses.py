@@ -7,11 +7,10 @@ and nobody has heard of it since. Who has had a response, or was open after `exe
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from shmserve.ipc.messages import KillInstance
+from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
+from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import AT_WORK, Outcome, Request, State
 from shmserve.scheduler.requests.responses import Responses
@@ -28,15 +27,6 @@ def state_lost(correlation_id: int | str) -> str:
 
 
 _DIED_OPEN = "the model's worker died before this request's last response"
-
-
-class ControlLink(Protocol):
-    """Queues messages to the supervisor; `malformed` counts unreadable ones from it."""
-
-    malformed: int
-
-    def post(self, message: Any) -> None:
-        """Queue a message."""
 
 
 class Losses:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from shmserve.ipc.messages import AskTicket, TicketReturned
-from shmserve.scheduler.instances.losses import ControlLink
+from shmserve.ipc.messages.supervision import AskTicket, TicketReturned
 from shmserve.scheduler.instances.pool import Slot
+from shmserve.scheduler.outboxes import ControlLink
 
 
 class InstanceTickets:

@@ -14,16 +14,14 @@ R = TypeVar("R")
 
 
 class Client(Generic[R]):
-    """Who submits: its address at our socket, its pid (0: unknown), its requests by number, and
-    whether it is told how long they took."""
+    """Who submits: its address at our socket, its pid (0: unknown) and its requests by number."""
 
-    __slots__ = ("peer", "pid", "requests", "timed")
+    __slots__ = ("peer", "pid", "requests")
 
     def __init__(self, peer: bytes) -> None:
         self.peer = peer
         self.pid = first_number(peer)
         self.requests: dict[int, R] = {}
-        self.timed = False
 
 
 class ClientTable(dict[bytes, Client[R]]):
@@ -31,7 +29,7 @@ class ClientTable(dict[bytes, Client[R]]):
 
     def __missing__(self, peer: bytes) -> Client[R]:
         if len(self) >= _MOST_CLIENTS:
-            for known in [each for each in self.values() if not each.requests and not each.timed]:
+            for known in [each for each in self.values() if not each.requests]:
                 del self[known.peer]
         client: Client[R] = Client(peer)
         self[peer] = client

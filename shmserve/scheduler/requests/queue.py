@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
 from shmserve.scheduler.requests.request import NEVER, Event, Request, State
-from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.settings import QueuePolicy, Settings
 
 EXPIRED = "Request timeout expired"
 
@@ -60,23 +60,7 @@ class RequestQueue:
 
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
         """
-        settings = self._settings
-        if not 0 <= message.batch_size <= settings.max_batch_size:
-            raise InvalidArgument(
-                f"{id_prefix(message.request_id)}inference request batch-size must be <= "
-                f"{settings.max_batch_size} for '{settings.name}'"
-            )
-        level = settings.policies.level(message.priority)
-        policy = settings.policies.of(level)
-        arrived = believable(message.arrived_ns, now_ns)
-        deadline = max(message.deadline_ns, 0)
-        own = policy.own_timeout_ns(message.timeout_us) if message.timeout_us else 0
-        if own and policy.delays:
-            # Its time over, it is to wait on: what is left is the limit of the server.
-            limit = settings.request_limit_ns
-            deadline = arrived + limit if limit else 0
-        if 0 < deadline < now_ns:
-            raise Unavailable(EXPIRED)
+        level, policy, arrived, deadline, own = self._limits(message, now_ns)
         if not cached and 0 < policy.max_size <= self._queue.size(level):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout = own or policy.timeout_ns
@@ -104,6 +88,32 @@ class RequestQueue:
         if timeout:
             heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
         return request
+
+    def check(self, message: Submit, now_ns: int) -> None:
+        """Raise what `admit` does of a request that would be cached."""
+        self._limits(message, now_ns)
+
+    def _limits(self, message: Submit, now_ns: int) -> tuple[int, QueuePolicy, int, int, int]:
+        """The level and the policy of a request, its arrival, its deadline and its own timeout in
+        the queue, in ns (0: none)."""
+        settings = self._settings
+        if not 0 <= message.batch_size <= settings.max_batch_size:
+            raise InvalidArgument(
+                f"{id_prefix(message.request_id)}inference request batch-size must be <= "
+                f"{settings.max_batch_size} for '{settings.name}'"
+            )
+        level = settings.policies.level(message.priority)
+        policy = settings.policies.of(level)
+        arrived = believable(message.arrived_ns, now_ns)
+        deadline = max(message.deadline_ns, 0)
+        own = policy.own_timeout_ns(message.timeout_us) if message.timeout_us else 0
+        if own and policy.delays:
+            # Its time over, it is to wait on: what is left is the limit of the server.
+            limit = settings.request_limit_ns
+            deadline = arrived + limit if limit else 0
+        if 0 < deadline < now_ns:
+            raise Unavailable(EXPIRED)
+        return level, policy, arrived, deadline, own
 
     # --- order ------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.memory.lent import Block
+from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.timing import Timing
 
@@ -94,11 +95,18 @@ class Worker(NamedTuple):
 
 class Lookup(NamedTuple):
     """What a look into the response cache gave: the request's `key` where it missed, or else its
-    response; and the ns that it took."""
+    response, with the `copies` that it is read from, to be lent or cancelled; and the ns that it
+    took."""
 
     key: bytes
     body: bytes
     ns: int
+    copies: Sequence[Block]
+
+    def cancel(self) -> None:
+        """Nobody will read the response."""
+        for copy in self.copies:
+            copy.release()
 
 
 class Outcome(NamedTuple):
@@ -116,7 +124,7 @@ class Request:
 
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
     `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
-    had it last. Of a decoupled model's: `responses` it has had, as many as `granted` of which its
+    had it last. Of a decoupled model's: `responses` it has had, as many as `credited` of which its
     client has read; since `responded_ns` the model has been at the next one. `level` is its
     priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
     `sequence` is the one that it belongs to, where there are any, and `flags` say where in it.
@@ -126,12 +134,12 @@ class Request:
     __slots__ = (
         "arrived_ns",
         "client",
+        "credited",
         "deadline_ns",
         "deaths",
         "delayed",
         "enqueued_ns",
         "flags",
-        "granted",
         "hurry_ns",
         "id",
         "key",
@@ -185,7 +193,7 @@ class Request:
         self.worker: Worker | None = None
         self.responses = 0
         self.responded_ns = 0
-        self.granted = 0
+        self.credited = 0
         self.timing: Timing | None = None  # of the execution, once it has returned
         self.sequence: Any = None  # a batchers.sequence.lane.Sequence
         self.flags = 0

@@ -11,10 +11,10 @@ abandon  nobody is there to be told
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages import (
+from shmserve.ipc.memory.lent import unread
+from shmserve.ipc.messages.inference import (
     ExecutionResponded,
     Failed,
     Finished,
@@ -23,11 +23,8 @@ from shmserve.ipc.messages import (
     Responded,
     Settled,
     Submit,
-    Timed,
 )
-from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
+from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -39,23 +36,11 @@ from shmserve.scheduler.requests.request import (
 )
 from shmserve.scheduler.response_cache.cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
 _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
-
-
-class Peers(Protocol):
-    """Queues messages to clients, or to workers; `malformed` counts unreadable ones from them."""
-
-    @property
-    def malformed(self) -> int:
-        """Unreadable frames so far."""
-
-    def post(self, peer: bytes, message: Any) -> None:
-        """Queue a message for one of them."""
 
 
 class Responses:
@@ -111,11 +96,11 @@ class Responses:
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
-            if request.client.timed and request.timing is not None:
-                self._tell_time(request, request.timing)
         request.meet(Event.FINISH)
+        times_ns = (0, 0, 0) if request.timing is None else request.timing[1:]
         self._clients.post(
-            request.client.peer, Responded(request.id, last.code, last.message, last.body, True)
+            request.client.peer,
+            Responded(request.id, last.code, last.message, last.body, True, *times_ns),
         )
         self._forget(request)
 
@@ -154,20 +139,18 @@ class Responses:
             self.fail(request, code, text, reason, now_ns)
             return
         lookup = request.lookup
-        if lookup is not None and lookup.body:
+        if lookup is not None and lookup.body and self.cache is not None:
+            self.cache.lend(request.client.pid, lookup)
             queued = timing[0] - request.enqueued_ns
             self._statistics.hit(request.arrived_ns, queued, lookup.ns, now_ns)
         else:
             self._statistics.succeeded(request, timing, now_ns)
-        if request.client.timed:
-            self._tell_time(request, timing)
         request.meet(Event.FINISH)
-        self._clients.post(request.client.peer, Finished(request.id, body))
-        self._forget(request)
-
-    def _tell_time(self, request: Request, timing: Timing) -> None:
         _, input_ns, infer_ns, output_ns = timing
-        self._clients.post(request.client.peer, Timed(request.id, input_ns, infer_ns, output_ns))
+        self._clients.post(
+            request.client.peer, Finished(request.id, body, input_ns, infer_ns, output_ns)
+        )
+        self._forget(request)
 
     def fail(
         self,
@@ -211,26 +194,18 @@ class Responses:
     def drop_outputs(self, request: Request, body: bytes) -> None:
         """Tell the worker that had this request that nobody will read what it made."""
         worker = request.worker
-        if worker is None:
-            if self.cache is not None:
-                self.cache.drop(request.client.pid, body)
-            return
-        try:
-            tensors = unpack_inferred(body).outputs
-        except MalformedMessage:
-            return
-        offsets = [
-            tensor.data.offset
-            for tensor in tensors
-            if isinstance(tensor.data, Place) and tensor.data.memory.pid == worker.pid
-        ]
-        if offsets:
-            self._workers.post(worker.peer, ReleaseOutputs(request.client.pid, offsets))
+        for release in unread(body):
+            if worker is not None and release.pid == worker.pid:
+                outputs = ReleaseOutputs(request.client.pid, release.offsets)
+                self._workers.post(worker.peer, outputs)
 
     def _drop_held(self, request: Request) -> None:
         outcome, request.outcome = request.outcome, None
-        if outcome is not None and outcome.body:
-            self.drop_outputs(request, outcome.body)
+        if outcome is None:
+            return
+        if request.lookup is not None:
+            request.lookup.cancel()
+        self.drop_outputs(request, outcome.body)
 
     def _forget(self, request: Request) -> None:
         self.live -= 1

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -51,30 +51,31 @@ class _Entry(NamedTuple):
 
 class ResponseCache:
     """The responses of one model version. `start` says how large it may be, and who holds the
-    memory of clients."""
+    memory of clients; copies of large responses are `lent`."""
 
     def __init__(
         self,
         model: str,
         version: str,
         start: CacheStart,
+        lent: LentMemory,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._model = model
         self._version = version
         self._clients_memory = start.supervisor_pid
-        self._arena_byte_size = start.arena_byte_size
+        self.lent = lent
         self._clock = clock
         self._entries: LruCache[_Entry] = LruCache(start.byte_size)
         self._mappings = Mappings()
-        self._arena: Arena | None = None
-        self._lent: dict[int, set[int]] = {}  # the offsets in our arena that each reader has
+        self._lent_bytes = 0
         self._too_large = 0
 
-    def look_up(self, submit: Submit, reader: int) -> Lookup | None:
-        """The cached response to a request, for the process `reader`; None: the request
+    def look_up(self, submit: Submit) -> Lookup | None:
+        """The cached response to a request, which whoever asks is to settle; None: the request
         passes the cache by."""
         began_ns = self._clock()
+        copies: list[Block] = []
         try:
             inference = unpack_inference(submit.work)
             if any(output.place is not None for output in inference.outputs):
@@ -82,10 +83,10 @@ class ResponseCache:
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
             key = cache_key(self._model, self._version, inference, sequence, self._read)
             entry = self._entries.find(key)
-            body = b"" if entry is None else entry.body or self._copied(entry.response, reader)
+            body = b"" if entry is None else entry.body or self._copied(entry.response, copies)
         except (MalformedMessage, ShmserveError):
             return None
-        return Lookup(b"" if body else key, body, self._clock() - began_ns)
+        return Lookup(b"" if body else key, body, self._clock() - began_ns, copies)
 
     def insert(self, key: bytes, body: bytes) -> int:
         """Keep the response to a request that missed, as its worker has packed it; returns the ns
@@ -136,12 +137,9 @@ class ResponseCache:
     def _kept(self, data: bytes | Place) -> bytes:
         return data if isinstance(data, bytes) else bytes(self._read(data))
 
-    def _copied(self, response: Inferred, reader: int) -> bytes:
-        """A large response in our arena; raises Unavailable when that is full."""
-        if self._arena is None:
-            self._arena = Arena(self._arena_byte_size)
+    def _copied(self, response: Inferred, copies: list[Block]) -> bytes:
+        """A large response in memory that is lent; raises Unavailable when that is full."""
         placed: list[TensorRef] = []
-        lent = self._lent.setdefault(reader, set())
         inline = INLINE_LIMIT
         try:
             for tensor in response.outputs:
@@ -151,43 +149,30 @@ class ResponseCache:
                     inline -= len(data)
                     placed.append(tensor)
                     continue
-                place = self._arena.allocate(len(data))
-                lent.add(place.offset)
-                self._arena.view(place)[:] = data
-                placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, place))
+                copy = self.lent.write(data, self)
+                copies.append(copy)
+                self._lent_bytes += len(data)
+                placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, copy.place))
         except Unavailable:
-            self._give_back(reader, placed)
+            for copy in copies:
+                copy.release()
             raise
         return pack_inferred(Inferred(tuple(placed), response.parameters))
 
-    def drop(self, reader: int, body: bytes) -> None:
-        """Nobody will read this response of ours."""
-        self._give_back(reader, list(unpack_inferred(body).outputs))
+    def lend(self, reader: int, lookup: Lookup) -> None:
+        """`reader` is told of a response: what is copied for it is its own until it releases it."""
+        for copy in lookup.copies:
+            self.lent.lend(reader, copy.place, copy)
 
-    def _give_back(self, reader: int, tensors: list[TensorRef]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor.data, Place):
-                self.release(reader, tensor.data.memory.pid, [tensor.data.offset])
-
-    def release(self, reader: int, pid: int, offsets: list[int]) -> bool:
-        """A reader needs these bytes of process `pid` no more; whether that is this one."""
-        if self._arena is None or pid != self._arena.memory.pid:
-            return False
-        lent = self._lent.get(reader, set())
-        for offset in offsets:
-            if offset in lent:  # what it was not lent is ignored
-                lent.remove(offset)
-                self._arena.free(offset)
-        if not lent:
-            self._lent.pop(reader, None)
-        return True
+    def free(self, place: Place) -> None:
+        """Nobody has this copy any more."""
+        self._lent_bytes -= place.byte_size
+        self.lent.free(place)
 
     def process_exited(self, pid: int) -> None:
-        """A process is gone, and reads nothing any more."""
+        """A process is gone, with its memory and all that it was reading."""
         self._mappings.drop_process(pid)
-        for offset in self._lent.pop(pid, ()):
-            assert self._arena is not None
-            self._arena.free(offset)
+        self.lent.drop_reader(pid)
 
     def clear(self) -> None:
         """Forget all responses: they would be others now."""
@@ -205,5 +190,5 @@ class ResponseCache:
             "bytes": self._entries.used,
             "entries": len(self._entries),
             "evicted": self._entries.evicted,
-            "lent_bytes": 0 if self._arena is None else self._arena.used,
+            "lent_bytes": self._lent_bytes,
         }

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from shmserve.common.cumulative_counters import lasting
-from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken
 from shmserve.scheduler.statistics.execution_stats import ExecutionStats

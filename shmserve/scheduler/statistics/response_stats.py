@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from shmserve.ipc.messages import ExecutionResponded, Reply
+from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 
 # A request may have any number of responses, and what is reported has an end: those from this index
 # on are counted together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shmserve.ipc.messages import BatchFinished
+from shmserve.ipc.messages.inference import BatchFinished
 
 
 class Timing(NamedTuple):

@@ -1,23 +1,125 @@
-"""Events that are derived: changes of models' states, counters once a second, and a snapshot for
-each new subscriber."""
+"""The event stream: a publisher that serialises and sends only what somebody subscribes to, and a
+feed of derived events: changes of models' states, counters once a second, a snapshot for each new
+subscriber.
+
+Subscribers name the topics they want, which XPUB reports. Each has a bounded queue of its own: one
+that does not read loses events, and keeps nobody waiting. The events of a topic are numbered; by
+that a subscriber knows how many it lost.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.events import (
     COUNTERS,
     MODELS,
     SEQUENCES,
     SNAPSHOT,
+    TOPICS,
+    EventHeader,
     ModelChanged,
+    ModelCounted,
     ProcessStarted,
+    SequenceReached,
 )
-from shmserve.supervisor.events.publisher import EventPublisher
+from shmserve.ipc.transport.frames import pack
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.regions.region import OpenRegion
+
+if TYPE_CHECKING:
+    from shmserve.supervisor.events.xpub import Xpub
+
+logger = logging.getLogger(__name__)
+
+
+class Subscriptions:
+    """The prefixes of topics that somebody subscribes to, as XPUB reports them (pure)."""
+
+    def __init__(self) -> None:
+        self._prefixes: set[bytes] = set()
+
+    def update(self, frame: bytes) -> tuple[str, bool] | None:
+        """Apply a subscriber's message: the prefix, and whether it is wanted from now on. None: it
+        is not a subscription."""
+        if frame[:1] not in (b"\0", b"\1"):
+            return None
+        prefix, wanted = frame[1:], frame[:1] == b"\1"
+        if wanted:
+            self._prefixes.add(prefix)
+        else:
+            self._prefixes.discard(prefix)
+        return prefix.decode("utf-8", "replace"), wanted
+
+    def want(self, topic: str) -> bool:
+        """Whether an event on this topic would reach anybody."""
+        return any(topic.encode().startswith(prefix) for prefix in self._prefixes)
+
+
+class EventPublisher:
+    """Sends events to subscribers; before `open`, and after `close`, to nobody."""
+
+    def __init__(self) -> None:
+        self._subscriptions = Subscriptions()
+        self._sequences: Counter[str] = Counter()
+        self._socket: Xpub | None = None
+
+    def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
+        """Listen at ipc://PATH; `on_subscription(prefix, wanted)` is called when the first wants
+        such topics, and when the last does not any more.
+
+        Where that fails nothing but the events is missing, and the log says so.
+        """
+        from shmserve.supervisor.events.xpub import Xpub  # has threads: not while others are forked
+
+        def updated(frame: bytes) -> None:
+            subscription = self._subscriptions.update(frame)
+            if subscription is not None:
+                on_subscription(*subscription)
+
+        try:
+            self._socket = Xpub(endpoint, updated)
+        except OSError as error:
+            logger.error("no events can be listened to: %s", error)
+
+    def wants(self, topic: str) -> bool:
+        """Whether anybody subscribes to a topic."""
+        return self._socket is not None and self._subscriptions.want(topic)
+
+    def publish(self, event: Any) -> None:
+        """Send an event to the subscribers of its topic."""
+        topic = TOPICS[type(event)]
+        if self.wants(topic):
+            self._sequences[topic] += 1
+            self._send(topic, self._sequences[topic], (event,))
+
+    def respond(self, topic: str, events: Iterable[Any]) -> None:
+        """Send a snapshot to the one who asked for it, by a topic that is its own."""
+        assert topic.startswith(SNAPSHOT)
+        self._send(topic, 0, events)
+
+    def number(self, topic: str) -> None:
+        """Send how far each topic is to who asked for it, by a topic that is its own."""
+        assert topic.startswith(SEQUENCES)
+        topics = sorted(set(TOPICS.values()))
+        self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
+
+    def _send(self, topic: str, sequence: int, events: Iterable[Any]) -> None:
+        if self._socket is not None:
+            header = EventHeader(sequence, time.time_ns())
+            self._socket.send(topic.encode(), pack((header, *events)))
+
+    def close(self) -> None:
+        """Disconnect everybody."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
 
 _COUNTERS_EVERY_S = 1.0
 
@@ -51,7 +153,7 @@ class EventFeed:
         self._timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
-        """Somebody subscribes to topics that begin with this, or nobody does any more."""
+        """Serve a new subscription to topics that begin with `prefix` (not `wanted`: its end)."""
         if wanted and prefix.startswith(SNAPSHOT):
             self._publisher.respond(prefix, self.snapshot())
         if wanted and prefix.startswith(SEQUENCES):
@@ -62,7 +164,7 @@ class EventFeed:
             self._tick()
 
     def models_changed(self) -> None:
-        """A model may be in another state."""
+        """Publish the difference of the models' states since the last look."""
         if self._publisher.wants(MODELS):
             before, self._known = self._known, self._models()
             for event in changes(before, self._known):
@@ -92,3 +194,22 @@ def changes(before: States, after: States) -> Iterator[ModelChanged]:
     for (name, version), state in after.items():
         if before.get((name, version)) != state:
             yield ModelChanged(name, version, *state)
+
+
+_DURATIONS = ("queue", "compute_input", "compute_infer", "compute_output")
+
+
+def counted(statistics: dict[str, Any]) -> ModelCounted:
+    """The event for a scheduler's statistics; times are those of all requests together, in ns."""
+    stats, own = statistics["inference_stats"], statistics["shmserve"]
+    counters = {
+        "success": stats["success"]["count"],
+        "fail": stats["fail"]["count"],
+        "inference_count": statistics["inference_count"],
+        "execution_count": statistics["execution_count"],
+        "pending": own["pending"],
+        "executing": own["executing"],
+        "request_ns": stats["success"]["ns"],
+        **{f"{name}_ns": stats[name]["ns"] for name in _DURATIONS},
+    }
+    return ModelCounted(statistics["name"], statistics["version"], counters)

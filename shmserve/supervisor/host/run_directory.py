@@ -154,7 +154,7 @@ class RunDirectory:
             raise
 
     def _is_foreign(self) -> bool:
-        """Whether something is in the folder that we must not delete."""
+        # Whether something is in the folder that must not be deleted.
         with contextlib.suppress(OSError):
             if not set(os.listdir(self.path)) - {"lock"}:
                 return False

@@ -53,7 +53,8 @@ class LocalClientConnections:
     """The listener, and who has connected, by number.
 
     on_message(client, message, fds) handles a message, with the descriptors that came beside it: it
-    takes those that it keeps out of the list. on_left(number): one that was welcomed has gone.
+    takes those that it keeps out of the list. on_disconnect(number): one that was welcomed has
+    disconnected.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class LocalClientConnections:
         run_dir: Path,
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
-        on_left: Callable[[int], None],
+        on_disconnect: Callable[[int], None],
     ) -> None:
         """Open the listener: to programs of this user, or also of a group.
 
         Raises Unavailable when the run directory has no room for it.
         """
         self._on_message = on_message
-        self._on_left = on_left
+        self._on_disconnect = on_disconnect
         self._clients: dict[int, LocalClient] = {}
         self._numbers = itertools.count(FIRST)
         self._loop = asyncio.get_running_loop()
@@ -104,7 +105,7 @@ class LocalClientConnections:
             pid, uid, _ = credentials(link)
             unwelcomed = [each for each in self._clients.values() if not each.welcomed]
             if len(unwelcomed) >= _MOST_UNWELCOMED:
-                self.leave(unwelcomed[0])
+                self.disconnect(unwelcomed[0])
             if not self._has_room(uid):
                 fd_passing.disconnect(link)
                 continue
@@ -117,14 +118,14 @@ class LocalClientConnections:
             self._clients[client.number] = client
             self._loop.add_reader(link.fileno(), self._read, client)
             if process >= 0:
-                self._loop.add_reader(process, self.leave, client)
+                self._loop.add_reader(process, self.disconnect, client)
 
     def _has_room(self, uid: int) -> bool:
         """One user's programs do not take all the places."""
         of_one = sum(client.uid == uid for client in self._clients.values())
         return len(self._clients) < self._most and of_one < fd_limits.share_of(self._most)
 
-    def leave(self, client: LocalClient) -> None:
+    def disconnect(self, client: LocalClient) -> None:
         """End a connection; again does nothing."""
         if self._clients.pop(client.number, None) is None:
             return
@@ -136,14 +137,14 @@ class LocalClientConnections:
         # Before the schedulers cut it off: so it sees why they do.
         fd_passing.disconnect(client.link)
         if client.welcomed:
-            self._on_left(client.number)
+            self._on_disconnect(client.number)
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
         for client in list(self._clients.values()):
-            self.leave(client)
+            self.disconnect(client)
 
     # --- out
 
@@ -152,7 +153,7 @@ class LocalClientConnections:
         client.unsent.append(data)
         if len(client.unsent) > _MOST_UNREAD:
             logger.warning("a client program does not read what it is told: disconnected")
-            self.leave(client)
+            self.disconnect(client)
         elif len(client.unsent) == 1:
             self._flush(client)
 
@@ -164,7 +165,7 @@ class LocalClientConnections:
                 self._loop.add_writer(client.link.fileno(), self._flush, client)
                 return
             except OSError:
-                self.leave(client)
+                self.disconnect(client)
                 return
             client.unsent.popleft()
         self._loop.remove_writer(client.link.fileno())
@@ -177,11 +178,11 @@ class LocalClientConnections:
         except BlockingIOError:
             return
         except OSError:
-            self.leave(client)
+            self.disconnect(client)
             return
         try:
             if not data:
-                self.leave(client)
+                self.disconnect(client)
                 return
             for message in frames.unpack(data):
                 if client.number not in self._clients:
@@ -189,6 +190,6 @@ class LocalClientConnections:
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
             logger.warning("a client program sent what is no message: %s", error)
-            self.leave(client)
+            self.disconnect(client)
         finally:
             fd_passing.close_all(fds)

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 _MESSAGE = 64 * 1024
@@ -61,7 +62,7 @@ def close_all(fds: Iterable[int]) -> None:
         else:
             slow.append(fd)
     if slow:
-        _in_thread(lambda: _close(slow))
+        _in_thread(partial(_close, slow))
 
 
 def is_memory(fd: int) -> bool:

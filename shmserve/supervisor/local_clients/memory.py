@@ -1,4 +1,4 @@
-"""The memory that local clients share for their requests: checked, named by a MAC, lent."""
+"""Memory that local clients share for their requests: checked, named by a MAC, and kept open."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.common.access.shm_access import Peer
@@ -13,21 +14,37 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
-from shmserve.ipc.messages import ShareDeviceMemory
+from shmserve.ipc.messages.local_clients import ShareDeviceMemory
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.supervisor.local_clients import fd_passing
-from shmserve.supervisor.regions.lent import LentRegions
+from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.region import OpenRegion
 
 
 class LocalMemory:
-    """Registers what a local client shares. Its methods return the memory as clients and workers
-    name it, and raise ShmserveError, with nothing kept, for what cannot be."""
+    """Regions without a name, by memory id: each is its client's alone until it is released or the
+    client disconnects, and unknown to gateways. `tell_workers` reaches every worker.
 
-    def __init__(self, capabilities: Capabilities, lent: LentRegions) -> None:
+    What shares returns the memory as clients and workers name it, and raises ShmserveError, with
+    nothing kept, for what cannot be.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        opener: RegionOpener,
+        tell_workers: Callable[[Any], None],
+    ) -> None:
         self._capabilities = capabilities
-        self._lent = lent
+        self._opener = opener
+        self._tell_workers = tell_workers
         self._serials = itertools.count(1)
+        self._regions: dict[int, OpenRegion] = {}
+
+    def __len__(self) -> int:
+        return len(self._regions)
 
     def share(self, number: int, uid: int, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
         """A memfd of the local client `number`, of user `uid`; its descriptor is taken out of
@@ -38,7 +55,9 @@ class LocalMemory:
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
         memory_id = self._capabilities.memory_id(number, *rest, pin)
-        self._lent.lend(memory_id, shared, byte_size, Peer(uid), number, pin)
+        self._regions[memory_id] = self._opener.take_lent(
+            memory_id, shared, byte_size, Peer(uid), number, pin=pin
+        )
         fds.clear()
         return [memory_id, *rest, False, pin]
 
@@ -53,12 +72,23 @@ class LocalMemory:
             raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)
-        await self._lent.lend_cuda(memory, Peer(uid), number)
+        self._regions[memory_id] = await self._opener.take_lent_cuda(memory, Peer(uid), number)
         return [memory_id, size, handle.device, handle.raw, handle.uuid]
 
-    def give_back(self, number: int, memory_id: int = 0) -> None:
-        """A local client needs a memory no more, or (without `memory_id`) is gone."""
-        self._lent.give_back(number, memory_id)
+    def release(self, number: int, memory_id: int = 0) -> None:
+        """Close a memory that a local client needs no more, or (without `memory_id`) all of one
+        that has disconnected."""
+        for region in list(self._regions.values()):
+            if region.lessor == number and memory_id in (0, region.memory_id):
+                del self._regions[region.memory_id]
+                self._tell_workers(MemoryDropped(region.memory_id))
+                self._opener.close(region)
+
+    def close(self) -> None:
+        """Close every one."""
+        for region in self._regions.values():
+            self._opener.close(region)
+        self._regions.clear()
 
 
 def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:

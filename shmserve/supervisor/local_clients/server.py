@@ -24,14 +24,20 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.local_clients import (
+    Hello,
+    ShareDeviceMemory,
+    ShareMemory,
+    Welcome,
+    WithdrawMemory,
+)
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import LocalClient, LocalClientConnections
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
-from shmserve.supervisor.regions.lent import LentRegions
 
 logger = logging.getLogger(__name__)
 
@@ -44,37 +50,37 @@ _LARGEST_PACKET = 4 * 1024 * 1024  # bytes of a packet
 
 class LocalClientServer:
     """The supervisor's side of the protocol. `snapshot()` gives the models and the health;
-    `on_left(number)` hears of a local client that has gone."""
+    `on_disconnect(number)` is called when one has disconnected."""
 
     def __init__(
         self,
         run_dir: Path,
         group: int,
         capabilities: Capabilities,
-        lent: LentRegions,
+        memory: LocalMemory,
         snapshot: Callable[[], Iterable[Any]],
-        on_left: Callable[[int], None],
+        on_disconnect: Callable[[int], None],
     ) -> None:
         """Open the listener: to programs of this user, or also of a group.
 
         Raises Unavailable when the run directory has no room for it.
         """
         self._capabilities = capabilities
-        self._memory = LocalMemory(capabilities, lent)
+        self._memory = memory
         self._snapshot = snapshot
-        self._on_left = on_left
+        self._on_disconnect = on_disconnect
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = Acknowledgements()
-        self._connections = LocalClientConnections(run_dir, group, self._take, self._left)
+        self._connections = LocalClientConnections(run_dir, group, self._take, self._disconnected)
         self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
         self._connections.close()
 
-    def _left(self, number: int) -> None:
+    def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)
-        self._on_left(number)
+        self._on_disconnect(number)
 
     # --- models and health, to all
 
@@ -112,14 +118,14 @@ class LocalClientServer:
 
     def _take(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case m.Hello(version=frames.VERSION) if not client.welcomed:
+            case Hello(version=frames.VERSION) if not client.welcomed:
                 client.welcomed = True
-                welcome = m.Welcome(client.number, self._capabilities.token(client.number))
+                welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for item in (welcome, *self._snapshot()):
                     self._connections.send(client, self._packet(item))
             case m.Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
-            case m.ShareMemory(number, size, pin) if client.welcomed:
+            case ShareMemory(number, size, pin) if client.welcomed:
                 response: Any
                 try:
                     response = m.Answered(
@@ -129,19 +135,19 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = m.Refused(number, error.code, error.message)
                 self._connections.send(client, frames.pack([response]))
-            case m.ShareDeviceMemory() if client.welcomed:
+            case ShareDeviceMemory() if client.welcomed:
                 in_background(self._share_device(client, message), self._checks)
-            case m.WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
-                self._memory.give_back(client.number, memory_id)
+            case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
+                self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    async def _share_device(self, client: LocalClient, request: m.ShareDeviceMemory) -> None:
+    async def _share_device(self, client: LocalClient, request: ShareDeviceMemory) -> None:
         response: Any
         try:
             memory = await self._memory.share_device(client.number, client.uid, request)
             if client.number not in self._connections:
-                self._memory.give_back(client.number)
+                self._memory.release(client.number)
             response = m.Answered(request.id, {"memory": memory})
         except ShmserveError as error:
             response = m.Refused(request.id, error.code, error.message)

@@ -1,25 +1,29 @@
-"""What ensembles need: their steps' models are loaded before them, and never twice at a time."""
+"""Dependencies of ensembles: their steps' models are loaded before them, never twice at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
 class Dependencies:
-    """Loads the models of ensembles' steps with `load(name)`, unless they serve."""
+    """Loads the models of ensembles' steps with `load(name)`, unless they serve. `hosted`: they are
+    scheduled beside their ensembles."""
 
     def __init__(
         self,
         planner: LoadPlanner,
         registry: ModelRegistry,
         load: Callable[[str], Awaitable[None]],
+        hosted: bool = True,
     ) -> None:
+        self._hosted = hosted
         self._planner = planner
         self._registry = registry
         self._load = load
@@ -29,7 +33,8 @@ class Dependencies:
 
     @contextlib.contextmanager
     def loading(self, names: list[str]) -> Iterator[None]:
-        """These are about to be loaded: whoever needs one waits until it is `loaded`."""
+        """Enter models that are about to be loaded: whoever needs one waits until it is
+        `loaded`."""
         loop = asyncio.get_running_loop()
         began = {name: loop.create_future() for name in names if name not in self._loading}
         self._loading.update(began)
@@ -40,7 +45,7 @@ class Dependencies:
                 self.loaded(name)
 
     def loaded(self, name: str) -> None:
-        """A load has ended, well or not."""
+        """Wake those who wait for a load: it has ended, well or not."""
         future = self._loading.pop(name, None)
         if future is not None:
             future.set_result(None)
@@ -78,12 +83,38 @@ class Dependencies:
                     found.append(ensemble)
         return found
 
+    async def expect(self, names: Iterable[str]) -> None:
+        """Look at the graphs of what is about to be loaded: where a step is scheduled depends on
+        the ensembles that have it."""
+        found = await asyncio.to_thread(lambda: {name: self._steps(name) for name in names})
+        self._steps_of.update({name: steps for name, steps in found.items() if steps})
+
+    def group(self, name: str) -> Group:
+        """The models that are scheduled in one process with this one: a connected component of
+        ensembles and their steps, or it alone."""
+        names = self._component(name) if self._hosted else {name}
+        ensembles = names & self._steps_of.keys()
+        steps = {step for ensemble in ensembles for step in self._steps_of[ensemble]}
+        outermost = sorted(ensembles - steps)
+        title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
+        return Group(title, frozenset(names))
+
+    def _component(self, name: str) -> set[str]:
+        names, waiting = {name}, [name]
+        while waiting:
+            known = waiting.pop()
+            near = set(self._steps_of.get(known, ()))
+            near |= {ensemble for ensemble, steps in self._steps_of.items() if known in steps}
+            waiting += near - names
+            names |= near
+        return names
+
     def wanted_itself(self, name: str) -> None:
-        """Somebody asked for this model."""
+        """Note that a request asked for this model."""
         self._for_others.discard(name)
 
     def not_wanted(self, name: str) -> None:
-        """Somebody asked for its end."""
+        """Note that a request asked for its end."""
         self._steps_of.pop(name, None)
         self._for_others.discard(name)
 

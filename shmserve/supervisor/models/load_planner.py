@@ -1,18 +1,26 @@
-"""The load planner: finds a model's folder, reads its configuration, chooses the versions to
-load."""
+"""The load planner: finds a model's folder, reads its configuration, chooses the versions to load.
+The folder of a load request that carries files is written to disk until nothing of it runs.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf import text_format
+
 from shmserve import model_config
-from shmserve.common.model_names import is_model_name
+from shmserve.common.model_names import check_model_name, is_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
-from shmserve.supervisor.models import overrides, repository
+from shmserve.model_config import read_json
+from shmserve.supervisor.models import repository
+from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ class LoadPlanner:
         return {**repository.scan(*self._where()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
-        """What changes when a file of the model does; "" when there is no such model."""
+        """A text that changes with any file of the model; "" when there is no such model."""
         folder = self._find(name) if is_model_name(name) else None
         return repository.fingerprint(folder) if folder is not None else ""
 
@@ -123,18 +131,18 @@ class LoadPlanner:
         ]
 
     def discard(self, plan: VersionSpec) -> None:
-        """Nothing of `plan` runs any more: remove what a load request's files were written to."""
+        """Remove the folder that a load request's files were written to: nothing of `plan` runs."""
         self._remove(plan.model_dir)
 
     def _remove(self, folder: Path) -> None:
         if folder.is_relative_to(self._overrides):
-            overrides.discard(folder)
+            discard_override(folder)
 
     def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
-            path = overrides.materialise(self._overrides, name, override, files)
+            path = materialise_override(self._overrides, name, override, files)
             return repository.scan([path.parent])[name]
         folder = self._find(name)
         if folder is None:
@@ -200,7 +208,7 @@ class LoadPlanner:
 
     @staticmethod
     def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
-        """What GET /v2/models/NAME shows."""
+        """The object of GET /v2/models/NAME."""
         return model_config.metadata(model_config.from_json(config), map(int, versions))
 
 
@@ -213,3 +221,46 @@ def _not_polled(name: str, error: ShmserveError) -> Internal:
 def _unavailable(versions: list[int], problem: str) -> str:
     reason = f"UNAVAILABLE state: {InvalidArgument.title}: {problem}"
     return "".join(f"version {version} is at {reason};\n" for version in versions)
+
+
+def materialise_override(
+    base_dir: Path, name: str, config_json: str, files: Mapping[str, bytes]
+) -> Path:
+    """Write a model's folder from a load request and return it: `base_dir`/<unique>/`name`.
+
+    `files` maps "1/model.py" to contents; `config_json` becomes its config.pbtxt. `base_dir` is the
+    server's own. Raises InvalidArgument for a path that is absolute, has a ".." or is used twice,
+    and as `read_json` does.
+    """
+    check_model_name(name)
+    config, _ = read_json(config_json)
+    contents = dict(files)
+    contents[CONFIG_FILE] = text_format.MessageToString(config).encode()
+    base_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unique = Path(tempfile.mkdtemp(prefix="override-", dir=base_dir))
+    try:
+        for relative, content in contents.items():
+            _write(unique / name, relative, content)
+    except BaseException:
+        shutil.rmtree(unique, ignore_errors=True)
+        raise
+    return unique / name
+
+
+def discard_override(path: Path) -> None:
+    """Remove what `materialise_override` returned."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _write(root: Path, relative: str, content: bytes) -> None:
+    parts = relative.split("/")
+    safe = all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
+    if not safe or "\0" in relative or "\\" in relative or len(parts) > 16:
+        raise InvalidArgument(f"invalid file override path '{relative}'")
+    path = root.joinpath(*parts)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(content)
+    except (FileExistsError, NotADirectoryError):
+        raise InvalidArgument(f"file override path '{relative}' is used twice") from None

@@ -1,7 +1,7 @@
 """The model manager: start-up, load, reload without downtime, unload; serialised for each name.
 
 load:    what it needs (dependencies) -> itself (model_loader) -> the ensembles that need it
-unload:  give up what is loading -> withdraw from the gateways -> drain -> stop
+unload:  cancel what is loading -> withdraw from the gateways -> drain -> stop
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.host.startup_report import StartupReport
+from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
@@ -24,12 +26,14 @@ from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
 
 class ModelManager:
-    """Loads and unloads. `on_change` hears of readiness, `on_states` of every state."""
+    """Loads and unloads. `on_change` is called when readiness may have changed, `on_states` when
+    any state has."""
 
     def __init__(
         self,
@@ -45,8 +49,16 @@ class ModelManager:
         self._on_change = on_change
         self._on_states = on_states
         self._rollout = Rollout(context, registry, planner, self._states_changed)
-        self._loader = ModelLoader(context, planner, registry, self._rollout, self._states_changed)
-        self._dependencies = Dependencies(planner, registry, self.load)
+        hosted = context.config.ensemble_scheduling == "hosted"
+        self._dependencies = Dependencies(planner, registry, self.load, hosted)
+        self._loader = ModelLoader(
+            context,
+            planner,
+            registry,
+            self._rollout,
+            self._dependencies.group,
+            self._states_changed,
+        )
 
     def _states_changed(self) -> None:
         self._on_states()
@@ -64,6 +76,7 @@ class ModelManager:
         wanted = list(found)
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        await self._dependencies.expect(wanted)
         with self._dependencies.loading(wanted):
             loads = [self._load_at_start(name, progress) for name in wanted]
             return all(await asyncio.gather(*loads))
@@ -130,9 +143,24 @@ class ModelManager:
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
+        self._regroup(self._dependencies.group(name))
         changed = before != self._registry.configurations(name)
         for ensemble in self._dependencies.to_load_after(name, changed):
             await self._load_again(ensemble)
+
+    def _regroup(self, group: Group) -> None:
+        """Models that belong to an ensemble's process, or not any more, move."""
+        for name in group.names if len(group.names) > 1 else ():
+            self._context.background(self._move(name))
+
+    async def _move(self, name: str) -> None:
+        async with self._registry.turn(name) as model:
+            published = partial(self._rollout.published_again, model)
+            for version in list(model.serving.values()):
+                try:
+                    await version.regroup(self._dependencies.group(name), published)
+                except ShmserveError as error:
+                    logger.error("model '%s' stays where it is: %s", name, error.message)
 
     async def _load_again(self, ensemble: str) -> None:
         """Load an ensemble of which a step's model was loaded; it serves no more if it does not fit
@@ -144,10 +172,12 @@ class ModelManager:
             await self._unload(ensemble)
 
     async def unload(self, name: str) -> None:
-        """Give up what loads, and have what serves finish what it has; an unknown model is fine.
+        """Cancel what loads, and have what serves finish what it has; an unknown model is fine.
         Ensembles that need it are unloaded before it, until it is loaded again."""
+        group = self._dependencies.group(name)
         self._dependencies.not_wanted(name)
         await self._unload(name)
+        self._regroup(group)
 
     async def _unload(self, name: str) -> None:
         for ensemble in self._registry.ensembles_of(name):
@@ -157,8 +187,8 @@ class ModelManager:
             return
         # A model that hangs while it loads would keep its turn for ever, or take it next.
         known.unloads += 1
-        for update_in_place in known.updates:
-            update_in_place.give_up()
+        for update in known.updates:
+            update.cancel()
         await asyncio.gather(*(v.kill() for v in known.coming if not v.ready))
         async with self._registry.turn(name) as model:
             old, model.serving = model.serving, {}
@@ -194,7 +224,7 @@ class ModelManager:
         live = self._registry.live
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
-            self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
+            self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)
 
 
 async def _stop(version: ModelVersion, before: list[asyncio.Task[None]]) -> None:

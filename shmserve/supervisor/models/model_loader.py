@@ -1,26 +1,27 @@
 """The load of one model that has its turn: plan every version -> start all (or none) -> switch to
-them (rollout); or, where nothing but instances differs, update what serves (in_place).
+them (rollout); or, where nothing but instances differs, update those that serve (instance_update).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.in_place import update, updates_for
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
+from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
 class ModelLoader:
-    """Loads models. `on_change` hears when one begins, and when one fails."""
+    """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when
+    a load begins, and when it fails."""
 
     def __init__(
         self,
@@ -36,8 +38,10 @@ class ModelLoader:
         planner: LoadPlanner,
         registry: ModelRegistry,
         rollout: Rollout,
+        group: Callable[[str], Group],
         on_change: Callable[[], None],
     ) -> None:
+        self._group = group
         self._context = context
         self._planner = planner
         self._registry = registry
@@ -58,9 +62,9 @@ class ModelLoader:
                 self._planner.discard(spec)
             reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
             raise load_failed(model, {spec.version: reason for spec in specs})
-        updates = updates_for(model, specs)
+        updates = _instance_updates(model, specs)
         if updates is not None:
-            await update(model, updates, self._rollout)
+            await self._update_instances(model, updates)
         else:
             await self._deploy(model, specs)
 
@@ -88,8 +92,9 @@ class ModelLoader:
     async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:
         model.status.pop("", None)
         changed = partial(self._rollout.changed, model)
+        group = self._group(model.name)
         new = model.coming = [
-            ModelVersion(self._context, spec, changed, self._registry) for spec in specs
+            ModelVersion(self._context, spec, changed, self._registry, group) for spec in specs
         ]
         self._registry.created(new)
         for version in new:
@@ -108,23 +113,15 @@ class ModelLoader:
     async def _start_all(self, model: ModelEntry, new: list[ModelVersion]) -> None:
         """Start every version, or, when one fails, none; raises InvalidArgument then."""
         results = await asyncio.gather(*(v.start() for v in new), return_exceptions=True)
-        failures: dict[str, str] = {}
-        for version, result in zip(new, results, strict=True):
-            if not isinstance(result, BaseException):
-                continue
-            if not isinstance(result, ShmserveError):
-                logger.error("loading failed", exc_info=result)
-                result = Internal("internal error")
-            number, reason = version.spec.version, f"{result.title}: {result.message}"
-            failures[number] = reason
-            logger.error("failed to load '%s' version %s: %s", model.name, number, reason)
+        failures = _failures(model, dict(zip((v.spec.version for v in new), results, strict=True)))
+        for number, reason in failures.items():
             if number not in model.serving:
                 model.status[number] = Status(ModelState.UNAVAILABLE, reason)
                 self._context.tell(m.ModelWithdrawn(model.name, number, 0))
         graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
             await asyncio.gather(*(v.kill() for v in new))
-            self._rollout.forget(new)
+            self._rollout.remove(new)
             for number, status in model.status.items():
                 if status.state is ModelState.LOADING:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
@@ -133,3 +130,55 @@ class ModelLoader:
             if graph is not None:
                 raise InvalidArgument(f"load failed for model '{model.name}': {graph.message}\n")
             raise load_failed(model, failures)
+
+    async def _update_instances(
+        self, model: ModelEntry, updates: dict[str, InstanceUpdate]
+    ) -> None:
+        """Update every version, or, when one fails, none; raises InvalidArgument then. Returns once
+        every gateway knows."""
+        model.updates = list(updates.values())
+        try:
+            adding = (update.add() for update in model.updates)
+            results = await asyncio.gather(*adding, return_exceptions=True)
+            failures = _failures(model, dict(zip(updates, results, strict=True)))
+            if failures:
+                raise load_failed(model, failures)
+        except BaseException:
+            for update in model.updates:
+                update.revert()
+            raise
+        finally:
+            model.updates = []
+        for version, update in updates.items():
+            model.serving[version].commit(update)
+            logger.info("updated the instances of '%s' version %s", model.name, version)
+        await self._rollout.published_again(model)
+
+
+def _instance_updates(
+    model: ModelEntry, specs: Sequence[VersionSpec]
+) -> dict[str, InstanceUpdate] | None:
+    """The update of each version that serves, or None where another deployment is needed: other
+    versions, one that is broken, or another difference than in instances; or none at all."""
+    if {spec.version for spec in specs} != model.serving.keys():
+        return None
+    found: dict[str, InstanceUpdate] = {}
+    for spec in specs:
+        update = model.serving[spec.version].update_to(spec)
+        if update is None:
+            return None
+        found[spec.version] = update
+    return found
+
+
+def _failures(model: ModelEntry, results: Mapping[str, object]) -> dict[str, str]:
+    """The reasons of the versions whose result is an exception; they are logged."""
+    failures: dict[str, str] = {}
+    for version, result in results.items():
+        if isinstance(result, BaseException):
+            if not isinstance(result, ShmserveError):
+                logger.error("loading failed", exc_info=result)
+                result = Internal("internal error")
+            reason = failures[version] = f"{result.title}: {result.message}"
+            logger.error("failed to load '%s' version %s: %s", model.name, version, reason)
+    return failures

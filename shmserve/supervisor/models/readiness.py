@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages import CheckReady, ReadyChecked
+from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 
 PATIENCE_S = 5.0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
@@ -26,7 +26,7 @@ _RESTARTING = "a process that ended is started again"
 
 @dataclass(slots=True)
 class Status:
-    """What the repository index shows for a version; version "" stands for a model that has
+    """The state of a version in the repository index; version "" stands for a model that has
     none."""
 
     state: ModelState
@@ -120,17 +120,17 @@ class ModelRegistry:
         return set(self._live)
 
     def created(self, versions: Iterable[ModelVersion]) -> None:
-        """These may have processes from now on."""
+        """Enter versions that may have processes from now on."""
         self._live.update(versions)
 
     def ended(self, versions: Iterable[ModelVersion]) -> None:
-        """These have no process any more."""
+        """Remove versions that have no process any more."""
         for version in versions:
             self._live.discard(version)
             version.ended.set()
 
     def process_exited(self, child: Child) -> None:
-        """A process of the server has ended: its version deals with it."""
+        """Pass the end of a process on to its version."""
         for version in self._live:
             version.process_exited(child)
 
@@ -141,7 +141,7 @@ class ModelRegistry:
     # --- what is published
 
     def find(self, name: str, version: str) -> dict[str, Any]:
-        """Where a model's requests go, for a model that calls it; raises NotFound."""
+        """The destination of a model's requests, for a model that calls it; raises NotFound."""
         model = self._models.get(name)
         if model is None or not model.status:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
@@ -159,7 +159,7 @@ class ModelRegistry:
         }
 
     def published_now(self, step: StepModel) -> m.ModelPublished | None:
-        """What is told of a model version now, or None where it does not serve."""
+        """The publication of a model version now, or None where it does not serve."""
         model = self._models.get(step.name)
         found = None if model is None else model.serving.get(step.version or model.latest)
         return None if model is None or found is None else self.publication(model, found, 0)
@@ -201,9 +201,9 @@ class ModelRegistry:
                 if not (problem or ready):
                     rows.append({"name": name})
             rows += [
-                _index_row(name, version, of_version)
-                for version, of_version in sorted(status.items(), key=lambda item: _number(item[0]))
-                if not ready or of_version.state is ModelState.READY
+                _index_row(name, version, status[version])
+                for version in sorted(status, key=_number)
+                if not ready or status[version].state is ModelState.READY
             ]
         return rows
 
@@ -230,7 +230,7 @@ class ModelRegistry:
         )
 
     def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
-        """What a new gateway must know."""
+        """The messages that bring a new gateway up to date."""
         for model in self._models.values():
             for number in model.status.keys() - model.serving.keys() - {""}:
                 yield m.ModelWithdrawn(model.name, number, 0)
@@ -240,7 +240,7 @@ class ModelRegistry:
     def publication(
         self, model: ModelEntry, version: ModelVersion, number: int
     ) -> m.ModelPublished:
-        """What is told of a version that serves; `number` asks for an acknowledgement."""
+        """The message about a version that serves; `number` asks for an acknowledgement."""
         metadata = self._metadata(version.config, sorted(model.serving, key=int))
         return m.ModelPublished(
             name=model.name,

@@ -16,7 +16,7 @@ from functools import partial
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status
@@ -29,7 +29,7 @@ _MOST_ANNOUNCEMENTS = 8
 
 
 def load_failed(model: ModelEntry, reasons: Mapping[str, str]) -> InvalidArgument:
-    """What is said of a model whose versions could not be loaded, for these reasons."""
+    """The refusal of a load whose versions failed for these reasons."""
     failures = "".join(
         f"version {version} is at UNAVAILABLE state: {reason};\n"
         for version, reason in reasons.items()
@@ -38,7 +38,7 @@ def load_failed(model: ModelEntry, reasons: Mapping[str, str]) -> InvalidArgumen
 
 
 class Rollout:
-    """Puts versions in service and out of it. `on_change` hears of states."""
+    """Puts versions in service and out of it. `on_change` is called when a state changes."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Rollout:
         self._registry = registry
         self._planner = planner
         self._on_change = on_change
-        # Where ensembles were told that a version is, by model and number.
+        # The endpoint of a version that ensembles were sent, by model and number.
         self._endpoints: dict[tuple[str, str], str] = {}
 
     async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
@@ -88,7 +88,7 @@ class Rollout:
         await self.dismiss(model, old)
 
     async def published_again(self, model: ModelEntry) -> None:
-        """What serves is another in what is told of it: returns once every gateway knows."""
+        """Publish what serves again, which has changed; returns once every gateway knows."""
         for version in model.serving.values():
             await self._publish(model, version)
         self._on_change()
@@ -100,7 +100,7 @@ class Rollout:
 
     async def _announce(self, model: ModelEntry, version: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
-        be, or is never so for long enough to be told."""
+        be, or is never so for long enough to be published."""
         for _ in range(_MOST_ANNOUNCEMENTS):
             await version.until_ready()
             changes = version.changes
@@ -110,8 +110,8 @@ class Rollout:
         raise Unavailable("its processes end as soon as they are ready")
 
     async def dismiss(self, model: ModelEntry, leaving: Mapping[str, ModelVersion]) -> None:
-        """These do not serve any more: the versions that no other serves are withdrawn, and what is
-        in flight is finished."""
+        """Take versions out of service: those that no other serves are withdrawn, and what is in
+        flight is finished."""
         for number in leaving.keys() - model.serving.keys():
             self._endpoints.pop((model.name, number), None)
             await self._context.publish(partial(m.ModelWithdrawn, model.name, number))
@@ -131,7 +131,7 @@ class Rollout:
         # serves now.
         self._context.broadcast(_lost(model, version), "gateway", "ensemble")
         self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
-        self.forget([version])
+        self.remove([version])
         status = model.status.get(number)
         last = all(
             (other.spec.name, other.spec.version) != (model.name, number)
@@ -141,8 +141,8 @@ class Rollout:
             model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
         self._on_change()
 
-    def forget(self, ended: Iterable[ModelVersion]) -> None:
-        """The last processes of these have ended: what was written for them alone is removed."""
+    def remove(self, ended: Iterable[ModelVersion]) -> None:
+        """Remove versions whose last processes have ended, and what was written for them alone."""
         ended = list(ended)
         self._registry.ended(ended)
         used = {version.spec.model_dir for version in self._registry.live}
@@ -151,7 +151,7 @@ class Rollout:
                 self._planner.discard(spec)
 
     def changed(self, model: ModelEntry, version: ModelVersion) -> None:
-        """A version's readiness, endpoint or failure is another one now."""
+        """Publish a version whose readiness, endpoint or failure has changed."""
         if model.serving.get(version.spec.version) is version:
             news = self._registry.publication(model, version, 0)
             # Ensembles are many, and it is nothing to them whether a model is ready.

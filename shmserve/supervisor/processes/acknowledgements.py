@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Hashable, Iterable
 
 
 class Acknowledgements:
@@ -11,31 +12,32 @@ class Acknowledgements:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[set[int], asyncio.Future[None]]] = {}
+        self._open: dict[int, tuple[set[Hashable], asyncio.Future[None]]] = {}
 
-    def begin(self, pids: set[int]) -> tuple[int, asyncio.Future[None]]:
-        """A number to send, and a future that resolves when all `pids` acknowledged it. Nothing is
+    def begin(self, peers: Iterable[Hashable]) -> tuple[int, asyncio.Future[None]]:
+        """A number to send, and a future that resolves when all `peers` acknowledged it. Nothing is
         kept of one that nobody waits for any more, and has cancelled."""
         number = next(self._numbers)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if pids:
-            self._open[number] = (set(pids), future)
+        waited_for = set(peers)
+        if waited_for:
+            self._open[number] = (waited_for, future)
             future.add_done_callback(lambda _: self._open.pop(number))
         else:
             future.set_result(None)
         return number, future
 
-    def acknowledged(self, pid: int, number: int) -> None:
-        """`pid` says that the change holds there."""
+    def acknowledged(self, peer: Hashable, number: int) -> None:
+        """The change holds at `peer`."""
         entry = self._open.get(number)
         if entry is None:
             return
         missing, future = entry
-        missing.discard(pid)
+        missing.discard(peer)
         if not (missing or future.done()):
             future.set_result(None)
 
-    def exited(self, pid: int) -> None:
-        """Nothing is to be waited for from `pid` any more."""
+    def exited(self, peer: Hashable) -> None:
+        """Nothing is to be waited for from `peer` any more."""
         for number in list(self._open):
-            self.acknowledged(pid, number)
+            self.acknowledged(peer, number)

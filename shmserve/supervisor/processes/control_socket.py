@@ -1,7 +1,8 @@
-"""The control socket: typed messages between the supervisor and its processes, by pid.
+"""The control socket: typed messages between the supervisor and its processes, by address.
 
-Messages of a process are routed to whoever started it (`enrol`), requests to the control plane to
-their service (`serve`), and acknowledgements to whoever waits for them (`publish`).
+Messages of a process, or of a scheduler that one hosts, are routed to whoever started it (`enrol`),
+requests to the control plane to their service (`serve`), and acknowledgements to whoever waits for
+them (`publish`).
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from shmserve.ipc.messages import (
-    Acknowledged,
     EnsembleToSupervisor,
     GatewayToSupervisor,
+    HostToSupervisor,
     SchedulerToSupervisor,
     WorkerToSupervisor,
     WorkspaceToSupervisor,
 )
-from shmserve.ipc.transport.peercred_router import PeerCredRouter, last_number
+from shmserve.ipc.messages.supervision import Acknowledged
+from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
 from shmserve.supervisor.processes.acknowledgements import Acknowledgements
 
 logger = logging.getLogger(__name__)
@@ -29,18 +31,36 @@ logger = logging.getLogger(__name__)
 # Messages that a process may send, by its role: models run foreign code, and are workers at most.
 _MAY_SEND = {
     "gateway": frozenset(get_args(GatewayToSupervisor)),
+    "host": frozenset(get_args(HostToSupervisor)),
     "scheduler": frozenset(get_args(SchedulerToSupervisor)),
     "ensemble": frozenset(get_args(EnsembleToSupervisor)),
     "worker": frozenset(get_args(WorkerToSupervisor)),
     "workspace": frozenset({WorkspaceToSupervisor}),
 }
+_HOSTED = (b"scheduler", b"ensemble")
 _MOST_UNKNOWN = 64
 _MOST_EARLY = 4  # of each
 _MOST_READS = 64  # at a time: a peer may never stop sending
 
 
+class SchedulerAddress(NamedTuple):
+    """A scheduler, by its number, in the process that hosts it."""
+
+    pid: int
+    number: int
+
+
+# Of a process its pid.
+Address = int | SchedulerAddress
+
+
+def pid_of(address: Address) -> int:
+    """The process at an address."""
+    return address if isinstance(address, int) else address.pid
+
+
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _Peer:
     role: str
     handler: Callable[[Any], None]
 
@@ -48,55 +68,64 @@ class _Process:
 class ControlSocket:
     """Routes messages in the event loop.
 
-    A peer's identity is "role.....pid": models run foreign code, which may connect here, but not as
-    a gateway. A process may send a moment before the supervisor has entered it, so messages of a
-    pid that is not enrolled wait in a short queue, from which those of others are evicted.
+    A peer's identity is "role.....pid", a scheduler's "role.number.pid": models run foreign code,
+    which may connect here, but not as a gateway. A process may send a moment before the supervisor
+    has entered it, so messages of an address that is not enrolled wait in a short queue, from which
+    those of others are evicted.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, last_number)
-        self._processes: dict[int, _Process] = {}
-        self._services: dict[type[Any], Callable[[int, Any], None]] = {}
+        self._enrolled: dict[Address, _Peer] = {}
+        self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self._acknowledgements = Acknowledgements()
-        self._peers: dict[int, bytes] = {}
-        self._unknown: deque[tuple[int, bytes, Any]] = deque(maxlen=_MOST_UNKNOWN)
+        self._identities: dict[Address, bytes] = {}
+        self._unknown: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MOST_UNKNOWN)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)
         self._flushing = False
 
     # --- peers
 
-    def enrol(self, pid: int, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages of our process `pid`, those that came already too, to `handler`; `role` is
-        "gateway", "scheduler", "ensemble", "worker" or "workspace"."""
-        self._processes[pid] = _Process(role, handler)
-        known = [item for item in self._unknown if item[0] == pid]
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+        """Route messages of our process or scheduler at `address`, those that came already too, to
+        `handler`; `role` is "gateway", "host", "scheduler", "ensemble", "worker" or "workspace"."""
+        self._enrolled[address] = _Peer(role, handler)
+        known = [item for item in self._unknown if item[0] == address]
         for item in known:
             self._unknown.remove(item)
             self._take(*item)
 
-    def serve(self, kinds: Iterable[type[Any]], handler: Callable[[int, Any], None]) -> None:
-        """Route messages of these types to `handler(pid, message)`, whichever of our processes
+    def serve(self, kinds: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
+        """Route messages of these types to `handler(address, message)`, whichever of our processes
         sends them that may."""
         self._services.update(dict.fromkeys(kinds, handler))
 
     def dismiss(self, pid: int) -> None:
         """The process is gone; what it had sent, why it ends for one, is handled first."""
         self.receive_all()
-        self._processes.pop(pid, None)
-        self._peers.pop(pid, None)
-        self._acknowledgements.exited(pid)
+        for address in [each for each in self._enrolled if pid_of(each) == pid]:
+            self.withdraw(address)
 
-    def connected(self, pid: int) -> bool:
-        """Whether the process has sent something."""
-        return pid in self._peers
+    def withdraw(self, address: Address) -> None:
+        """Route nothing more from or to an address."""
+        self._enrolled.pop(address, None)
+        self._identities.pop(address, None)
+        self._acknowledgements.exited(address)
+
+    def connected(self, address: Address) -> bool:
+        """Whether something was sent from there."""
+        return address in self._identities
 
     def pids(self, *roles: str) -> list[int]:
-        """The processes with one of these roles that have made contact."""
+        """The processes of those with one of these roles that have made contact."""
+        return list(dict.fromkeys(map(pid_of, self._addresses(*roles))))
+
+    def _addresses(self, *roles: str) -> list[Address]:
         return [
-            pid
-            for pid, process in self._processes.items()
-            if process.role in roles and pid in self._peers
+            address
+            for address, peer in self._enrolled.items()
+            if peer.role in roles and address in self._identities
         ]
 
     # --- in
@@ -110,35 +139,35 @@ class ControlSocket:
 
     def _receive(self) -> None:
         for identity, message in self._router.receive():
-            pid = last_number(identity)
-            if pid in self._processes:
-                self._take(pid, identity, message)
-            elif sum(item[0] == pid for item in self._unknown) < _MOST_EARLY:
-                self._unknown.append((pid, identity, message))
+            address = _address(identity)
+            if address in self._enrolled:
+                self._take(address, identity, message)
+            elif sum(item[0] == address for item in self._unknown) < _MOST_EARLY:
+                self._unknown.append((address, identity, message))
 
-    def _take(self, pid: int, identity: bytes, message: Any) -> None:
-        self._peers[pid] = identity
-        process = self._processes.get(pid)
-        if process is None:  # it ended meanwhile
+    def _take(self, address: Address, identity: bytes, message: Any) -> None:
+        peer = self._enrolled.get(address)
+        if peer is None:  # it ended meanwhile
             return
+        self._identities[address] = identity
         try:
-            if type(message) not in _MAY_SEND[process.role]:
-                logger.warning("a %s said a %s", process.role, type(message).__name__)
+            if type(message) not in _MAY_SEND[peer.role]:
+                logger.warning("a %s said a %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
-                self._acknowledgements.acknowledged(pid, message.number)
+                self._acknowledgements.acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
-                service(pid, message)
+                service(address, message)
             else:
-                process.handler(message)
+                peer.handler(message)
         except Exception:
             logger.exception("a message could not be handled: %s", type(message).__name__)
 
     # --- out
 
-    def send(self, pid: int, message: Any) -> None:
-        """Queue a message for a process; one frame goes out a loop turn. Dropped when it never
-        sent anything."""
-        identity = self._peers.get(pid)
+    def send(self, address: Address, message: Any) -> None:
+        """Queue a message for a process or a scheduler; one frame goes out a loop turn. Dropped
+        when it never sent anything."""
+        identity = self._identities.get(address)
         if identity is None:
             return
         self._router.post(identity, message)
@@ -147,18 +176,18 @@ class ControlSocket:
             self._loop.call_soon(self._flush)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to every process with one of these roles."""
-        for pid in self.pids(*roles):
-            self.send(pid, message)
+        """Send a message to everybody with one of these roles."""
+        for address in self._addresses(*roles):
+            self.send(address, message)
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        """Send what `make(number)` gives to every process with one of these roles; returns once
-        each that lives has acknowledged the number."""
-        pids = self.pids(*roles)
-        number, done = self._acknowledgements.begin(set(pids))
+        """Send what `make(number)` gives to everybody with one of these roles; returns once each
+        that lives has acknowledged the number."""
+        addresses = self._addresses(*roles)
+        number, done = self._acknowledgements.begin(addresses)
         message = make(number)
-        for pid in pids:
-            self.send(pid, message)
+        for address in addresses:
+            self.send(address, message)
         await done
 
     def _flush(self) -> None:
@@ -170,3 +199,9 @@ class ControlSocket:
         self._router.flush()
         self._loop.remove_reader(self._router.fd)
         self._router.close()
+
+
+def _address(identity: bytes) -> Address:
+    role, _, rest = identity.partition(b".")
+    pid, number = last_number(identity), first_number(rest)
+    return SchedulerAddress(pid, number) if role in _HOSTED and number else pid

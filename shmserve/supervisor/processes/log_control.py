@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shmserve import logs
-from shmserve.ipc.messages import GatewayReady, SchedulerReady, SetLogging, WorkerStarted
+from shmserve.ipc.messages.supervision import GatewayReady, HostReady, SetLogging, WorkerStarted
 from shmserve.logs import LogSettings
-from shmserve.supervisor.processes.control_socket import ControlSocket
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 
 logger = logging.getLogger(__name__)
 
-_FIRST_MESSAGES = GatewayReady | SchedulerReady | WorkerStarted
+_FIRST_MESSAGES = GatewayReady | HostReady | WorkerStarted
 
 
 class LogControl:
@@ -37,11 +37,11 @@ class LogControl:
             self._settings = settings
             logs.apply(settings)
             news = SetLogging(asdict(settings))
-            self._control.broadcast(news, "gateway", "scheduler", "ensemble", "worker")
+            self._control.broadcast(news, "gateway", "host", "worker")
         return asdict(settings)
 
-    def on_message(self, pid: int, message: Any) -> None:
-        """A process has sent something: after its first message it is sent the settings, which may
+    def on_message(self, address: Address, message: Any) -> None:
+        """Somebody has sent something: after its first message it is sent the settings, which may
         have changed since it was started."""
         if isinstance(message, _FIRST_MESSAGES):
-            self._control.send(pid, SetLogging(asdict(self._settings)))
+            self._control.send(address, SetLogging(asdict(self._settings)))

@@ -1,4 +1,5 @@
-"""The process table: every child of the supervisor, reaped on exit, killed when it stays stopped.
+"""The process table: every child of the supervisor, reaped on exit, killed when it stays stopped;
+and the backoff of restarts.
 
 Everything here runs in the supervisor's event loop. SIGCHLD is the one event: the kernel says who
 ended or was stopped.
@@ -26,7 +27,7 @@ STOPPED_LIMIT_S = 0.4
 @dataclass(slots=True, eq=False)
 class Child:
     """A running process; `exited` resolves to why it ended ("exit status 1", "signal 9"). It is
-    everybody's: who waits for it alone waits for `gone`, and may be cancelled."""
+    shared: whoever waits for it alone awaits `gone`, and may be cancelled."""
 
     pid: int
     title: str
@@ -61,8 +62,8 @@ class Child:
 
 
 class ProcessTable:
-    """All processes of this server. `on_start(child)` is called for each that is entered, and who
-    watches hears of each that ends, before its `exited` waiters run."""
+    """All processes of this server. `on_start(child)` is called for each that is entered, and
+    watchers for each that ends, before its `exited` waiters run."""
 
     def __init__(
         self,
@@ -159,8 +160,8 @@ class ProcessTable:
             child.kill()
 
     def _kill_strays(self) -> None:
-        """What a worker's model started and left behind when it died is ours now, and must not
-        outlive it."""
+        """Kill what a worker's model started and left behind when it died: the supervisor has
+        adopted it."""
         if self._spawning:
             return
         self._early.clear()
@@ -172,3 +173,21 @@ class ProcessTable:
     def close(self) -> None:
         """Stop watching."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
+
+
+# Pauses before a start after the n-th death in a row.
+_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
+_HEALTHY_S = 30.0
+
+
+@dataclass(slots=True)
+class RestartBackoff:
+    """Deaths in a row; a life of more than 30 seconds ends the row."""
+
+    deaths: int = 0
+
+    def pause_s(self, lived_s: float) -> float:
+        """Seconds to wait before the next start, after a death; 0 seconds are lived by what did not
+        come up at all."""
+        self.deaths = 1 if lived_s > _HEALTHY_S else self.deaths + 1
+        return _PAUSES_S[min(self.deaths, len(_PAUSES_S)) - 1]

@@ -1,5 +1,4 @@
-"""CUDA IPC handles of regions, validated by workers (the supervisor touches no device), and the
-lifetime of the process that exported one.
+"""CUDA IPC handles of regions, validated by workers: the supervisor touches no device.
 
 Only workers open handles. At registration one that already uses the device is asked to; where none
 does, or all are busy, the first request that uses the region finds out.
@@ -8,16 +7,14 @@ does, or all are busy, the first request that uses the region finds out.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 from shmserve.common.accelerators import CUDA_INVALID
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
-from shmserve.ipc.messages import CheckMemory, MemoryChecked
+from shmserve.errors import InvalidArgument, Unavailable, from_code
+from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import Memory
 
 logger = logging.getLogger(__name__)
@@ -79,29 +76,3 @@ class HandleCheck:
         workers.remove(pid)
         if message.code != Unavailable.code or not workers:
             future.set_result(message)
-
-
-class ExporterWatch:
-    """The process that owns a region's memory; `on_exit` is called in the loop when it ends."""
-
-    def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
-        try:
-            self._fd = os.pidfd_open(pid)
-        except OSError as error:
-            raise _gone() from error
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._ended, on_exit)
-
-    def _ended(self, on_exit: Callable[[], None]) -> None:
-        self._loop.remove_reader(self._fd)
-        on_exit()
-
-    def close(self) -> None:
-        """Stop watching."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.remove_reader(self._fd)
-        os.close(self._fd)
-
-
-def _gone() -> ShmserveError:
-    return InvalidArgument(f"{CUDA_INVALID} (the process that exported it is gone)")

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 from shmserve.common.access.shm_access import (
     NO_GROUP,
@@ -18,10 +19,9 @@ from shmserve.common.access.shm_access import (
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.supervisor.regions.cuda_handles import ExporterWatch, HandleCheck
-from shmserve.supervisor.regions.pinned_quota import PinnedQuota
-from shmserve.supervisor.regions.quota import RegionQuota
-from shmserve.supervisor.regions.region import OpenRegion
+from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.quota import PinnedQuota, RegionQuota
+from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
 
 class RegionOpener:
@@ -49,7 +49,7 @@ class RegionOpener:
             try:
                 await self._reserve(name, key, shared, offset, byte_size)
             except BaseException:
-                self._quota.leave(peer.uid, byte_size, shared.file)
+                self._quota.release(peer.uid, byte_size, shared.file)
                 raise
         except BaseException:
             os.close(shared.fd)
@@ -89,7 +89,8 @@ class RegionOpener:
     ) -> OpenRegion:
         """[offset, offset + byte_size) of what a handle opens, which was looked at already.
 
-        `on_exporter_exit(region)` hears when the process `exporter_pid` ends (0: it is not known).
+        `on_exporter_exit(region)` is called when the process `exporter_pid` ends (0: it is not
+        known).
         """
         # Whoever has a handle may use the memory; nobody can truncate it.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
@@ -97,7 +98,7 @@ class RegionOpener:
         self._quota.enter(peer.uid, byte_size)
         try:
             if exporter_pid:
-                region.exporter = ExporterWatch(exporter_pid, lambda: on_exporter_exit(region))
+                region.exporter = ExporterWatch(exporter_pid, partial(on_exporter_exit, region))
         except BaseException:
             self.close(region)
             raise
@@ -121,7 +122,7 @@ class RegionOpener:
         try:
             self._quota.enter(peer.uid, byte_size, shared.file)
         except InvalidArgument:
-            self._pins.give(byte_size if pin else 0)
+            self._pins.release(byte_size if pin else 0)
             raise
         return region
 
@@ -135,7 +136,7 @@ class RegionOpener:
         try:
             await self.handles.check(memory)
         except BaseException:
-            self._quota.leave(peer.uid, size)
+            self._quota.release(peer.uid, size)
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         return OpenRegion(
@@ -152,9 +153,9 @@ class RegionOpener:
             region.pinned = True
 
     def close(self, region: OpenRegion) -> None:
-        """Let go of a region, and of what counts for it."""
+        """Close a region, and release what counts for it."""
         if region.pinned:
-            self._pins.give(region.offset + region.byte_size)
+            self._pins.release(region.offset + region.byte_size)
         file = None if region.shared is None else region.shared.file
-        self._quota.leave(region.owner.uid, region.byte_size, file)
+        self._quota.release(region.owner.uid, region.byte_size, file)
         region.close()

@@ -1,5 +1,5 @@
-"""Quotas of registered shared memory: by user, in all, and of pages that the server allocates (pure
-but for one look at /dev/shm).
+"""Quotas of registered shared memory: by user, in all, of pages that the server allocates, and of
+pinned memory (pure but for one look at /dev/shm).
 
 A page of a shared memory object is charged to whoever touches it first. What a client did not
 allocate before it registered is allocated by the server, and counts against a budget until the
@@ -9,6 +9,7 @@ object is gone: unregistering does not give the pages back, removing the object 
 from __future__ import annotations
 
 import os
+import resource
 from collections import Counter
 
 from shmserve.common.access.shm_access import ShmPolicy
@@ -57,8 +58,8 @@ class RegionQuota:
         if file is not None:
             self._held[file] += 1
 
-    def leave(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """A region that was entered is closed."""
+    def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
+        """Count a region no more that was entered."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
@@ -88,7 +89,7 @@ class RegionQuota:
             self._allocated[file] = (key, before + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
-        """So much of what was charged last was not allocated."""
+        """Return so much of what was charged last: it was not allocated."""
         key, charged = self._allocated.get(file, ("", 0))
         if charged > byte_size:
             self._allocated[file] = (key, charged - byte_size)
@@ -109,3 +110,32 @@ class RegionQuota:
                 continue
             if (status.st_dev, status.st_ino) != file:
                 del self._allocated[file]
+
+
+class PinnedQuota:
+    """Bytes that are pinned; `cuda`: whether there is a device to pin for."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._taken = 0
+
+    def take(self, byte_size: int, copied: bool) -> None:
+        """Pin so much more; `copied`: of memory that is never mapped.
+
+        Raises InvalidArgument, and pins nothing, when that cannot be.
+        """
+        if not self._cuda:
+            raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
+        if copied:
+            raise InvalidArgument("memory that others may truncate is not mapped, nor pinned")
+        most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if most != resource.RLIM_INFINITY and byte_size > most - self._taken:
+            raise InvalidArgument(
+                f"{byte_size} bytes cannot be pinned: {self._taken} of the {most} bytes that a "
+                "process may lock are (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+            )
+        self._taken += byte_size
+
+    def release(self, byte_size: int) -> None:
+        """Pin so much less."""
+        self._taken -= byte_size

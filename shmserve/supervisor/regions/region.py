@@ -1,15 +1,45 @@
-"""A region: one generation of a shared memory name, and what is published of it."""
+"""A region: one generation of a shared memory name, what is published of it, and the lifetime of
+the process that exported its memory."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.common.access.shm_access import Ownership
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import RegionPublished, RegionRegistered
+from shmserve.ipc.messages.events import RegionRegistered
+from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle
-from shmserve.supervisor.regions.cuda_handles import ExporterWatch
+
+
+class ExporterWatch:
+    """The process that owns a region's memory; `on_exit` is called in the loop when it ends."""
+
+    def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError as error:
+            raise InvalidArgument(
+                f"{CUDA_INVALID} (the process that exported it is gone)"
+            ) from error
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._ended, on_exit)
+
+    def _ended(self, on_exit: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._fd)
+        on_exit()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.remove_reader(self._fd)
+        os.close(self._fd)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +75,7 @@ class OpenRegion:
     def published(self, acknowledge: int) -> RegionPublished:
         """The message to gateways."""
         shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
-        told = RegionPublished(
+        news = RegionPublished(
             name=self.name,
             key=self.key,
             memory_id=self.memory_id,
@@ -63,11 +93,11 @@ class OpenRegion:
         )
         if handle is not None:
             return replace(
-                told, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
+                news, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
             )
         assert shared is not None
         size = min(shared.size, end)
-        return replace(told, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
+        return replace(news, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
     def registered(self) -> RegionRegistered:
         """The event."""
@@ -82,7 +112,7 @@ class OpenRegion:
         return self.shared is not None and os.fstat(self.shared.fd).st_nlink == 0
 
     def close(self) -> None:
-        """Let go of the object and of its owner."""
+        """Close the object, and watch its owner no more."""
         if self.shared is not None:
             os.close(self.shared.fd)
         if self.exporter is not None:

@@ -10,7 +10,7 @@ A region is a numbered generation of a name:
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Who may
 register and unregister what is decided by shmserve.common.access.shm_access, how much by
-shmserve.supervisor.regions.quota; draining.py has those whose name is free again.
+shmserve.supervisor.regions.quota.
 
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
@@ -22,34 +22,40 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shmserve.common.accelerators import cuda_not_supported
-from shmserve.common.access.shm_access import (
-    EVERYONE,
-    Peer,
-)
+from shmserve.common.access.shm_access import EVERYONE, Peer
 from shmserve.common.tasks import in_background
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.memory import posix_shm
-from shmserve.ipc.messages import (
-    RegionBlamed,
+from shmserve.ipc.messages.events import RegionBlamed, RegionUnregistered
+from shmserve.ipc.messages.memory import (
+    MemoryDropped,
+    RegionDrained,
     RegionPublished,
-    RegionUnregistered,
+    RegionWithdrawn,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
-from shmserve.supervisor.regions.draining import DrainingRegions, Publish
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 
-logger = logging.getLogger(__name__)
+# Sends what the function makes of an acknowledgement number to every gateway; returns once it
+# holds in all of them.
+Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 
-class RegionRegistry:
-    """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker, `tell` who listens to events."""
+class DrainingRegions:
+    """Regions without a name that requests in flight still use, by memory id: kept open until the
+    last has ended. `publish` reaches every gateway (pids: `gateways`), `tell_workers` every worker.
+
+    Gateways count the requests that use a generation of a name. When it is withdrawn, each gateway
+    that knows it releases it when it uses it no more; then workers unmap it, and it is closed.
+    """
 
     def __init__(
         self,
@@ -57,10 +63,82 @@ class RegionRegistry:
         gateways: Callable[[], Iterable[int]],
         tell_workers: Callable[[Any], None],
         opener: RegionOpener,
-        tell: Callable[[Any], None] = lambda event: None,
     ) -> None:
         self._publish = publish
-        self._tell = tell
+        self._gateways = gateways
+        self._tell_workers = tell_workers
+        self._opener = opener
+        self._regions: dict[int, OpenRegion] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def published(self) -> Iterator[RegionPublished]:
+        """The messages that bring a new gateway up to date: they are listed while requests use
+        them."""
+        for region in self._regions.values():
+            if region.listed:
+                yield _draining(region, 0)
+
+    async def drain(self, region: OpenRegion) -> None:
+        """Withdraw a region from every gateway; returns when none accepts its name any more."""
+        self._regions[region.memory_id] = region
+        region.users = set(self._gateways())
+        await self._publish(partial(RegionWithdrawn, region.name, region.memory_id))
+        self._close_unused(region)
+        if region.memory_id in self._regions:
+            region.listed = True
+            await self._publish(partial(_draining, region))
+
+    def released(self, pid: int, memory_id: int) -> None:
+        """Note that no request of gateway `pid` uses the region any more."""
+        region = self._regions.get(memory_id)
+        if region is not None:
+            region.users.discard(pid)
+            self._close_unused(region)
+
+    def gateway_exited(self, pid: int) -> None:
+        """Release what the requests of a gateway used that has ended."""
+        for memory_id in list(self._regions):
+            self.released(pid, memory_id)
+
+    def _close_unused(self, region: OpenRegion) -> None:
+        if region.users or self._regions.pop(region.memory_id, None) is None:
+            return
+        self._tell_workers(MemoryDropped(region.memory_id))
+        self._opener.close(region)
+        if region.listed:
+            in_background(self._unlist(region.memory_id), self._tasks)
+
+    async def _unlist(self, memory_id: int) -> None:
+        await self._publish(partial(RegionDrained, memory_id))
+
+    def close(self) -> None:
+        """Close every object."""
+        for region in self._regions.values():
+            self._opener.close(region)
+        self._regions.clear()
+
+
+def _draining(region: OpenRegion, acknowledge: int) -> RegionPublished:
+    return replace(region.published(acknowledge), draining=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+class RegionRegistry:
+    """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
+    `tell_workers` every worker; `publish_event` is for subscribers of events."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        gateways: Callable[[], Iterable[int]],
+        tell_workers: Callable[[Any], None],
+        opener: RegionOpener,
+        publish_event: Callable[[Any], None],
+    ) -> None:
+        self._publish = publish
+        self._publish_event = publish_event
         self._opener = opener
         self.draining = DrainingRegions(publish, gateways, tell_workers, opener)
         self._endings: set[asyncio.Task[None]] = set()
@@ -73,7 +151,7 @@ class RegionRegistry:
         return list(self._active.values())
 
     def published(self) -> Iterator[RegionPublished]:
-        """What a new gateway must know."""
+        """The messages that bring a new gateway up to date."""
         for region in self._active.values():
             yield region.published(0)
         yield from self.draining.published()
@@ -120,7 +198,7 @@ class RegionRegistry:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
-            self._tell(region.registered())
+            self._publish_event(region.registered())
             await self._publish(region.published)
             return {"memory_id": region.memory_id}
 
@@ -158,13 +236,13 @@ class RegionRegistry:
             if known is not None:
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
-            self._tell(region.registered())
+            self._publish_event(region.registered())
             await self._publish(region.published)
 
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer
     ) -> bool:
-        """Whether it is registered as just this. Raises AlreadyExists where `name` is taken."""
+        """Whether `name` is registered as just this. Raises AlreadyExists where `name` is taken."""
         known = self._active.get(name)
         if known is None or (known.orphaned and known.owner.admits(peer)):
             return False
@@ -210,14 +288,15 @@ class RegionRegistry:
                     await self._withdraw(region)
 
     async def abandoned(self, lessor: int, memory_id: int = 0) -> None:
-        """The client of a leased region is gone, or (without `memory_id`) all of a gateway's."""
+        """Withdraw a leased region whose client has disconnected, or (without `memory_id`) all that
+        were leased through a gateway."""
         async with self._turn:
             for region in self.active():
                 if region.lessor == lessor and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
     async def drop_shrunk(self) -> None:
-        """A worker died of a page that is not there: unregister the regions that can have lost it.
+        """Unregister the regions that can have lost a page: a worker died of one that is not there.
 
         Their clients are told by the next request that it is unknown.
         """
@@ -230,12 +309,12 @@ class RegionRegistry:
                         region.name,
                     )
                     reason = "it was truncated while a worker used it, and the worker died"
-                    self._tell(RegionBlamed(region.name, reason))
+                    self._publish_event(RegionBlamed(region.name, reason))
                     await self._withdraw(region, reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "") -> None:
         self._active.pop(region.name, None)
-        self._tell(RegionUnregistered(region.name, reason))
+        self._publish_event(RegionUnregistered(region.name, reason))
         await self.draining.drain(region)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""What the models of the server share.
+"""Resources that the models of the server share.
 
 cache_shares.py   the response cache's bytes, in equal parts
 rate_limiter.py   who may execute, by the resources that each instance needs (pure)
 tickets.py        that, over the control socket
-workspaces.py     who has memory of the shared workspaces
-workspace_holder.py   a process that holds one of a CUDA device
+workspaces.py     who has memory of the shared workspaces, and the process that holds a device's
 """

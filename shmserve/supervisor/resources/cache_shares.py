@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shmserve.ipc.messages import ResizeCache
+from shmserve.ipc.messages.supervision import ResizeCache
 
 
 class CacheShares:

@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
@@ -24,7 +25,7 @@ Resource = tuple[str, int]  # a name, and the device or GLOBAL
 
 
 class Needs(NamedTuple):
-    """What an instance takes for an execution, and its priority, 1 the highest."""
+    """The resources that an instance takes for an execution, and its priority, 1 the highest."""
 
     resources: Mapping[Resource, int]
     priority: int
@@ -37,7 +38,7 @@ class _Instance:
 
     @property
     def score(self) -> int:
-        """Who has the smallest goes first."""
+        """The rank by executions: the smallest goes first."""
         return self.executions * self.needs.priority
 
 
@@ -78,11 +79,11 @@ class RateLimiter:
         self._numbers = itertools.count()
 
     def used(self) -> dict[Resource, int]:
-        """What is granted now."""
+        """The resources that are granted now."""
         return {resource: count for resource, count in self._used.items() if count}
 
     def capacity(self) -> dict[Resource, int]:
-        """What there is of each resource that a member needs."""
+        """The amount of each resource that a member needs."""
         return dict(self._capacity)
 
     # --- members ----------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class RateLimiter:
     def _grant(self) -> list[GrantedTicket]:
         granted: list[GrantedTicket] = []
         kept: set[Resource] = set()
-        for waiting in sorted(self._waiting, key=lambda each: each.rank):
+        for waiting in sorted(self._waiting, key=attrgetter("rank")):
             needs = waiting.instance.needs.resources
             if kept.isdisjoint(needs) and self._fits(needs):
                 self._give(waiting)

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.supervisor.processes.control_socket import Address, pid_of
 from shmserve.supervisor.resources import rate_limiter
 from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter
 
 
 class Tickets:
     """The rate limiter of the server; `on` where it was asked for. Members are model versions, each
-    bound to the process of its scheduler: `send` queues a message to a process."""
+    bound to its scheduler: `send` queues a message to one."""
 
     def __init__(
         self,
         on: bool,
         explicit: Mapping[tuple[str, int | None], int],
-        send: Callable[[int, TicketGranted], None],
+        send: Callable[[Address, TicketGranted], None],
     ) -> None:
         self.on = on
         self._send = send
         self._limiter = RateLimiter(explicit)
-        self._members: dict[int, int] = {}  # pid -> member
-        self._pids: dict[int, int] = {}
+        self._members: dict[Address, int] = {}
+        self._schedulers: dict[int, Address] = {}
 
     def join(self, member: int, needs: Mapping[int, Needs]) -> None:
         """Add instances of a model version, by index. Raises InvalidArgument when one could never
@@ -38,28 +39,32 @@ class Tickets:
         """Drop an instance that has ended."""
         self._send_granted(self._limiter.remove_instance(member, index))
 
-    def bind(self, pid: int, member: int) -> None:
-        """Have this process ask for a member from now on, and its predecessor no more."""
-        before = self._pids.get(member)
+    def bind(self, scheduler: Address, member: int) -> None:
+        """Have this scheduler ask for a member from now on, and its predecessor no more."""
+        before = self._schedulers.get(member)
         if before is not None:
-            self.exited(before)
-        self._members[pid] = member
-        self._pids[member] = pid
+            self._release(before)
+        self._members[scheduler] = member
+        self._schedulers[member] = scheduler
 
     def remove(self, member: int) -> None:
         """Drop a model version that has ended."""
-        self._members.pop(self._pids.pop(member, 0), None)
+        self._members.pop(self._schedulers.pop(member, 0), None)
         self._send_granted(self._limiter.remove(member))
 
     def exited(self, pid: int) -> None:
-        """Release what a process had that has ended."""
-        member = self._members.pop(pid, None)
-        if member is not None and self._pids.get(member) == pid:
+        """Release what the schedulers in a process had that has ended."""
+        for scheduler in [each for each in self._members if pid_of(each) == pid]:
+            self._release(scheduler)
+
+    def _release(self, scheduler: Address) -> None:
+        member = self._members.pop(scheduler, None)
+        if member is not None and self._schedulers.get(member) == scheduler:
             self._send_granted(self._limiter.disconnect(member))
 
-    def handle(self, pid: int, message: AskTicket | TicketReturned) -> None:
+    def handle(self, scheduler: Address, message: AskTicket | TicketReturned) -> None:
         """A scheduler's message."""
-        member = self._members.get(pid)
+        member = self._members.get(scheduler)
         if member is None:
             return
         if isinstance(message, AskTicket):
@@ -70,4 +75,4 @@ class Tickets:
     def _send_granted(self, granted: Sequence[rate_limiter.GrantedTicket]) -> None:
         for member, ticket in granted:
             assert isinstance(member, int) and isinstance(ticket, int)
-            self._send(self._pids[member], TicketGranted(ticket))
+            self._send(self._schedulers[member], TicketGranted(ticket))

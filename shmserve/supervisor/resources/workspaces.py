@@ -4,8 +4,9 @@
            ── ReturnWorkspace ─> who waits is granted next
 
 The pool of host memory is a nameless, sealed memory file of its whole size; a CUDA device's is an
-allocation of a process that holds it (workspace_holders.py). Workers map it, or open it, and the
-supervisor never does. What a process had that is gone is free again once its death is known.
+allocation of a holder, a process that does nothing else (`run`; workspace_holders.py starts it).
+Workers map it, or open it, and the supervisor never does. What a process had that is gone is free
+again once its death is known.
 """
 
 from __future__ import annotations
@@ -14,13 +15,28 @@ import fcntl
 import mmap
 import os
 import secrets
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shmserve import logs
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc import endpoints, processes
+from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
+from shmserve.ipc.memory.device_allocation import DeviceAllocation
 from shmserve.ipc.memory.workspace_pool import WorkspaceLease, WorkspacePool
-from shmserve.ipc.messages import Answered, LeaseWorkspace, Refused, ReturnWorkspace
+from shmserve.ipc.messages.start import WorkspaceStart, decode
+from shmserve.ipc.messages.supervision import (
+    Answered,
+    LeaseWorkspace,
+    Refused,
+    ReturnWorkspace,
+    SetLogging,
+    Stop,
+    WorkspaceAllocated,
+)
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
+from shmserve.ipc.transport.dealer import Dealer
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -34,13 +50,12 @@ class _Pool:
         self.memory: Memory | None = None
 
     def place(self, offset: int) -> Place:
-        """What begins at `offset`."""
+        """The place at an offset."""
         assert self.memory is not None
         return Place(self.memory, offset, 0)
 
 
 def _host_memory(byte_size: int) -> Memory:
-    """Raises Unavailable where the host has not so much."""
     fd = os.memfd_create("shmserve-workspace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, byte_size)
@@ -66,17 +81,17 @@ class Workspaces:
             self.allocated("cpu", _host_memory(self._pools["cpu"].byte_size))
 
     def allocated(self, device: str, memory: Memory) -> None:
-        """The memory of a device's pool is there: who waits for it is granted."""
+        """Open a device's pool, whose memory is there: what waits for it is granted."""
         pool = self._pools[device]
         pool.memory = memory
         self._tell(pool, pool.leases.open())
 
     def lost(self, device: str) -> None:
-        """The memory of a device's pool is gone, until it is `allocated` again."""
+        """Close a device's pool, whose holder has died, until it is `allocated` again."""
         self._pools[device].leases.close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
-        """What a worker asks for, or gives back.
+        """Handle a worker's request for a lease, or its return.
 
         Not in the background: what a process has sent is handled before its death is.
         """
@@ -113,3 +128,38 @@ class Workspaces:
     def _tell(self, pool: _Pool, granted: list[WorkspaceLease]) -> None:
         for owner, ticket, offset in granted:
             self._send(owner, Answered(ticket, {"place": pack_place(pool.place(offset))}))
+
+
+def run(data: bytes, cuda: Callable[[], Exporting] = Driver) -> None:
+    """The entry point of a holder: allocate and export the memory of a CUDA device's pool, and hold
+    it until told to stop; `data` is an encoded `WorkspaceStart`.
+
+    Raises InvalidArgument for a device that is not there, Unavailable where there is no CUDA, or
+    the device has not so much memory.
+    """
+    start = decode(WorkspaceStart, data)
+    title = f"workspace cuda:{start.device_id}"
+    logs.configure(title, start.log)
+    processes.name_process(title)
+    # When it ends is the supervisor's decision: a terminal's Ctrl-C reaches every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hold(start, cuda())
+
+
+def hold(start: WorkspaceStart, cuda: Exporting) -> None:
+    """Allocate, tell the supervisor, and wait."""
+    allocation = DeviceAllocation(cuda, start.device_id, start.byte_size)
+    control = Dealer(endpoints.control(start.run_dir), f"workspace.{os.getpid()}")
+    control.send(WorkspaceAllocated(allocation.handle.raw, allocation.handle.uuid))
+    try:
+        while control.connected:
+            control.wait(None)
+            for message in control.receive():
+                match message:
+                    case Stop():
+                        return
+                    case SetLogging(settings):
+                        logs.apply(logs.LogSettings(**settings))
+    finally:
+        control.close()

@@ -20,7 +20,9 @@ import pytest
 import zmq
 
 from shmserve.ipc import messages
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages.inference import InstanceReady, Release
+from shmserve.ipc.messages.memory import UnregisterRegion
+from shmserve.ipc.messages.supervision import Stop
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 from tests.faults.scene import assert_recovers, scene
@@ -41,8 +43,10 @@ UNIONS = (
     messages.SupervisorToWorker,
     messages.WorkerToSupervisor,
 )
-TAGS = sorted({kind.__name__ for union in UNIONS for kind in typing.get_args(union)})
-FIELDS = {kind.__name__: len(kind.__slots__) for union in UNIONS for kind in typing.get_args(union)}
+TAGS = sorted({frames.tags()[kind] for union in UNIONS for kind in typing.get_args(union)})
+FIELDS = {
+    frames.tags()[kind]: len(kind.__slots__) for union in UNIONS for kind in typing.get_args(union)
+}
 
 
 def frame(*items: Any) -> bytes:
@@ -179,10 +183,10 @@ def test_nobody_speaks_for_a_process_of_the_server(server: Server) -> None:
             names = [f"gateway.0.{pid}", f"0.{pid}", f"{pid}.abc", f"other.{pid}", str(pid), ""]
             for name in names:
                 intruder = Dealer(f"ipc://{path}", name)
-                intruder.send(m.UnregisterRegion(1, "", 0, []))
-                intruder.send(m.InstanceReady(0, pid))
-                intruder.send(m.Release(pid, list(range(0, 1 << 20, 4096))))
-                intruder.send(m.Stop())
+                intruder.send(UnregisterRegion(1, "", 0, []))
+                intruder.send(InstanceReady(0, pid))
+                intruder.send(Release(pid, list(range(0, 1 << 20, 4096))))
+                intruder.send(Stop())
                 until("it is ended", partial(ended, intruder))
                 intruder.close()
         assert "kept" in [region["name"] for region in stage.http.regions().json()]

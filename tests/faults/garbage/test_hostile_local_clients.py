@@ -18,7 +18,9 @@ import pytest
 
 import shmserve.client
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.local_clients import ShareMemory, WithdrawMemory
+from shmserve.ipc.messages.supervision import Acknowledged, Refused
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.transport import frames, zmtp
@@ -190,7 +192,7 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
 
 def slow_to_close(local_client: Guest, stage: Scene) -> None:
     """Descriptors whose last one takes long to close, everywhere that descriptors can be sent."""
-    packed = [frames.pack([m.Acknowledged(1)]), b"\xff", b""]
+    packed = [frames.pack([Acknowledged(1)]), b"\xff", b""]
     with contextlib.ExitStack() as stack:
         for words in packed:
             for count in (1, 4, 100):
@@ -377,7 +379,7 @@ def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
     size = 256 * 1024
     link = local_client.link("identity")
     with memfd(2 * size) as fd:
-        memory = Memory(*local_client.ask(m.ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        memory = Memory(*local_client.ask(ShareMemory(1, 2 * size, False), fd).payload["memory"])
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Place(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Place(memory, size, size))
         for number in range(50):
@@ -394,7 +396,7 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = Memory(
-                *local_client.ask(m.ShareMemory(number, 4096, False), fd).payload["memory"]
+                *local_client.ask(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             place = Place(memory, 0, 16)
@@ -413,14 +415,14 @@ def many_memories(local_client: Guest, stage: Scene) -> None:
     refused = None
     with memfd(4096) as fd:
         for number in range(5000):
-            reply = local_client.ask(m.ShareMemory(number, 4096, False), fd)
-            if isinstance(reply, m.Refused):
+            reply = local_client.ask(ShareMemory(number, 4096, False), fd)
+            if isinstance(reply, Refused):
                 refused = reply
                 break
     assert refused is not None and "at most" in refused.message
     for number in (0, -1, 7, 2**63):
         with contextlib.suppress(OSError):
-            local_client.tell(m.WithdrawMemory(number))
+            local_client.tell(WithdrawMemory(number))
     assert_recovers(stage, time.monotonic())
 
 
@@ -430,8 +432,8 @@ def many_descriptors_at_the_listener(local_client: Guest, stage: Scene) -> None:
         for count in (0, 2, 4, 5, 50, 250):
             other = Guest(stage.server).hello()
             with contextlib.closing(other), contextlib.suppress(OSError):
-                other.tell(m.ShareMemory(1, 1, False), *[fd] * count)
-                other.tell(m.Acknowledged(1), *[fd] * count)
+                other.tell(ShareMemory(1, 1, False), *[fd] * count)
+                other.tell(Acknowledged(1), *[fd] * count)
                 socket.send_fds(other.listener, [b"\xff" * 10], [fd] * count)
 
 

@@ -20,10 +20,9 @@ from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
 from shmserve.config.grpc import environment
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
 from tests.support.servers import hold_ports, port_of

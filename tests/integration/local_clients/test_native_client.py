@@ -18,7 +18,7 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from shmserve.client.request.arrays import dtype_of
-from shmserve.ipc.messages import Finished
+from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.transport.dealer import Dealer
 from tests.rigs.local_clients import answer, submit

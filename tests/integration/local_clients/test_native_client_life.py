@@ -525,6 +525,59 @@ def test_a_callback_may_ask_for_more_and_for_memory(gated: Server) -> None:
         assert (second.result(20) == x[:2]).all()
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.infer("simple", INPUT0=A, INPUT1=A),
+        lambda client: next(client.map("simple", [{"INPUT0": A, "INPUT1": A}])),
+        lambda client: next(client.stream("simple", INPUT0=A, INPUT1=A)),
+    ],
+    ids=["infer", "map", "stream"],
+)
+def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothing(
+    gated: Server, monkeypatch: pytest.MonkeyPatch, ask: Callable[[shmserve.client.Server], Any]
+) -> None:
+    """It would wait for its own thread, which is the one that reads the responses."""
+    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 1)
+    with shmserve.client.connect(gated.run_dir) as client:
+        ask(client)  # takes the only channel
+        outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
+
+        def callback(_: object) -> None:
+            try:
+                outcome.set_result(ask(client))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(callback)
+        error = outcome.exception(10)
+        assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
+        assert client.infer("simple", INPUT0=A, INPUT1=A)["OUTPUT0"].shape == (1, 16)
+
+
+def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
+    gated: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 0)
+    with shmserve.client.connect(gated.run_dir) as client:
+        stream = client.stream("gated", _value(client, 1))
+        visit = gated.gate.next()
+        outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
+
+        def callback(_: object) -> None:
+            try:
+                outcome.set_result(next(stream))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(callback)
+        try:
+            assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
+        finally:
+            visit.release()
+        assert next(stream)["OUTPUT0"].flat[0] == 1
+
+
 def test_a_scheduler_that_is_killed_costs_no_answer(gated: Server) -> None:
     with shmserve.client.connect(gated.run_dir) as client:
         futures = [client.infer_async("gated", _value(client, n)) for n in range(3)]

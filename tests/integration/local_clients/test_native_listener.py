@@ -20,7 +20,17 @@ import zmq
 
 import shmserve.client
 from shmserve.common.accelerators import cuda_devices
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import local_clients as m
+from shmserve.ipc.messages.inference import Failed, Finished, Submit
+from shmserve.ipc.messages.memory import UnregisterRegion
+from shmserve.ipc.messages.supervision import (
+    Answered,
+    HealthChanged,
+    ModelPublished,
+    Refused,
+    Stop,
+    UnloadModel,
+)
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
@@ -52,7 +62,7 @@ def local_client(server: Server) -> Iterator[Guest]:
 def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     with memfd() as fd:
         answered = local_client.ask(m.ShareMemory(1, 4096, False), fd)
-        assert isinstance(answered, m.Answered)
+        assert isinstance(answered, Answered)
         assert len(answered.payload["memory"]) == 8
     for options, size, text in (
         ({"seals": 0}, 4096, "F_SEAL_SHRINK"),
@@ -62,7 +72,7 @@ def test_memory_of_a_local_client_is_checked(local_client: Guest) -> None:
     ):
         with memfd(**options) as fd:
             refused = local_client.ask(m.ShareMemory(2, size, False), fd)
-        assert isinstance(refused, m.Refused) and text in refused.message
+        assert isinstance(refused, Refused) and text in refused.message
         assert refused.code == "INVALID_ARG"
     assert "one descriptor" in local_client.ask(m.ShareMemory(3, 1, False)).message
     with memfd() as fd, open(f"/proc/self/fd/{fd}", "rb") as reader:
@@ -89,7 +99,7 @@ def test_a_local_client_uses_its_own_memory_and_no_other(
         tensor = TensorRef("INPUT0", "FP32", (4,), Place(memory, 0, 16))
         output = RequestedOutput("OUTPUT0", Place(memory, 64, 16))
         link.send(submit((tensor,), 1, (output,)))
-        assert isinstance(answer(link), m.Finished)
+        assert isinstance(answer(link), Finished)
         assert os.pread(fd, 16, 64) == b"\1\0\0\0" * 4
     with contextlib.closing(Guest(server).hello()) as other:
         link = other.link("identity")
@@ -111,9 +121,9 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
         inputs = [["INPUT0", "FP32", [4], [*memory, 64, 16]]]
         outputs = [["OUTPUT0", [*memory, 128, 16]]]
         work = msgpack.packb([inputs, outputs, {}])
-        link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+        link.send(Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
         finished = answer(link)
-        assert isinstance(finished, m.Finished)
+        assert isinstance(finished, Finished)
         ((name, datatype, shape, place),), parameters = msgpack.unpackb(finished.body)
         assert (name, datatype, shape, parameters) == ("OUTPUT0", "FP32", [4], {})
         assert place == [*memory, 128, 16]
@@ -122,7 +132,7 @@ def test_places_are_as_the_page_says(local_client: Guest) -> None:
 
 def test_device_memory_of_a_server_without_one(local_client: Guest) -> None:
     refused = local_client.ask(m.ShareDeviceMemory(1, 64, bytes(64), 0, b""))
-    assert isinstance(refused, m.Refused) and refused.id == 1
+    assert isinstance(refused, Refused) and refused.id == 1
     assert cuda_devices() or "the server has no CUDA device" in refused.message
 
 
@@ -130,9 +140,9 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
     link = local_client.link("simple")
     a = TensorRef("INPUT0", "INT32", (2, 16), bytes(128))
     b = TensorRef("INPUT1", "INT32", (2, 16), bytes(128))
-    lie = m.Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
+    lie = Submit(1, 7, b"other", 0, 0, 0, 0, submit((a, b)).work, "")
     link.send(lie)
-    assert isinstance(answer(link), m.Finished)
+    assert isinstance(answer(link), Finished)
     for tensors, text in (
         ((a,), "expected 2 inputs but got 1"),
         ((a, TensorRef("INPUT1", "FP32", (2, 16), bytes(128))), "data-type is 'FP32'"),
@@ -141,7 +151,7 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
     ):
         link.send(submit(tensors, 2))
         failed = answer(link)
-        assert isinstance(failed, m.Failed) and text in failed.message
+        assert isinstance(failed, Failed) and text in failed.message
 
 
 @pytest.mark.parametrize(
@@ -149,9 +159,9 @@ def test_a_local_client_s_word_is_not_taken(local_client: Guest) -> None:
 )
 def test_work_that_is_none_is_an_error_to_its_sender(local_client: Guest, work: bytes) -> None:
     link = local_client.link("simple")
-    link.send(m.Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
+    link.send(Submit(1, 0, b"", 0, 0, 0, 0, work, ""))
     failed = answer(link)
-    assert isinstance(failed, m.Failed) and failed.code == "INVALID_ARG"
+    assert isinstance(failed, Failed) and failed.code == "INVALID_ARG"
 
 
 def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
@@ -160,7 +170,7 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         link.send(submit((small(),)))
     honest = local_client.link("identity")
     honest.send(submit((small(),)))
-    assert isinstance(answer(honest), m.Finished)
+    assert isinstance(answer(honest), Finished)
     assert not any(link.receive() for link in local_client.links if link is not honest)
 
 
@@ -171,9 +181,9 @@ def test_a_made_up_identity_is_not_answered(local_client: Guest) -> None:
         b"",
         frames.pack([m.Hello(99)]),
         msgpack.packb([1, ["Hello", 1]]),  # version 1 of the protocol
-        frames.pack([m.Stop()]),
-        frames.pack([m.UnloadModel(1, "simple", False)]),
-        frames.pack([m.UnregisterRegion(1, "", 0, [])]),
+        frames.pack([Stop()]),
+        frames.pack([UnloadModel(1, "simple", False)]),
+        frames.pack([UnregisterRegion(1, "", 0, [])]),
         frames.pack([m.ShareMemory(1, 1, False)]),
         frames.pack([m.Hello(frames.VERSION), m.Hello(frames.VERSION)]),
         bytes((0x92, frames.VERSION)) + b"x" * 100_000,
@@ -194,7 +204,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(local_client: Guest, serve
     before = len(list(supervisor.iterdir()))
     with memfd() as fd:
         for _ in range(20):
-            assert isinstance(local_client.ask(m.ShareMemory(1, 1, False), fd, fd), m.Refused)
+            assert isinstance(local_client.ask(m.ShareMemory(1, 1, False), fd, fd), Refused)
     until("they are closed", lambda: len(list(supervisor.iterdir())) <= before)
 
 
@@ -249,7 +259,7 @@ def test_a_socket_of_a_zeromq_library(local_client: Guest) -> None:
         dealer.send(frames.pack([submit((small(),))]))
         assert dealer.poll(10_000)
         (message,) = frames.unpack(dealer.recv())
-    assert isinstance(message, m.Finished)
+    assert isinstance(message, Finished)
 
 
 @pytest.fixture(scope="module")
@@ -301,13 +311,13 @@ def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
         inside = stack.enter_context(entrance.accept()[0])
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
         versions = [
-            m.ModelPublished(
+            ModelPublished(
                 "simple", version, {}, {}, f"ipc://{run_dir}/guests/{n}", True, last, 0.0, 0
             )
             for version, n, last in (("3", 1, True), ("2", 2, False))
         ]
         inside.send(
-            frames.pack([m.Welcome(1, "token"), *versions, m.HealthChanged(True, True, False)])
+            frames.pack([m.Welcome(1, "token"), *versions, HealthChanged(True, True, False)])
         )
         link = stack.enter_context(scheduler.accept()[0])
         link.recv(64, socket.MSG_WAITALL)

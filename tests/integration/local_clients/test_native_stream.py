@@ -19,7 +19,7 @@ import pytest
 import shmserve.client
 from shmserve.client import aio
 from shmserve.client.inflight.channel import RequestChannel
-from shmserve.ipc.messages import FIRST_CREDIT
+from shmserve.ipc.credit import FIRST_CREDIT
 from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.waiting import until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,17 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     """The models "gated" and "identity"."""
     repository = tmp_path_factory.mktemp("regions")
     repositories.add(repository, "gated", "identity")
-    with running(repository) as started:
-        yield started
+    return host(repository)
 
 
 def gated(value: int, region: str, output_offset: int) -> dict[str, Any]:

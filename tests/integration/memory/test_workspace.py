@@ -105,7 +105,8 @@ def test_a_setting_that_is_none(repository: Path, value: str, text: str) -> None
 
 def test_a_device_that_is_not_there_ends_the_start(repository: Path) -> None:
     done = run_command(
-        "serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"
+        *("serve", f"--model-repository={repository}", "--workspace-byte-size=cuda:99=4096"),
+        *("--http-port=0", "--grpc-port=0", "--metrics-port=0"),
     )
     assert done.returncode == 1
     assert "workspace cuda:99 ended at its start" in done.stderr

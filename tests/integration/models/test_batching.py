@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.crowd import crowd, values
 from tests.support.held_queue import Queue
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 
 DYNAMIC = "dynamic_batching { %s }"
 LONG = 30_000_000
@@ -38,15 +38,14 @@ def add_two(repository: Path, name: str, config: str, max_batch_size: int = 8) -
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     """The model "gated" under several batching configurations."""
     repository = tmp_path_factory.mktemp("batching")
     for name, config in MODELS.items():
         repositories.add_as(repository, name, "gated", config)
     add_two(repository, "two", MODELS["eager"])
     add_two(repository, "ordered", DYNAMIC % "preserve_ordering: true", max_batch_size=1)
-    with running(repository) as started:
-        yield started
+    return host(repository)
 
 
 @pytest.fixture

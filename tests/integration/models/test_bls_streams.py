@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
@@ -120,7 +120,7 @@ NOT_READY = (
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def served(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     repository = tmp_path_factory.mktemp("bls") / "models"
     repository.mkdir()
     repositories.write(repository, "steps", STEPS, STEPS_MODEL)
@@ -128,8 +128,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repositories.write(repository, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
     repositories.write(repository, "async_caller", CALLER, asynchronous)
-    with running(repository) as started:
-        yield started
+    return host(repository)
 
 
 @pytest.fixture

@@ -66,11 +66,9 @@ def test_it_is_among_what_a_check_runs(repository: Path, installed: dict[str, st
     assert "table.npy must have 2 dimensions, it has 3" in done.stdout + done.stderr
 
 
-def test_without_it_the_error_names_the_backends_there_are(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_without_it_the_error_names_the_backends_there_are(explicit: tuple[Server, Path]) -> None:
+    server, repository = explicit
     add(repository, "rows", TABLE)
-    server = serve(repository, "--model-control-mode=explicit")
     with server.http() as http:
         response = http.post("/v2/repository/models/rows/load")
     assert response.status == 400

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
 
 from tests.support.onnx_models import FLOAT, save
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 
 ACCUMULATOR = """
 platform: "onnxruntime_onnx"
@@ -28,7 +29,7 @@ sequence_batching {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     """A model without a configuration, and one with an older one."""
     repository = tmp_path_factory.mktemp("onnx")
     save(
@@ -52,8 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         [("next", FLOAT, both), ("y", FLOAT, both)],
     )
     (repository / "accumulator" / "config.pbtxt").write_text(ACCUMULATOR)
-    with running(repository) as started:
-        yield started
+    return host(repository)
 
 
 @pytest.fixture

@@ -143,36 +143,20 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
         assert "model 'constant': not unique across all model repositories" in server.log()
 
 
-def test_a_model_that_comes_to_stand_in_two_repositories(tmp_path: Path) -> None:
-    """Polling unloads it, and loads it again when it is in one."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    for folder in (one, two):
-        folder.mkdir()
-    repositories.add(one, "constant")
-    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
-    with running([one, two], *flags) as server, server.http() as http:
-        assert answer(http) == 1
-        repositories.add(two, "constant")
-        severally = ("UNAVAILABLE", "model appears in two or more repositories")
-        until("it is not served", lambda: http.infer("constant", ASK).status == 404)
-        assert index(http) == {("constant", ""): severally}
-        shutil.rmtree(two / "constant")
-        until("it is served again", lambda: http.infer("constant", ASK).status == 200)
-        assert index(http) == {("constant", "1"): ("READY", "")}
-
-
-def test_lines_in_the_log_that_operators_look_for(tmp_path: Path) -> None:
-    repositories.add(tmp_path, "constant", "identity")
-    rewrite(tmp_path, BROKEN)
-    flags = ("--model-control-mode=explicit", "--load-model=identity")
-    with running(tmp_path, *flags) as server, server.http() as http:
-        server.wait_log("loading: identity:1")
-        server.wait_log("successfully loaded 'identity'")
-        assert http.post("/v2/repository/models/constant/load").status == 400
-        server.wait_log("failed to load 'constant' version 1: Internal: ")
-        server.wait_log("failed to load 'constant'")
-        http.post("/v2/repository/models/identity/unload").ok()
-        server.wait_log("successfully unloaded 'identity' version 1")
+def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
+    server, repository = explicit
+    repositories.add_as(repository, "good", "identity")
+    repositories.add_as(repository, "bad", "constant")
+    rewrite(repository, BROKEN, name="bad")
+    with server.http() as http:
+        load(http, "good").ok()
+        server.wait_log("loading: good:1")
+        server.wait_log("successfully loaded 'good'")
+        assert load(http, "bad").status == 400
+        server.wait_log("failed to load 'bad' version 1: Internal: ")
+        server.wait_log("failed to load 'bad'\n")
+        unload(http, "good").ok()
+        server.wait_log("successfully unloaded 'good' version 1")
 
 
 def test_names_that_no_model_can_have(tmp_path: Path) -> None:
@@ -546,29 +530,6 @@ def test_what_is_wrong_with_a_configuration_is_said_as_triton_says_it(explicit: 
         )
 
 
-def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(repository: Path) -> None:
-    repositories.add(repository, "constant", "identity")
-    rewrite(repository, BROKEN)
-    (repository / "identity" / "config.pbtxt").write_text("nonsense: 7")
-    flags = ("--exit-on-error=false", "--model-control-mode=poll", "--repository-poll-secs=1")
-    server = Server([repository], flags)
-    try:
-        server.wait_ready("/v2/health/live")
-        failed = {("constant", "1"): "UNAVAILABLE", ("identity", ""): "UNAVAILABLE"}
-        with server.http() as http:
-            until(
-                "both have failed",
-                lambda: {key: state for key, (state, _) in index(http).items()} == failed,
-                within_s=30,
-            )
-        assert not server.answers("/v2/health/ready")
-        shutil.rmtree(repository / "constant")
-        shutil.rmtree(repository / "identity")
-        until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)
-    finally:
-        server.stop()
-
-
 def test_requests_in_flight_finish_on_the_model_they_began_with(explicit: Explicit) -> None:
     server, repository = explicit
     repositories.add(repository, "gated")
@@ -648,11 +609,38 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
 # --- mode poll ---
 
 
-def test_poll_mode(tmp_path: Path, repository: Path, serve: Serve) -> None:
-    """Folders come and go as wholes: a poll in the middle would find a model that is broken."""
-    repositories.add(repository, "constant", "simple", "identity")
-    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
+@pytest.fixture(scope="module")
+def polling_server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Server, Path, Path]]:
+    """See `polling`."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
+    with running([one, two], *flags) as started:
+        yield started, one, two
+
+
+@pytest.fixture
+def polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server, Path, Path]]:
+    """A server that follows two repositories, which are empty at the beginning of each test."""
+    server, *folders = polling_server
+    yield polling_server
+    for folder in folders:
+        for model in folder.iterdir():
+            shutil.rmtree(model)
     with server.http() as http:
+        until("nothing is served", lambda: not index(http, ready=True), 10)
+    until("nothing is loaded", lambda: not server.find("scheduler"), 10)
+
+
+def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
+    """Folders come and go as wholes: a poll in the middle would find a model that is broken."""
+    server, repository, _ = polling
+    for name in ("constant", "simple", "identity"):
+        repositories.add_as(tmp_path, name, name).rename(repository / name)
+    with server.http() as http:
+        ready = {(name, "1") for name in ("constant", "simple", "identity")}
+        until("they are loaded", lambda: set(index(http, ready=True)) == ready, 30)
         with Load(server) as asking:
             assert answer(http) == 1
             rewrite(repository, source(2))
@@ -671,15 +659,59 @@ def test_poll_mode(tmp_path: Path, repository: Path, serve: Serve) -> None:
         assert load(http, "constant").status == 503
 
 
-def test_poll_mode_waits_for_no_model(tmp_path: Path, repository: Path, serve: Serve) -> None:
+def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
     """One that takes its time to load, or hangs, does not keep the others from being followed."""
-    repositories.add(repository, "constant")
-    server = serve(repository, "--model-control-mode=poll", "--repository-poll-secs=1")
-    repositories.add_slow(tmp_path, "a").rename(repository / "a")
-    loading = server.gate.next()
+    server, repository, _ = polling
+    repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
+        until("it is served", lambda: http.infer("constant", ASK).status == 200, 10)
+        repositories.add_slow(tmp_path, "a").rename(repository / "a")
+        loading = server.gate.next()
         rewrite(repository, source(2))
         until("the new code answers", lambda: answer(http) == 2, 10)
         assert http.get("/v2/health/ready").status == 400
         loading.release()
         until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200, 10)
+
+
+def test_a_model_that_comes_to_stand_in_two_repositories(
+    tmp_path: Path, polling: tuple[Server, Path, Path]
+) -> None:
+    """Polling unloads it, and loads it again when it is in one."""
+    server, one, two = polling
+    repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
+    with server.http() as http:
+        until("it is served", lambda: http.infer("twice", ASK).status == 200, 10)
+        assert answer(http, "twice") == 1
+        repositories.add_as(tmp_path, "twice", "constant").rename(two / "twice")
+        severally = ("UNAVAILABLE", "model appears in two or more repositories")
+        until("it is not served", lambda: http.infer("twice", ASK).status == 404)
+        found = index(http)
+        assert found[("twice", "")] == severally and ("twice", "1") not in found
+        (two / "twice").rename(tmp_path / "twice")
+        until("it is served again", lambda: http.infer("twice", ASK).status == 200)
+        found = index(http)
+        assert found[("twice", "1")] == ("READY", "") and ("twice", "") not in found
+
+
+def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(
+    tmp_path: Path, polling: tuple[Server, Path, Path]
+) -> None:
+    server, repository, _ = polling
+    for name in ("broken", "unread"):
+        repositories.add_as(tmp_path, name, "constant")
+    rewrite(tmp_path, BROKEN, name="broken")
+    (tmp_path / "unread" / "config.pbtxt").write_text("nonsense: 7")
+    for name in ("broken", "unread"):
+        (tmp_path / name).rename(repository / name)
+
+    def failed(found: dict[tuple[str, str], tuple[str, str]]) -> bool:
+        states = [found.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))]
+        return states == ["UNAVAILABLE", "UNAVAILABLE"]
+
+    with server.http() as http:
+        until("both have failed", lambda: failed(index(http)), within_s=30)
+    assert not server.answers("/v2/health/ready")
+    shutil.rmtree(repository / "broken")
+    shutil.rmtree(repository / "unread")
+    until("the server is ready", lambda: server.answers("/v2/health/ready"), within_s=30)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from shmserve.client.events import EventReader
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import events as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, run_command, running, stopped

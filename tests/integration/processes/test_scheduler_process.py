@@ -18,9 +18,22 @@ import psutil
 import pytest
 
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import KEY_SIZE
-from shmserve.ipc.messages.start import SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.start import HostStart, SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    HealthChanged,
+    HostReady,
+    InstanceExpected,
+    OpenScheduler,
+    ProcessExited,
+    SchedulerClosed,
+    SchedulerReady,
+    StatisticsKept,
+    Stop,
+)
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -42,7 +55,7 @@ MODEL = {
 
 FLOOD = """
 import os, sys
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.dealer import Dealer
 
 link = Dealer(sys.argv[1], f"{os.getpid()}.flood")
@@ -64,6 +77,7 @@ class Stage:
         self.control = Router(endpoints.control(run_dir))
         endpoints.local_client_folder(run_dir).mkdir()
         start = SchedulerStart(
+            kind="scheduler",
             number=NUMBER,
             version="1",
             config=MODEL,
@@ -73,13 +87,18 @@ class Stage:
         )
         # Else numpy's threads spin for a moment after they start.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-c", BOOT, repr(encode(start))], env=env)
+        host = repr(encode(HostStart("scheduler m", run_dir)))
+        self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
         self.numbers = itertools.count(1)
+        self.host, ready = self.next(self.control)
+        assert ready == HostReady(self.process.pid)
+        self.control.post(self.host, OpenScheduler(encode(start)))
+        self.control.flush()
         self.address, ready = self.next(self.control)
-        assert ready == m.SchedulerReady(self.process.pid)
+        assert ready == SchedulerReady(self.process.pid)
         self.client = self.join(endpoints.scheduler(run_dir, NUMBER), f"{os.getpid()}.ab")
         self.worker = self.join(endpoints.instances(run_dir, NUMBER), f"0.{os.getpid()}")
-        self.tell(m.InstanceExpected(0, os.getpid()))
+        self.tell(InstanceExpected(0, os.getpid()))
         self.worker.send(m.InstanceReady(0, os.getpid()))
 
     def join(self, endpoint: str, identity: str) -> Dealer:
@@ -104,12 +123,21 @@ class Stage:
         (message,) = self.all(link)
         return message
 
+    def end(self) -> int:
+        """Stop the scheduler, and then its process; its exit status."""
+        self.tell(Stop())
+        while SchedulerClosed(NUMBER, "") not in [each for _, each in self.all(self.control)]:
+            pass
+        self.control.post(self.host, Stop())
+        self.control.flush()
+        return self.process.wait(5)
+
     def until_drained(self) -> None:
         """Return when it is; its counts come before."""
         told: list[Any] = []
-        while m.Drained() not in told:
+        while Drained() not in told:
             told += [message for _, message in self.all(self.control)]
-        assert [type(message) for message in told[:-1]] == [m.StatisticsKept] * 2
+        assert [type(message) for message in told[:-1]] == [StatisticsKept] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
         """A client's request."""
@@ -168,10 +196,9 @@ def test_it_has_a_name_and_ends_only_when_it_is_told(stage: Stage) -> None:
     stage.submit()
     stage.finish(stage.next(stage.worker))
     assert isinstance(stage.next(stage.client), m.Finished)
-    stage.tell(m.Drain())
+    stage.tell(Drain())
     stage.until_drained()
-    stage.tell(m.Stop())
-    assert stage.process.wait(5) == 0
+    assert stage.end() == 0
 
 
 def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
@@ -182,7 +209,7 @@ def test_a_drain_takes_what_was_sent_before_it(stage: Stage) -> None:
     stage.next(stage.worker)
     stage.process.send_signal(signal.SIGSTOP)
     late = [stage.submit() for _ in range(3)]
-    stage.tell(m.Drain())
+    stage.tell(Drain())
     stage.process.send_signal(signal.SIGCONT)
     until("they are taken", lambda: stage.statistics()["shmserve"]["pending"] == len(late))
     stage.submit()
@@ -194,8 +221,7 @@ def test_a_stop_answers_what_is_left_before_the_end(stage: Stage) -> None:
     executing, queued = stage.submit(), stage.submit()
     stage.next(stage.worker)
     stage.statistics()  # answered behind both of them
-    stage.tell(m.Stop())
-    assert stage.process.wait(5) == 0
+    assert stage.end() == 0
     answers = stage.all(stage.client)
     assert {answer.id for answer in answers} == {executing, queued}
     assert {answer.code for answer in answers} == {"UNAVAILABLE"}
@@ -258,7 +284,7 @@ def test_garbage_on_every_socket_is_dropped_and_counted(stage: Stage) -> None:
         b"",
         os.urandom(100),
         frames.pack([m.Finished(1, b"")]),
-        frames.pack([m.HealthChanged(True, True, True)]),
+        frames.pack([HealthChanged(True, True, True)]),
         *_frames_of("BatchFinished", 1, 0, 0, 0, 0, [[], [1], ["a", 2]], 0, 0, True),
         frames.pack([m.Execute(1, [])]),
         b"\x92\x01\x91\xa5Drain",
@@ -289,7 +315,6 @@ def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None
     endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
     with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
         batch = stage.next(stage.worker)
-        stage.tell(m.ProcessExited(flood.pid))
+        stage.tell(ProcessExited(flood.pid))
         assert 1 <= len(batch.requests) <= 8
-        stage.tell(m.Stop())
-        assert stage.process.wait(5) == 0
+        assert stage.end() == 0

@@ -17,8 +17,18 @@ import numpy as np
 import psutil
 import pytest
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import (
+    BatchFinished,
+    CancelExecution,
+    Execute,
+    InstanceReady,
+    ReleaseOutputs,
+    Reply,
+    Work,
+)
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
@@ -130,14 +140,14 @@ class Worker:
 
     def expect_offer(self, name: str) -> None:
         """The instance is ready at this scheduler."""
-        assert self.expect(m.InstanceReady, self.schedulers[name]) == m.InstanceReady(0, self.pid)
+        assert self.expect(InstanceReady, self.schedulers[name]) == InstanceReady(0, self.pid)
         assert self.peer == b"0.%d" % self.pid
 
     def execute(self, *values: float, name: str = "w1", size: int = 1, place: Any = None) -> None:
         """Send a batch, a request for each value."""
         self.batches += 1
         work = [
-            m.Work(
+            Work(
                 key,
                 os.getpid(),
                 pack_inference(inference(tensor("x", np.full((1, size), value, "f4"), place))),
@@ -145,16 +155,16 @@ class Worker:
             for key, value in enumerate(values, 1)
         ]
         router = self.schedulers[name]
-        router.post(b"0.%d" % self.pid, m.Execute(self.batches, work))
+        router.post(b"0.%d" % self.pid, Execute(self.batches, work))
         router.flush()
 
-    def finished(self, name: str = "w1") -> list[m.Reply]:
+    def finished(self, name: str = "w1") -> list[Reply]:
         """The replies to the last batch, by key."""
-        done = self.expect(m.BatchFinished, self.schedulers[name])
+        done = self.expect(BatchFinished, self.schedulers[name])
         assert done.batch == self.batches
         return sorted(done.replies, key=lambda reply: reply.key)
 
-    def answer(self, reply: m.Reply) -> Inferred:
+    def answer(self, reply: Reply) -> Inferred:
         """A reply that must be a success."""
         assert reply.code == "", reply.message
         return unpack_inferred(reply.body)
@@ -224,10 +234,10 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, m.ProcessExited(1))
-    router.post(peer, m.Execute(1, [m.Work(1, 1, b"garbage")]))
+    router.post(peer, Execute(1, [Work(1, 1, b"garbage")]))
     router.flush()
     worker.batches = 1
-    assert worker.finished() == [m.Reply(1, "INTERNAL", "internal error", b"")]
+    assert worker.finished() == [Reply(1, "INTERNAL", "internal error", b"")]
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
@@ -239,7 +249,7 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     dead = m.ProcessExited(os.getpid())
     # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
     for give_back in (
-        lambda offset: router.post(peer, m.ReleaseOutputs(os.getpid(), [offset])),
+        lambda offset: router.post(peer, ReleaseOutputs(os.getpid(), [offset])),
         lambda offset: worker.tell(dead),
         lambda offset: None,
     ):
@@ -269,7 +279,7 @@ def test_regions_are_mapped_once_and_dropped(worker: Worker) -> None:
         worker.execute(0, place=place)
         assert value(worker.answer(worker.finished()[0])) == 6
         assert mapped() == 1
-    worker.tell(m.MemoryDropped(region.memory.id))
+    worker.tell(MemoryDropped(region.memory.id))
     until("the region is unmapped", lambda: mapped() == 0)
     region.close()
 
@@ -282,7 +292,7 @@ def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
     worker.execute(1)
     if late:
         worker.finished()
-    worker.schedulers["w1"].post(b"0.%d" % worker.pid, m.CancelExecution(1))
+    worker.schedulers["w1"].post(b"0.%d" % worker.pid, CancelExecution(1))
     worker.schedulers["w1"].flush()
     if not late:
         worker.finished()

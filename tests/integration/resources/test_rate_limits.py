@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import repositories
 from tests.support.load import Load
-from tests.support.servers import Server
+from tests.support.servers import Server, running, unload_all
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
@@ -44,6 +44,31 @@ def wait_workers(server: Server, count: int) -> None:
     until(f"there are {count}", lambda: len(server.find("worker simple.")) == count)
 
 
+@pytest.fixture(scope="module")
+def limiting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """See `limiting`."""
+    folder = tmp_path_factory.mktemp("limiting") / "models"
+    folder.mkdir()
+    flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
+    with running(folder, *flags, "--model-control-mode=explicit") as started:
+        yield started, folder
+
+
+@pytest.fixture
+def limiting(limiting_server: tuple[Server, Path]) -> Iterator[tuple[Server, Path]]:
+    """A server that limits, to three of the resource R, and loads models when it is told to; and
+    its repository, which is empty."""
+    yield limiting_server
+    unload_all(*limiting_server)
+
+
+def load(server: Server, *names: str) -> None:
+    """Load models."""
+    with server.http() as http:
+        for name in names:
+            http.post(f"/v2/repository/models/{name}/load").ok()
+
+
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as made:
@@ -51,14 +76,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_models_that_need_the_same_take_turns(
-    repository: Path, serve: Callable[..., Server], pool: ThreadPoolExecutor
+    limiting: tuple[Server, Path], pool: ThreadPoolExecutor
 ) -> None:
     """Two instances of each of two models, and room for one; a third model goes its own way."""
+    server, repository = limiting
     for name in ("one", "two"):
         add(repository, name, limited(2))
     add(repository, "small", limited(1, "S"))
-    flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
-    server = serve(repository, *flags)
+    load(server, "one", "two", "small")
     gate = server.gate
     waiting: list[Future[int]] = []
     for number in range(4):
@@ -93,12 +118,9 @@ def test_without_the_flag_nothing_is_limited(
     assert [each.result() for each in waiting] == [200, 200]
 
 
-def test_models_that_could_never_run_do_not_load(
-    repository: Path, serve: Callable[..., Server]
-) -> None:
+def test_models_that_could_never_run_do_not_load(limiting: tuple[Server, Path]) -> None:
     """The texts of a load, and that nothing of it stays."""
-    flags = ("--rate-limit=execution_count", "--rate-limit-resource=R:3")
-    server = serve(repository, *flags, "--model-control-mode=explicit")
+    server, repository = limiting
     add(repository, "greedy", limited(4))
     add(repository, "fine", limited(3))
     add(repository, "world", limited(1, more="global: true"))
@@ -116,20 +138,20 @@ def test_models_that_could_never_run_do_not_load(
         http.post("/v2/repository/models/world/load").ok()
 
 
-def test_other_instances_in_place(repository: Path, serve: Callable[..., Server]) -> None:
+def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
     """A reload that changes how many there are, or what each needs: the scheduler stays, what is
-    new takes its turn, and no request notices."""
+    new takes its turn, and no request notices. As much as one needs is there."""
+    server, repository = limiting
     folder = repositories.add_as(repository, "simple", "simple")
     config = folder / "config.pbtxt"
     kept = [line for line in config.read_text().splitlines() if "instance_group" not in line]
-    config.write_text("\n".join([*kept, limited(1)]))
-    server = serve(repository, "--rate-limit=execution_count", "--model-control-mode=explicit")
+    config.write_text("\n".join([*kept, limited(1, "Q")]))
+    load(server, "simple")
     with server.http() as http:
-        http.post("/v2/repository/models/simple/load").ok()
         scheduler = server.one("scheduler simple").pid
         with Load(server, simple=4, memory=0) as stream:
-            more = limited(1).replace("count: 2", "count: 3", 1)
-            for group, count in ((more, 3), (limited(2), 2)):
+            more = limited(1, "Q").replace("count: 2", "count: 3", 1)
+            for group, count in ((more, 3), (limited(2, "Q"), 2)):
                 config.write_text("\n".join([*kept, group]))
                 http.post("/v2/repository/models/simple/load").ok()
                 wait_workers(server, count)

@@ -29,16 +29,19 @@ from shmserve.client.sync import Server
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.errors import InvalidArgument, PermissionDenied, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.local_clients import ShareDeviceMemory
+from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
+from shmserve.ipc.messages.supervision import HealthChanged, ModelPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.local_clients import LocalClientListener
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
@@ -77,27 +80,27 @@ class SupervisorContext:
         self._over = asyncio.Event()
         checker = self._cuda.device_memory()
 
-        def look(_: int, question: m.CheckMemory) -> None:
+        def look(_: int, question: CheckMemory) -> None:
             self._loop.call_soon(handles.checked, 1, checker.check(question))
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
         opener = RegionOpener(POLICY, handles if self._devices else None)
-        self.registry = registry = LentRegions(opener, self._tell_workers)
+        self.registry = registry = LocalMemory(SEALS, opener, self._tell_workers)
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
-            yield m.ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
-            yield m.HealthChanged(True, True, False)
+            yield ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
+            yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, registry.give_back
+            self.folder, NO_GROUP, SEALS, registry, models, registry.release
         )
         self._ready.set()
         await self._over.wait()
         local_clients.close()
         registry.close()
 
-    def _tell_workers(self, message: m.MemoryDropped) -> None:
+    def _tell_workers(self, message: MemoryDropped) -> None:
         self.dropped.append(message.memory_id)
 
     def serve(self, answered: Callable[[], bool]) -> None:
@@ -458,7 +461,7 @@ def test_what_is_wrong_with_a_handle(
 
     class Asking:
         def sharing(self, number: int) -> Any:
-            return m.ShareDeviceMemory(number, size, handle, device, uuid), ()
+            return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
         connection.share(Asking())  # type: ignore[arg-type]

@@ -24,8 +24,10 @@ from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.models import ClientModel
 from shmserve.client.session import Session
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import Cancel
+from shmserve.ipc.messages.local_clients import Welcome
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, UntrustedRouter
@@ -44,7 +46,7 @@ def listener(tmp_path: Path) -> Iterator[None]:
         def welcome() -> None:
             inside.append(entrance.accept()[0])
             inside[0].recv(4096)
-            hello = [m.Welcome(1, "token"), m.HealthChanged(True, True, False)]
+            hello = [Welcome(1, "token"), m.HealthChanged(True, True, False)]
             inside[0].send(frames.pack(hello))
 
         inside: list[socket.socket] = []
@@ -258,7 +260,7 @@ def test_what_a_scheduler_takes_at_a_time_is_not_exceeded(
     channel = RequestChannel(connection, lambda fd: None, lambda fd: None)
     try:
         for number in range(count):
-            channel._post(router.endpoint, m.Cancel(number))
+            channel._post(router.endpoint, Cancel(number))
         channel.flush()
         (link,) = channel._links._by_endpoint.values()
         numbers: list[int] = []

@@ -30,8 +30,8 @@ from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server.models import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, TensorSpec
@@ -444,7 +444,7 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
         body = pack_inferred(Inferred(refs, parameters))
-        result = read(built, body, lambda place: b"\4\0\0\0", lambda pid, offsets: None)
+        result = read(built, body, lambda place: b"\4\0\0\0", lambda release: None)
         return {**result, **result.parameters}
 
     place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)

@@ -8,7 +8,12 @@ import sys
 import typing
 from pathlib import Path
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import (
+    LocalClientToScheduler,
+    LocalClientToSupervisor,
+    SupervisorToLocalClient,
+)
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.transport import frames
@@ -16,9 +21,9 @@ from shmserve.ipc.transport import frames
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "shmserve" / "client" / "PROTOCOL.md").read_text()
 DIRECTIONS = {
-    "program to listener": m.LocalClientToSupervisor,
-    "listener to program": m.SupervisorToLocalClient,
-    "program to scheduler": m.LocalClientToScheduler,
+    "program to listener": LocalClientToSupervisor,
+    "listener to program": SupervisorToLocalClient,
+    "program to scheduler": LocalClientToScheduler,
     "scheduler to program": m.Finished | m.Responded | m.Failed | m.Settled,
 }
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight import streaming
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
 from shmserve.client.request.options import PLAIN, Options
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.models import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
-from shmserve.ipc import messages as m
-from shmserve.ipc.messages import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc import credit
+from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport.router import Router
@@ -27,7 +28,6 @@ from tests.rigs.called_models import Peer
 from tests.unit.client.test_inflight import connection as _connection
 
 connection = _connection
-TOGETHER = FIRST_CREDIT // 2
 WORK = pack_inference(Inference(()))
 
 
@@ -49,7 +49,7 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
-    published = m.ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
+    published = ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, way.connection.models)
     built = PackedRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)
@@ -89,8 +89,8 @@ def test_what_was_read_is_granted_together(
 def test_what_is_large_is_granted_sooner(
     channel: ThreadChannel, scheduler: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert streaming._BYTES_TOGETHER < MOST_UNREAD_BYTES
-    monkeypatch.setattr(streaming, "_BYTES_TOGETHER", 1000)
+    assert credit.BYTES_TOGETHER < MOST_UNREAD_BYTES
+    monkeypatch.setattr(credit, "BYTES_TOGETHER", 1000)
     stream = opened(channel, tmp_path, [])
     number = scheduler.next(m.Submit).id
     for n in range(3):

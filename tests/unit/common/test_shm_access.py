@@ -92,7 +92,7 @@ def test_regions_are_counted_by_user_and_in_total() -> None:
     quota.enter(1002, 10, (0, 3))
     with pytest.raises(InvalidArgument, match=r"at most 3 .*--shm-max-regions\)"):
         quota.enter(1002, 10, (0, 4))
-    quota.leave(1001, 10, (0, 1))
+    quota.release(1001, 10, (0, 1))
     quota.enter(1002, 10, (0, 4))
 
 
@@ -128,7 +128,7 @@ def test_a_quota_never_passes_its_limits_and_ends_empty(
         assert sum(size for _, size, _ in entered) <= most
         assert sum(other == uid for other, _, _ in entered) <= 3
     for entry in entered:
-        quota.leave(*entry)
+        quota.release(*entry)
     assert not quota._regions
     assert not quota._bytes
     assert not quota._held
@@ -146,7 +146,7 @@ def test_the_server_pays_until_the_object_is_gone() -> None:
         with pytest.raises(InvalidArgument, match=r"60 of the 100 bytes .*posix_fallocate"):
             quota.charge("/other", (0, 1), 41)
         quota.charge("/other", (0, 1), 40)
-        quota.leave(1001, 80, file)
+        quota.release(1001, 80, file)
         with pytest.raises(InvalidArgument):
             quota.charge("/more", (0, 2), 100)  # /other is gone; this one is there
         quota.charge("/more", (0, 2), 40)
@@ -160,5 +160,5 @@ def test_an_unlinked_object_that_is_registered_is_not_gone() -> None:
     quota.charge("/not-there", (0, 7), 80)
     with pytest.raises(InvalidArgument):
         quota.charge("/other", (0, 8), 30)
-    quota.leave(1001, 80, (0, 7))
+    quota.release(1001, 80, (0, 7))
     quota.charge("/other", (0, 8), 30)

@@ -15,9 +15,16 @@ import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.common.access import auth_tokens
-from shmserve.gateway.http import routes
-from shmserve.gateway.http.routes import ROUTES, find_route
-from shmserve.ipc import messages as m
+from shmserve.gateway.http import routing
+from shmserve.gateway.http.routes import ROUTES
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import (
+    RegionPublished,
+    RegionReleased,
+    RegionWithdrawn,
+    RegisterRegion,
+    UnregisterRegion,
+)
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
@@ -43,7 +50,7 @@ def http(gateway: Rig, simple: Scheduler) -> Iterator[Http]:
     gateway.refusals.clear()
     gateway.payloads.clear()
     for kind in (
-        *(m.RegisterRegion, m.UnregisterRegion, m.LoadModel, m.UnloadModel, m.IndexRepository),
+        *(RegisterRegion, UnregisterRegion, m.LoadModel, m.UnloadModel, m.IndexRepository),
     ):
         gateway.payloads[kind] = {}
     connection = Http(gateway.port)
@@ -115,14 +122,14 @@ SCOPES = {
 
 def test_every_route_has_a_scope() -> None:
     """R18: each route belongs to one API, the right one, and the way to its handler asks for it."""
-    for route in ROUTES:
+    for route in ROUTES.routes:
         assert route.scope in auth_tokens.RESTRICTABLE, route
         (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
         assert route.scope == SCOPES.get(end), route
-    assert {route.method for route in ROUTES} == {"GET", "POST"}
+    assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
     # There is one place where a handler is found, and it authorises before anything else.
-    assert inspect.getsource(routes).count("route.handler") == 1
-    source = inspect.getsource(routes._find_call)
+    assert inspect.getsource(routing).count("route.handler") == 1
+    source = inspect.getsource(routing.App.handle)
     assert source.index("authorise(route, request)") < source.index("route.handler")
 
 
@@ -148,7 +155,7 @@ def test_every_route_has_a_scope() -> None:
     ],
 )
 def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] | None) -> None:
-    found = find_route(path)
+    found = ROUTES.find(path)
     assert (found and found[1]) == parts
 
 
@@ -165,7 +172,7 @@ def test_what_is_not_here_is_refused_by_its_name(gateway: Rig, http: Http) -> No
 def test_health_follows_the_supervisor(gateway: Rig, http: Http) -> None:
     for live, ready in ((True, True), (True, False), (False, False), (True, True)):
         gateway.tell(m.HealthChanged(live=live, ready=ready, exiting=False))
-        gateway.apply(lambda number: m.RegionWithdrawn("", 0, number))
+        gateway.apply(lambda number: RegionWithdrawn("", 0, number))
         assert http.get("/v2/health/live").status == (200 if live else 400)
         assert http.get("/v2/health/ready").status == (200 if ready else 400)
     reply = http.get("/v2/health/ready")
@@ -327,13 +334,13 @@ def test_regions_are_registered_by_the_supervisor(gateway: Rig, http: Http) -> N
     http.post(f"{path}/region/r/register", {"key": "/key", "byte_size": 2**63 - 1}).ok()
     http.unregister("r").ok()
     http.unregister().ok()
-    registered = gateway.heard_of(m.RegisterRegion)
+    registered = gateway.heard_of(RegisterRegion)
     assert [(x.name, x.key, x.offset, x.byte_size) for x in registered] == [
         ("a region", "/key", 0, 64),
         ("r", "/key", 0, 2**63 - 1),
     ]
-    assert [x.name for x in gateway.heard_of(m.UnregisterRegion)] == ["r", ""]
-    gateway.refusals[m.RegisterRegion] = (
+    assert [x.name for x in gateway.heard_of(UnregisterRegion)] == ["r", ""]
+    gateway.refusals[RegisterRegion] = (
         "ALREADY_EXISTS",
         "shared memory region 'r' already in manager",
     )
@@ -371,8 +378,8 @@ def test_registrations_are_checked(
     assert text in reply.error
 
 
-def region(name: str, memory_id: int, offset: int) -> Callable[[int], m.RegionPublished]:
-    return lambda number: m.RegionPublished(
+def region(name: str, memory_id: int, offset: int) -> Callable[[int], RegionPublished]:
+    return lambda number: RegionPublished(
         *(name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100),
         *(os.getuid(), -1, False, number),
     )
@@ -390,10 +397,10 @@ def test_the_status_of_regions(gateway: Rig, http: Http) -> None:
         404,
         "Unable to find system shared memory region: 'c'",
     )
-    gateway.apply(lambda number: m.RegionWithdrawn("b", 1, number))
-    gateway.apply(lambda number: m.RegionWithdrawn("a", 2, number))
+    gateway.apply(lambda number: RegionWithdrawn("b", 1, number))
+    gateway.apply(lambda number: RegionWithdrawn("a", 2, number))
     assert http.regions().json() == []
-    assert m.RegionReleased(1) in gateway.heard
+    assert RegionReleased(1) in gateway.heard
     inputs = [
         {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "parameters": in_region("a", 64)}
     ]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerLink
-from shmserve.ipc import messages as m
+from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
@@ -57,7 +57,7 @@ def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
 
     async def give_up() -> list[Any]:
-        scheduler = SchedulerLink("ipc://nowhere", lambda scheduler: None)
+        scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
         pending = GatewayRequest(
             scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
@@ -194,12 +194,12 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
                 scheduler, submit, partial(released.append, f"of {number}"), heard.append
             )
             scheduler._take(m.Responded(number, "", "", body, False))
-            dispatcher.grant(pending, 4)
+            dispatcher.credit(pending, 4)
             if number == 2:
                 dispatcher.cancel(pending)
             scheduler._take(m.Responded(number, "", "", body, False))
             scheduler._take(m.Responded(number, "", "", b"", True))
-            dispatcher.grant(pending, 5)  # too late: it has ended
+            dispatcher.credit(pending, 5)  # too late: it has ended
         return heard, link.posted, released
 
     heard, posted, released = asyncio.run(stream())

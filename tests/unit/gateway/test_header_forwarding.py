@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.header_forwarding import forwarded_headers
+from shmserve.gateway.inference.request import forwarded_headers
 
 HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-Key", "Value Two")]
 

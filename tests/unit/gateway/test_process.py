@@ -10,9 +10,9 @@ import pytest
 
 from shmserve.gateway import process
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc import messages as m
 from shmserve.ipc.endpoints import control
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.transport.router import Router
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers import instance
-from shmserve.workers.instance import Instance
+from shmserve.workers.instance import WorkerInstance
 
 SHORT, LONG = 50_000, 5_000_000
 
@@ -84,7 +84,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
         clock = itertools.count(0, tick_ns)
         monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
         link = Link(looks)
-        worker = object.__new__(Instance)
+        worker = object.__new__(WorkerInstance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]
         worker.link = SimpleNamespace(has_open=threads)  # type: ignore[assignment]
         worker._busy_poll, worker._live = after([waited] * 20, live), live

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.inflight import (
     BEGUN,
     LONGEST_TIMEOUT_US,
@@ -19,6 +18,7 @@ from shmserve.ipc.inflight import (
     Response,
     make_submit,
 )
+from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import work_in_place
 
 OLD, NEW = "ipc://old", "ipc://new"

@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
-from shmserve.ipc.messages import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -42,7 +42,11 @@ class Office:
         self.workers: list[Any] = []
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, RegionOpener(policy, handles)
+            self.publish,
+            lambda: [7],
+            self.workers.append,
+            RegionOpener(policy, handles),
+            lambda event: None,
         )
 
     async def publish(self, make: Callable[[int], Any]) -> None:

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import LoadFailed
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -40,9 +41,9 @@ EXAMPLES: dict[Any, Any] = {
     float: 0.5,
     list[int]: [1, 2],
     list[list[Any]]: [[1, 2, b"x"]],
-    list[messages.Work]: [messages.Work(1, 2, b"x")],
-    list[messages.SequenceRow]: [messages.SequenceRow(1, 2, 3, 4, "x")],
-    list[messages.Reply]: [messages.Reply(1, "", "", b"x")],
+    list[m.Work]: [m.Work(1, 2, b"x")],
+    list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
+    list[m.Reply]: [m.Reply(1, "", "", b"x")],
     dict[str, Any]: {"a": 1},
 }
 
@@ -59,7 +60,7 @@ def test_every_message_survives_the_wire(cls: type[Any]) -> None:
 
 
 def test_half_a_character_is_escaped() -> None:
-    (got,) = frames.unpack(frames.pack([messages.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
+    (got,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
     assert got.message == r"a \ud800 b ☃"
 
 
@@ -76,8 +77,8 @@ def test_a_field_of_a_wrong_type_is_refused(cls: type[Any]) -> None:
 
 def test_text_that_is_no_unicode_travels_escaped() -> None:
     """A model may say anything: the name of a file, say, whose bytes are not UTF-8."""
-    said = messages.LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
-    heard = messages.LoadFailed("INTERNAL", "no such file: n\\udce4me")
+    said = LoadFailed("INTERNAL", "no such file: " + os.fsdecode(b"n\xe4me"))
+    heard = LoadFailed("INTERNAL", "no such file: n\\udce4me")
     assert frames.unpack(frames.pack([said])) == [heard]
 
 
@@ -160,9 +161,7 @@ def test_a_place_outside_its_memory_is_malformed() -> None:
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
     times = (0, 0, 0, 0)
-    good = messages.BatchFinished(
-        1, *times, [messages.Reply(1, "", "", b"made"), messages.Reply(2, "X", "no", b"")]
-    )
+    good = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made"), m.Reply(2, "X", "no", b"")])
     assert frames.unpack(frames.pack([good])) == [good]
     frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
@@ -172,7 +171,7 @@ def test_records_within_a_message_are_typed_too(reply: Any) -> None:
 def test_fields_with_a_default_may_be_left_out_at_the_end() -> None:
     submit = ["Submit", 1, 1, b"", 0, 0, 0, 0, b"work"]
     assert frames.unpack(msgpack.packb([frames.VERSION, submit])) == [
-        messages.Submit(1, 1, b"", 0, 0, 0, 0, b"work")
+        m.Submit(1, 1, b"", 0, 0, 0, 0, b"work")
     ]
     with pytest.raises(MalformedMessage):
         frames.unpack(msgpack.packb([frames.VERSION, submit[:-1]]))

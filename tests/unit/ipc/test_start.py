@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.tls import Tls
-from shmserve.gateway.grpc.settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc.messages.start import (
+    HostStart,
     SchedulerStart,
     SchedulingLimits,
     WorkerStart,
@@ -22,7 +22,9 @@ LOG = LogSettings(log_verbose_level=2)
 RUN_DIR = Path("/tmp/run")
 TLS = Tls("a", "b", None)
 STARTS = [
+    HostStart("scheduler m", RUN_DIR, LOG),
     SchedulerStart(
+        kind="scheduler",
         number=3,
         version="1",
         config={"name": "m", "input": [{"dims": [1, -1]}]},
@@ -31,7 +33,6 @@ STARTS = [
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
         kept=[{"name": "m"}, []],
         alive=[1, 2],
-        log=LOG,
     ),
     WorkerStart(
         number=3,

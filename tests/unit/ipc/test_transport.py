@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Answered, ConfigCompleted, Drain
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -62,7 +63,7 @@ def test_messages_both_ways_in_order(router: Router, dealer: Dealer) -> None:
 
 def test_what_cannot_be_packed_is_not_sent_again(router: Router, dealer: Dealer) -> None:
     with pytest.raises(TypeError):
-        dealer.send(m.ConfigCompleted({"max_batch_size": object()}))
+        dealer.send(ConfigCompleted({"max_batch_size": object()}))
     dealer.send(m.Cancel(7))
     assert arrived(router) == [(b"me", m.Cancel(7))]
 
@@ -75,7 +76,7 @@ def test_what_cannot_be_packed_for_one_peer_keeps_nothing_from_another(
         link.send(m.Cancel(1))
         assert arrived(router)
     router.post(b"other", m.Settled(1))
-    router.post(b"me", m.Answered(2, {"found": object()}))
+    router.post(b"me", Answered(2, {"found": object()}))
     router.post(b"me", m.Settled(3))
     with pytest.raises(TypeError):
         router.flush()
@@ -147,9 +148,9 @@ def test_the_other_end_goes(router: Router, dealer: Dealer) -> None:
 
 def test_garbage_is_counted_and_what_is_no_zeromq_ends(router: Router, dealer: Dealer) -> None:
     send_raw(
-        dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(frames.pack([m.Drain()]))
+        dealer, b"", zmtp.frame(b"garbage") + b"\1\1a\0\1b" + zmtp.frame(frames.pack([Drain()]))
     )
-    assert arrived(router) == [(b"me", m.Drain())] and router.malformed == 2
+    assert arrived(router) == [(b"me", Drain())] and router.malformed == 2
     with socket.socket(socket.AF_UNIX) as plain:
         plain.connect(router.endpoint.removeprefix("ipc://"))
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")

@@ -14,7 +14,7 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.gateway.http.routes import find_route
+from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
 from tests.rigs.gateway_rig import SIMPLE
@@ -113,7 +113,7 @@ def test_reserved_parameters_are_refused(key: str) -> None:
 )
 def test_model_names_name_no_other_folder(spelled: str) -> None:
     """R17: however a path is spelled, the repository is not left."""
-    found = find_route(f"/v2/repository/models/{spelled}/load")
+    found = ROUTES.find(f"/v2/repository/models/{spelled}/load")
     if found is not None:
         name = found[1][1]
         assert name is not None

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceExited,
+    InstanceExpected,
+    KillInstance,
+    PoolFailed,
+    ProcessExited,
+    StatisticsKept,
+    Stop,
+)
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import GATEWAY, MS, Rig, body_in_arena, ok, work_in_place
 
@@ -171,7 +182,7 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     for _ in range(3000):
         rig.client(m.Cancel(*rig.submit()))
     (last,) = rig.submit()
-    assert len(rig.scheduler._responses._order) < 2000
+    assert len(rig.core._responses._order) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
@@ -181,7 +192,7 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
 def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_back() -> None:
     """The worker of a scheduler's predecessor comes once it has time."""
     rig = Rig()
-    rig.supervisor(m.InstanceExpected(0, 100), m.InstanceExpected(1, 101))
+    rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
     rig.client(m.Release(100, [64, 0]))
     rig.client(m.Release(101, [128]))
     rig.client(m.Release(102, [0]))
@@ -191,9 +202,9 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     given = rig.workers.take()
     assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
     assert len(given) == 4096
-    rig.supervisor(m.ProcessExited(101))
+    rig.supervisor(ProcessExited(101))
     rig.start(1, 101)
-    assert rig.workers.take() == [] and rig.scheduler._executions._early == {}
+    assert rig.workers.take() == [] and rig.core._executions._early == {}
 
 
 # --- admission ------------------------------------------------------------------------------------
@@ -231,9 +242,9 @@ def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
 
 def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
     rig = Rig()
-    rig.supervisor(m.InstanceExpected(0, 100))
+    rig.supervisor(InstanceExpected(0, 100))
     (waiting,) = rig.submit()
-    rig.supervisor(m.PoolFailed("model 'm' failed"))
+    rig.supervisor(PoolFailed("model 'm' failed"))
     assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
     (new,) = rig.submit()
     assert rig.answers() == [failed(new, "UNAVAILABLE", "model 'm' failed")]
@@ -247,7 +258,7 @@ def test_many_idle_clients_are_forgotten() -> None:
     (number,) = rig.submit()
     for index in range(3000):
         rig.client(m.Cancel(1), peer=b"%d.x" % index)
-    assert len(rig.scheduler.clients.values()) <= 1025
+    assert len(rig.scheduler._clients) <= 1025
     rig.client(m.Cancel(number))
     assert rig.answers() == [failed(number, "CANCELLED", "request cancelled")]
 
@@ -294,12 +305,12 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     rig = Rig({})
     rig.start()
-    rig.scheduler._executions.service_time.credit = 2
+    rig.core._executions.service_time.credit = 2
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
     assert [each.work for each in batch.requests] == [b"w%d" % number for number in ahead]
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     peer = rig.start(0, 101)
     ran = []
     while executes := rig.executes():
@@ -330,10 +341,10 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     text = "execution of the request exceeded the limit of 0.5 seconds"
     assert rig.answers() == [failed(number, "INTERNAL", text, early=True)]
     ((_, kill),) = rig.control.take()
-    assert isinstance(kill, m.KillInstance) and (kill.index, kill.pid) == (0, 100)
+    assert isinstance(kill, KillInstance) and (kill.index, kill.pid) == (0, 100)
     (waiting,) = rig.submit()
     rig.pass_time(1_000 * MS)
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
     assert rig.control.take() == [] and rig.executes() == []
     peer = rig.start(0, 101)
@@ -349,7 +360,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig.execute()
     rig.pass_time(2_000 * MS)
     assert rig.answers() == []
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(first, b"done")]
@@ -398,7 +409,7 @@ def test_a_client_that_is_gone_is_owed_nothing() -> None:
     rig.submit(2, peer=OTHER)
     (mine,) = rig.submit(1)
     _, batch = rig.execute()
-    rig.supervisor(m.ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001))
     rig.finish(peer, batch)
     assert [message.id for message in rig.answers()] == [1]
     _, batch = rig.execute()
@@ -416,7 +427,7 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
-    rig.supervisor(m.ProcessExited(7000))
+    rig.supervisor(ProcessExited(7000))
     assert {message.key for _, message in rig.workers.take()} == set(keys)
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok(keys[0]), ok(keys[1], body_in_arena(100, 64)))
@@ -431,7 +442,7 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
     numbers = rig.submit(3)
     rig.execute()
     (later,) = rig.submit()
-    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    rig.supervisor(InstanceExited(0, "signal 11"))
     peer = rig.start(0, 101)
     for number in [*numbers, later]:
         _, batch = rig.execute()
@@ -448,10 +459,10 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig.start(0, 100)
     bad, good = rig.submit(2)
     rig.execute()
-    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    rig.supervisor(InstanceExited(0, "signal 11"))
     rig.start(0, 101)
     rig.execute()
-    rig.supervisor(m.InstanceExited(0, "signal 11"))
+    rig.supervisor(InstanceExited(0, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
     assert rig.answers() == [failed(bad, "INTERNAL", text)]
     peer = rig.start(0, 102)
@@ -466,7 +477,7 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     begun = rig.submit(2, work=work_in_place())
     rig.execute()
     (waiting,) = rig.submit(work=work_in_place())
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     text = (
         "the model's worker died while running this request (signal 9); its outputs go over its "
         "inputs, which may be changed"
@@ -482,7 +493,7 @@ def test_a_death_that_only_its_pid_tells_is_a_death() -> None:
     rig.start(0, 100)
     (number,) = rig.submit()
     rig.execute()
-    rig.supervisor(m.ProcessExited(100), m.InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100), InstanceExited(0, "signal 9"))
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(number, b"done")]
@@ -497,7 +508,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     rig.pass_time(6 * MS)
     rig.client(m.Cancel(2))
     rig.answers()
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
     assert [each.work for each in rig.execute()[1].requests] == [b"w3"]
@@ -541,14 +552,14 @@ def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
         rig.worker(peer, m.BatchFinished(wrong, 0, 0, 0, 0, []))
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
-    assert isinstance(kill, m.KillInstance)
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    assert isinstance(kill, KillInstance)
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
 
 
 def test_strangers_at_the_workers_listener_are_ignored() -> None:
     rig = Rig()
-    rig.supervisor(m.InstanceExpected(0, 100))
+    rig.supervisor(InstanceExpected(0, 100))
     rig.submit()
     rig.worker(b"\x00abcd", m.InstanceReady(0, 100))
     rig.worker(b"0.99", m.InstanceReady(0, 100))
@@ -598,7 +609,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
     peer = rig.start()
     (number,) = rig.submit()
     assert rig.executes() == []
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     _, batch = rig.execute()
     (refused,) = rig.submit(request_id="late")
     text = (
@@ -610,7 +621,7 @@ def test_draining_refuses_what_is_new_and_finishes_what_is_here() -> None:
     rig.finish(peer, batch)
     assert rig.answers() == [m.Finished(number, b"done")]
     assert drained(rig)
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     assert drained(rig)
 
 
@@ -620,7 +631,7 @@ def test_draining_waits_for_requests_that_are_not_settled() -> None:
     rig.submit(timeout_ns=MS)
     _, batch = rig.execute()
     rig.pass_time(2 * MS)
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     assert not drained(rig)
     rig.finish(peer, batch)
     assert drained(rig)
@@ -630,8 +641,8 @@ def drained(rig: Rig) -> bool:
     """Whether the supervisor has been told so since the last time; what was counted it gets first,
     each time."""
     told = [message for _, message in rig.control.take()]
-    assert {type(message) for message in told[:-1]} <= {m.StatisticsKept}
-    return bool(told) and told[-1] == m.Drained()
+    assert {type(message) for message in told[:-1]} <= {StatisticsKept}
+    return bool(told) and told[-1] == Drained()
 
 
 def test_stopping_answers_everyone() -> None:
@@ -642,11 +653,11 @@ def test_stopping_answers_everyone() -> None:
     (queued,) = rig.submit()
     rig.client(m.Cancel(cancelled))
     rig.answers()
-    rig.supervisor(m.Stop())
+    rig.supervisor(Stop())
     assert rig.scheduler.stopped
     told = {answer.id: type(answer) for answer in rig.answers()}
     assert told[early] is m.Settled and told[queued] is m.Failed
-    assert rig.scheduler._responses.live == 0
+    assert rig.core._responses.live == 0
 
 
 # --- models' own metrics -------------------------------------------------------------------------
@@ -658,7 +669,7 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     for number, peer in enumerate(peers, 1):
         rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
     assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
-    rig.supervisor(m.ProcessExited(100))
+    rig.supervisor(ProcessExited(100))
     rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
     assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 

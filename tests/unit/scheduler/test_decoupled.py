@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceExited,
+    KillInstance,
+    ProcessExited,
+    Stop,
+)
 from shmserve.scheduler.requests.request import NEVER
 from tests.rigs.scheduler_rig import MS, Rig, body_in_arena
 
@@ -213,7 +221,7 @@ def test_a_client_that_is_gone_costs_its_requests_only() -> None:
     rig.respond(peer, key)
     rig.returned(peer, m.Execute(1, []))
     rig.answers()
-    rig.supervisor(m.ProcessExited(7000))
+    rig.supervisor(ProcessExited(7000))
     assert to_worker(rig) == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.scheduler.live == 1
@@ -250,7 +258,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
 def test_what_has_had_a_response_never_runs_again() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [
         part(number),
         m.Failed(number, "INTERNAL", f"{DIED} (signal 9)", 0, False),
@@ -262,7 +270,7 @@ def test_what_has_had_a_response_never_runs_again() -> None:
 def test_what_was_open_never_runs_again() -> None:
     rig, peer, number, _ = started()
     rig.returned(peer, m.Execute(1, []))
-    rig.supervisor(m.ProcessExited(100), m.InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100), InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Failed(number, "INTERNAL", DIED, 0, False)]
     assert rig.report()["shmserve"]["workers_lost"] == 1
 
@@ -275,7 +283,7 @@ def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> N
     keys = [each.key for each in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [
         part(ended, final=True),
         part(begun),
@@ -302,10 +310,10 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
     rig.respond(peer, key)
     rig.pass_time(1000 * MS)
     ((_, kill),) = rig.control.take()
-    assert isinstance(kill, m.KillInstance)
+    assert isinstance(kill, KillInstance)
     text = "execution of the request exceeded the limit of 1 seconds"
     assert rig.answers()[1:] == [m.Failed(number, "INTERNAL", text, 0, True)]
-    rig.supervisor(m.InstanceExited(0, "signal 9"))
+    rig.supervisor(InstanceExited(0, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
 
 
@@ -315,16 +323,16 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
 def test_draining_waits_for_what_is_open() -> None:
     rig, peer, _, key = started()
     rig.returned(peer, m.Execute(1, []))
-    rig.supervisor(m.Drain())
-    assert not [each for _, each in rig.control.take() if isinstance(each, m.Drained)]
+    rig.supervisor(Drain())
+    assert not [each for _, each in rig.control.take() if isinstance(each, Drained)]
     rig.respond(peer, key, final=True)
-    assert [each for _, each in rig.control.take() if isinstance(each, m.Drained)]
+    assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
 
 
 def test_stopping_fails_what_is_open() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
-    rig.supervisor(m.Stop())
+    rig.supervisor(Stop())
     _, failed = rig.answers()
     assert (failed.id, failed.code) == (number, "UNAVAILABLE")
     assert rig.scheduler.live == 0

@@ -10,7 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceExited,
+    InstanceExpected,
+    KillInstance,
+    PoolFailed,
+    ProcessExited,
+)
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import LIFE, OVER, Event, IllegalEvent, Request, State
 from tests.rigs.scheduler_rig import MS, Rig, ok
@@ -142,7 +151,7 @@ class Life(RuleBasedStateMachine):
     def client_dies(self, who: int) -> None:
         """A gateway dies; another one takes its place."""
         gone = self.peers[who]
-        self.rig.supervisor(m.ProcessExited(int(gone.partition(b".")[0])))
+        self.rig.supervisor(ProcessExited(int(gone.partition(b".")[0])))
         self.peers[who] = b"%d.a" % next(self.pids)
         self.look(gone)
 
@@ -156,7 +165,7 @@ class Life(RuleBasedStateMachine):
             ready = m.InstanceReady(index, worker.pid)
             if early:
                 self.rig.worker(worker.peer, ready)
-            self.rig.supervisor(m.InstanceExpected(index, worker.pid))
+            self.rig.supervisor(InstanceExpected(index, worker.pid))
             if not early:
                 self.rig.worker(worker.peer, ready)
             self.look()
@@ -205,7 +214,7 @@ class Life(RuleBasedStateMachine):
     def pool_fails(self) -> None:
         """The supervisor gives up."""
         if not self.workers:
-            self.rig.supervisor(m.PoolFailed("no instance could be started"))
+            self.rig.supervisor(PoolFailed("no instance could be started"))
             self.look()
 
     # --- what time does ---------------------------------------------------------------------------
@@ -231,8 +240,8 @@ class Life(RuleBasedStateMachine):
         """A worker's process ends."""
         worker = self.workers.pop(index)
         if known:
-            self.rig.supervisor(m.InstanceExited(index, "signal 9"))
-        self.rig.supervisor(m.ProcessExited(worker.pid))
+            self.rig.supervisor(InstanceExited(index, "signal 9"))
+        self.rig.supervisor(ProcessExited(worker.pid))
         self.look()
 
     def finish(self, worker: FakeWorker, errors: bool) -> None:
@@ -270,9 +279,9 @@ class Life(RuleBasedStateMachine):
         for key in [key for key in self.stories if key[0] == gone]:
             del self.stories[key]
         for _, message in self.rig.control.take():
-            if isinstance(message, m.Drained):
+            if isinstance(message, Drained):
                 self.drained = True
-            elif isinstance(message, m.KillInstance) and message.index in self.workers:
+            elif isinstance(message, KillInstance) and message.index in self.workers:
                 self.exit(message.index, True)
 
     def check_batch(self, peer: bytes, batch: m.Execute) -> None:
@@ -312,7 +321,7 @@ class Life(RuleBasedStateMachine):
         """Drain: with workers that work, everything ends."""
         if not hasattr(self, "rig"):
             return
-        self.rig.supervisor(m.Drain())
+        self.rig.supervisor(Drain())
         self.look()
         for _ in range(200):
             if self.drained:
@@ -333,9 +342,9 @@ class Life(RuleBasedStateMachine):
             assert not isinstance(ends[-1], m.Responded) or ends[-1].final
             early = isinstance(ends[-1], m.Failed) and ends[-1].early
             assert len(story.told) == len(ends) + early
-        scheduler = self.rig.scheduler
-        assert scheduler._responses.live == 0 and len(scheduler._queue) == 0
-        assert not any(client.requests for client in scheduler.clients.values())
+        core, scheduler = self.rig.core, self.rig.scheduler
+        assert core._responses.live == 0 and len(core._queue) == 0
+        assert not any(client.requests for client in scheduler._clients.values())
         self.check_counts()
 
     def check_counts(self) -> None:

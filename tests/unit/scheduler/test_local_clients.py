@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.cumulative_counters import following, lasting
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    CountsInherited,
+    Drain,
+    InstanceExpected,
+    StatisticsKept,
+)
 from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.statistics.histogram import Histogram
 from shmserve.scheduler.statistics.timing import Timing
@@ -143,7 +149,7 @@ def test_gauges_show_what_is_here_now() -> None:
     rig.start()
     rig.submit(2)
     rig.submit(3)
-    rig.supervisor(m.InstanceExpected(1, 0))
+    rig.supervisor(InstanceExpected(1, 0))
     rig.clients.malformed = 2
     ours = rig.report()["shmserve"]
     assert (ours["pending"], ours["executing"], ours["malformed"]) == (3, 2, 2)
@@ -208,11 +214,11 @@ def test_a_successor_counts_on() -> None:
     rig.finish(peer, batch)
     told = rig.report()
     assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
-    (kept,) = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    (kept,) = [message for _, message in rig.control.take() if type(message) is StatisticsKept]
     assert kept.statistics == told
 
     successor = Rig({})
-    successor.scheduler.go_on([kept.statistics, kept.metrics], [100], successor.now)
+    successor.scheduler.restore([kept.statistics, kept.metrics], [100], successor.now)
     now = successor.report()
     assert now["last_inference"] > 0
     del now["last_inference"], told["last_inference"]
@@ -227,17 +233,17 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     peer = old.start()
     old.submit(2)
     _, batch = old.execute()
-    old.supervisor(m.Drain())
+    old.supervisor(Drain())
     kept = told_supervisor(old)
     assert lasting(kept)["inference_count"] == 0
     new = Rig({})
-    new.supervisor(m.CountsInherited(kept))
+    new.supervisor(CountsInherited(kept))
     other = new.start()
     new.finish(other, run_one(new))
     old.pass_time(MS)
     old.finish(peer, batch)
     last = told_supervisor(old)
-    new.supervisor(m.CountsInherited(last))
+    new.supervisor(CountsInherited(last))
     report = new.report()
     assert report["inference_count"] == 1
     total = lasting(report)
@@ -261,12 +267,12 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     assert total["copied_bytes"] == {"in": 10, "out": 12}
     # Its own successor, of either kind, goes on from both.
     after_a_death = Rig({})
-    after_a_death.scheduler.go_on([report, [[]]], [], new.now)
+    after_a_death.scheduler.restore([report, [[]]], [], new.now)
     assert lasting(after_a_death.report()) == total
     after_a_reload = Rig({})
-    after_a_reload.supervisor(m.CountsInherited(report))
+    after_a_reload.supervisor(CountsInherited(report))
     assert lasting(after_a_reload.report()) == total
-    after_a_reload.supervisor(m.CountsInherited({"nonsense": 1}))
+    after_a_reload.supervisor(CountsInherited({"nonsense": 1}))
     assert lasting(after_a_reload.report()) == total
 
 
@@ -286,7 +292,7 @@ def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
 
 def told_supervisor(rig: Rig) -> dict[str, Any]:
     """What a scheduler has last given to whoever comes after it."""
-    kept = [message for _, message in rig.control.take() if type(message) is m.StatisticsKept]
+    kept = [message for _, message in rig.control.take() if type(message) is StatisticsKept]
     return dict(kept[-1].statistics)
 
 
@@ -298,5 +304,5 @@ def run_one(rig: Rig) -> m.Execute:
 
 def test_a_successor_starts_anew_if_it_cannot_read_that() -> None:
     rig = Rig({})
-    rig.scheduler.go_on([{"last_inference": 3}, []], [], rig.now)
+    rig.scheduler.restore([{"last_inference": 3}, []], [], rig.now)
     assert rig.report()["inference_count"] == 0

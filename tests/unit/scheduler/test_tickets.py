@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import Cancel
 from tests.rigs.scheduler_rig import MS, Rig
 
 ADAPTIVE = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
@@ -86,7 +87,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
             for peer, batch in rig.executes():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.scheduler._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
+    rig.core._dispatch._batcher._waiting.on = True  # type: ignore[attr-defined]
     asked(rig)
     began = rig.now
     last = rig.submit(2)[1]
@@ -94,13 +95,13 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
     while not asks:  # there always seem to be more to come, since others go
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
-        rig.client(m.Cancel(last))
+        rig.client(Cancel(last))
         last, asks = new, asked(rig)
     assert 10 * MS < rig.now - began <= 62 * MS
     for _ in range(5):  # the ticket is late
         rig.pass_time(2 * MS)
         (new,) = rig.submit()
-        rig.client(m.Cancel(last))
+        rig.client(Cancel(last))
         last = new
         assert asked(rig) == []
     rig.supervisor(m.TicketGranted(asks[0].ticket))
@@ -110,7 +111,7 @@ def test_the_adaptive_batcher_waits_for_a_batch_once_however_late_its_ticket_is(
 def test_a_ticket_that_is_of_no_use_any_more_is_given_back() -> None:
     rig = limited()
     (number,) = rig.submit()
-    rig.client(m.Cancel(number))
+    rig.client(Cancel(number))
     rig.supervisor(m.TicketGranted(1))
     assert asked(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 

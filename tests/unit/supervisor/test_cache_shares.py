@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.messages import ResizeCache
+from shmserve.ipc.messages.supervision import ResizeCache
 from shmserve.supervisor.resources.cache_shares import CacheShares
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import ControlSocket
 

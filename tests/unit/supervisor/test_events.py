@@ -22,14 +22,14 @@ from shmserve.cli.events import _as_json, _as_text
 from shmserve.client.errors import Disconnected
 from shmserve.client.events import TOPICS, EventReader, Gaps, Told
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
-from shmserve.ipc.messages import events
+from shmserve.ipc.messages import ServerEvent, events
+from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor import events as events_package
-from shmserve.supervisor.events.feed import EventFeed, changes
-from shmserve.supervisor.events.publisher import EventPublisher, Subscriptions
+from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
 
 STARTED = m.ProcessStarted(7, "worker simple.0 cpu")
-READY = m.HealthChanged(live=True, ready=True, exiting=False)
+READY = HealthChanged(live=True, ready=True, exiting=False)
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_the_page_has_every_event_and_field() -> None:
         )
         told = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
         assert told == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
-    assert set(events.TOPICS) == set(typing.get_args(m.ServerEvent))
+    assert set(events.TOPICS) == set(typing.get_args(ServerEvent))
     assert set(events.TOPICS.values()) == set(TOPICS)
 
 
@@ -301,7 +301,7 @@ def test_the_page_has_every_event_and_field() -> None:
     ("event", "line"),
     [
         (READY, "server: ready"),
-        (m.HealthChanged(live=True, ready=True, exiting=True), "server: stopping"),
+        (HealthChanged(live=True, ready=True, exiting=True), "server: stopping"),
         (m.ModelChanged("m", "1", "READY", ""), "model m version 1: READY"),
         (m.ModelChanged("m", "", "UNAVAILABLE", "no\n"), "model m: UNAVAILABLE (no)"),
         (m.ModelChanged("m", "1", "", ""), "model m version 1: gone"),

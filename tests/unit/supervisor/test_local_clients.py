@@ -18,11 +18,12 @@ import pytest
 from shmserve.common import fd_limits
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
 from shmserve.ipc.capabilities import Capabilities
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.local_clients import Hello, ShareMemory
 from shmserve.ipc.transport import frames
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
-from shmserve.supervisor.regions.lent import LentRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 
@@ -69,18 +70,17 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
 
     async def serve() -> None:
         left = asyncio.Event()
-        registry = LentRegions(RegionOpener(POLICY), lambda message: None)
+        capabilities = Capabilities(bytes(32))
+        registry = LocalMemory(capabilities, RegionOpener(POLICY), lambda message: None)
 
         def gone(number: int) -> None:
-            registry.give_back(number)
+            registry.release(number)
             left.set()
 
-        local_clients = LocalClientServer(
-            folder, NO_GROUP, Capabilities(bytes(32)), registry, list, gone
-        )
+        local_clients = LocalClientServer(folder, NO_GROUP, capabilities, registry, list, gone)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
             program.connect(str(endpoints.listener(folder)))
-            words = frames.pack([m.Hello(frames.VERSION), m.ShareMemory(1, 4096, False)])
+            words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
             socket.send_fds(program, [words], [fd])
         async with asyncio.timeout(10):
             await left.wait()
@@ -151,7 +151,7 @@ def _names(told: list[Any]) -> set[str]:
 
 async def _told(link: socket.socket, count: int, *, hello: bool = True) -> list[Any]:
     if hello:
-        link.send(frames.pack([m.Hello(frames.VERSION)]))
+        link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):
         return [
@@ -175,6 +175,6 @@ def come(folder: Path) -> socket.socket:
 async def welcome(link: socket.socket) -> bool:
     """Whether who says hello is welcomed."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # shown out before that
-        link.send(frames.pack([m.Hello(frames.VERSION)]))
+        link.send(frames.pack([Hello(frames.VERSION)]))
         return await asyncio.get_running_loop().sock_recv(link, 1024) != b""
     return False

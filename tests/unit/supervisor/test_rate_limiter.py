@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
     PATIENCE,
@@ -207,7 +207,7 @@ def test_instances_come_and_go_while_their_model_serves() -> None:
 
 
 def test_the_death_of_who_holds_gives_back() -> None:
-    told: list[tuple[int, int]] = []
+    told: list[tuple[Any, int]] = []
     tickets = Tickets(True, {}, lambda pid, message: told.append((pid, message.ticket)))
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})

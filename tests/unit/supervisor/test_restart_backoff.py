@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
+from shmserve.supervisor.processes.table import RestartBackoff
 
 
 def test_the_first_two_starts_are_immediate_and_later_ones_wait_longer_and_longer() -> None:

@@ -13,12 +13,11 @@ import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.resources.workspace_holder import hold
-from shmserve.supervisor.resources.workspaces import Workspaces
+from shmserve.supervisor.resources.workspaces import Workspaces, hold
 from shmserve.supervisor.workspace_holders import WorkspaceHolders
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import FakeCuda

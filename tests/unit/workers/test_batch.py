@@ -19,7 +19,7 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -731,6 +731,7 @@ def test_local_clients_that_keep_their_outputs_leave_memory_to_others() -> None:
 
         with pytest.raises(Unavailable, match="this client has not released"):
             all_there_is()
+        memory.delivered()
         return offsets
 
     first = fill(FIRST)

@@ -15,10 +15,18 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc import scheduler_links
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    FindModel,
+    ModelWithdrawn,
+    ProcessExited,
+    Refused,
+    SchedulerLost,
+    WorkerStarted,
+)
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.workers.bls.calls import Call
@@ -38,8 +46,8 @@ def rigged(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
     made = Others(tmp_path, rigged.supervisor)
-    rigged.context.control.send(m.WorkerStarted(1))
-    made.supervisor.next(m.WorkerStarted)  # type: ignore[type-var]
+    rigged.context.control.send(WorkerStarted(1))
+    made.supervisor.next(WorkerStarted)  # type: ignore[type-var]
     yield made
     made.close()
 
@@ -111,7 +119,7 @@ def test_where_a_model_is_is_asked_once(calls: BlsClient, others: Others) -> Non
             others.found("s1")
         scheduler.say(doubled(scheduler.next(m.Submit)))
         running.result(10)
-    calls.forget("other")
+    calls.invalidate("other")
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.say(doubled(scheduler.next(m.Submit)))
@@ -134,8 +142,8 @@ def test_a_call_ends_when_its_caller_does(calls: BlsClient, others: Others, own_
 def test_errors(calls: BlsClient, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request(model="nobody"))
-    question = others.supervisor.next(m.FindModel)
-    others.supervisor.say(m.Refused(question.id, "NOT_FOUND", "no such model"))
+    question = others.supervisor.next(FindModel)
+    others.supervisor.say(Refused(question.id, "NOT_FOUND", "no such model"))
     with pytest.raises(NotFound, match="no such model"):
         running.result(10)
 
@@ -240,7 +248,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: BlsClient, others: 
     running = others.run(call, calls, request())
     others.found("s1")
     lost = first.next(m.Submit)
-    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     others.found("s2")
     again = second.next(m.Submit)
     assert again == lost
@@ -265,7 +273,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     others.found("s1")
     scheduler.next(m.Submit)
     monkeypatch.setattr(scheduler_links, "Dealer", full)
-    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     others.found("s2")
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)
@@ -283,7 +291,7 @@ def test_calls_too_late_for_a_retired_version(calls: BlsClient, others: Others) 
     first.say(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
     others.found("s2")
     second.next(m.Submit)
-    others.supervisor.say(m.SchedulerLost(others.endpoint("s2"), ""))
+    others.supervisor.say(SchedulerLost(others.endpoint("s2"), ""))
     others.found("s3")
     third.say(doubled(third.next(m.Submit)))
     assert values(running.result(10)) == [2.0, 4.0]
@@ -294,9 +302,9 @@ def test_a_lost_model_that_nobody_serves_now(calls: BlsClient, others: Others) -
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.next(m.Submit)
-    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), ""))
-    question = others.supervisor.next(m.FindModel)
-    others.supervisor.say(m.Refused(question.id, "NOT_FOUND", "it is not loaded"))
+    others.supervisor.say(SchedulerLost(others.endpoint("s1"), ""))
+    question = others.supervisor.next(FindModel)
+    others.supervisor.say(Refused(question.id, "NOT_FOUND", "it is not loaded"))
     with pytest.raises(NotFound, match="it is not loaded"):
         running.result(10)
 
@@ -318,7 +326,7 @@ def test_news_of_a_withdrawn_model(calls: BlsClient, others: Others) -> None:
     running = others.run(call, calls, request())
     others.found("s1")
     submit = first.next(m.Submit)
-    others.supervisor.say(m.ModelWithdrawn("other", "1", 0), m.ModelWithdrawn("third", "1", 0))
+    others.supervisor.say(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
     until("it is heard", lambda: not calls.router._directory._known)
     first.say(doubled(submit))  # what is in flight ends where it is
     running.result(10)
@@ -376,7 +384,7 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: BlsClient, others: Others
     others.found("s1")
     first.next(m.Submit)
     first.next(m.Submit)
-    others.supervisor.say(m.SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
+    others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     others.found("s2")
     second.say(doubled(second.next(m.Submit)))
     second.say(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
@@ -442,7 +450,7 @@ def test_a_process_that_exits_takes_its_memory_along(calls: BlsClient, others: O
 
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
-    others.supervisor.say(m.ProcessExited(theirs.memory.pid))
+    others.supervisor.say(ProcessExited(theirs.memory.pid))
     until("it is heard", lambda: not calls.router.mappings)
     scheduler.say(doubled(submit))
     running.result(10)

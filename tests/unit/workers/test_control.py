@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from shmserve.errors import NotFound, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.links.supervisor import Control, News
+from shmserve.workers.links.supervisor import ControlLink, News
 from tests.rigs.arrivals import arrived
 
 NAME = b"worker.1.0.1"
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Control, Router]]:
+def ends(tmp_path: Path) -> Iterator[tuple[ControlLink, Router]]:
     router = Router(f"ipc://{tmp_path}/control")
-    control = Control(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
+    control = ControlLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
     assert arrived(router)
     yield control, router
@@ -39,7 +40,7 @@ def asked(router: Router) -> m.FindModel:
     return message
 
 
-def test_an_answer_and_a_refusal(ends: tuple[Control, Router]) -> None:
+def test_an_answer_and_a_refusal(ends: tuple[ControlLink, Router]) -> None:
     control, router = ends
 
     def supervise() -> None:
@@ -56,13 +57,13 @@ def test_an_answer_and_a_refusal(ends: tuple[Control, Router]) -> None:
     thread.join()
 
 
-def test_nobody_answers(ends: tuple[Control, Router]) -> None:
+def test_nobody_answers(ends: tuple[ControlLink, Router]) -> None:
     control, _ = ends
     with pytest.raises(Unavailable):
         control.ask(question, timeout_s=0.01)
 
 
-def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]) -> None:
+def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[ControlLink, Router]) -> None:
     """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
     control, router = ends
     heard: list[News] = []
@@ -72,16 +73,18 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[Control, Router]
     asking.start()
     number = asked(router).id
     control.pump()
-    for message in (m.MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
+    for message in (MemoryDropped(7), news, m.Stop(), m.Answered(number, {})):
         router.post(NAME, message)
     router.flush()
     asking.join()
     assert heard == [news]
     control.wait()
-    assert list(control.inbox) == [m.MemoryDropped(7), m.Stop()]
+    assert list(control.inbox) == [MemoryDropped(7), m.Stop()]
 
 
-def test_what_the_loop_s_own_thread_took_is_not_waited_for(ends: tuple[Control, Router]) -> None:
+def test_what_the_loop_itself_took_is_not_waited_for(
+    ends: tuple[ControlLink, Router],
+) -> None:
     """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
     control, router = ends
 

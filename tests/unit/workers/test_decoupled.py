@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
-from shmserve.ipc.messages.inference import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers.backends import Output, Request, Response
@@ -224,7 +224,7 @@ def test_one_that_cannot_be_written_is_an_error_and_no_end(
     pumping()
     (text,) = model.responses(1, 1)
     assert "shared memory size specified with the request for output 'Y' (4 bytes)" in text
-    model.grant(1, 1)
+    model.credit(1, 1)
     assert model.responses(1) == [text, "in its place", "end"]
     assert region.read(0, 4) == np.float32(3).tobytes()
     region.close()
@@ -468,7 +468,7 @@ def test_a_client_that_does_not_read_stops_send(model: Model, pumping: Callable[
     assert model.rig.said(0.1) == []
     assert len(model.said) == FIRST_CREDIT + 1
     for granted in range(0, 100 - FIRST_CREDIT, 4):
-        model.grant(1, 4)
+        model.credit(1, 4)
         model.responses(1, FIRST_CREDIT + granted + 4)
     assert model.responses(1) == [*([n] for n in range(100)), "end"]
 
@@ -487,7 +487,7 @@ def test_so_it_is_in_execute_itself(model: Model) -> None:
 
     def grant() -> None:
         model.responses(1, FIRST_CREDIT)
-        model.grant(1, 8)
+        model.credit(1, 8)
 
     reader = threading.Thread(target=grant)
     reader.start()
@@ -517,7 +517,7 @@ def test_responses_with_one_place_go_there_one_by_one(
         assert model.responses(1, n) == ["in its place"] * n
         assert model.rig.said(0.1) == []
         assert np.frombuffer(region.read(0, 4), "f4")[0] == n
-        model.grant(1, 1)
+        model.credit(1, 1)
     assert model.responses(1) == ["in its place"] * 3 + ["end"]
     region.close()
 
@@ -539,7 +539,7 @@ def test_bytes_that_are_not_read_stop_send_too(model: Model, pumping: Callable[[
     pumping()
     assert len(model.responses(1, 2)) == 2
     assert model.rig.said(0.1) == []
-    model.grant(1, 2)
+    model.credit(1, 2)
     assert len(model.responses(1)) == 5
 
 
@@ -607,13 +607,13 @@ def test_of_many_that_wait_each_hears_of_its_own_credit(model: Model, loop_reads
             link.loop_reads = True
             stack.enter_context(model.pumping())
         for key in (3, 1, 8, 2):
-            model.grant(key, 4)
+            model.credit(key, 4)
             assert len(model.responses(key)) == count + 1
         if loop_reads:
             stack.close()  # the loop has something to do, and reads no more
             link.loop_stops_reading()
         for key in (7, 4, 6, 5):
-            model.grant(key, 4)
+            model.credit(key, 4)
             assert len(model.responses(key)) == count + 1
 
 
@@ -630,8 +630,8 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     model.begin(0)
     link = model.rig.instance.link
     (opened,) = link._open.values()
-    opened.responded(1)
-    opened.responded(MOST_UNREAD_BYTES)
+    opened.window.sent(1)
+    opened.window.sent(MOST_UNREAD_BYTES)
     looks: list[float] = []
     wait = scheduler_link._wait
 
@@ -643,13 +643,13 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
     waits.start()
     until("it waits", lambda: bool(link._waiting))
-    model.grant(1, 1)
-    until("it was granted", lambda: len(opened.unread) == 1)
+    model.credit(1, 1)
+    until("it was granted", lambda: opened.window.unread == 1)
     looks.clear()
     until("it has looked again", lambda: len(looks) > 2)
     assert waits.is_alive()
     assert len(looks) < 100, "each time it sleeps"
-    model.grant(1, 1)
+    model.credit(1, 1)
     waits.join(10)
     assert not waits.is_alive()
     model.backend._model.sender.send(flags=1)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.messages.inference import FIRST_CREDIT
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.links import scheduler as scheduler_link
-from shmserve.workers.links.scheduler import HOLD_NS, SchedulerLink
+from shmserve.workers.links.scheduler import HOLD_NS, InstanceLink
 from shmserve.workers.links.timer import Timer
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, model_config, rig, tensor_config
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 class Clock:
     """Stands in for `time` and for a link's timer."""
 
-    def __init__(self, link: SchedulerLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, link: InstanceLink, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 10 * HOLD_NS
         self.due_ns: int | None = None
         self._flush = link._timer._due
@@ -77,8 +77,8 @@ class Wire:
         return self.flush()
 
 
-def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[SchedulerLink, Wire, Clock]:
-    link, wire = SchedulerLink(cast("Any", None), 0, 1, lambda pid, offsets: None), Wire()
+def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Clock]:
+    link, wire = InstanceLink(cast("Any", None), 0, 1, lambda pid, offsets: None), Wire()
     link._dealer = cast("Any", wire)
     return link, wire, Clock(link, monkeypatch)
 
@@ -244,5 +244,5 @@ def test_nothing_waits_while_credit_is_awaited(model: Sender, clock: Clock) -> N
     blocked = threading.Thread(target=model.send, args=(99,))
     blocked.start()
     assert model.responses(1, FIRST_CREDIT - 1) == [[n] for n in range(1, FIRST_CREDIT)]
-    model.grant(1, 1)
+    model.credit(1, 1)
     until("it goes on", lambda: not blocked.is_alive())

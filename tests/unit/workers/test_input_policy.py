@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.inference import Inference
-from shmserve.workers.batch.input_policy import InputPolicy
+from shmserve.workers.batch.failures import InputPolicy
 from shmserve.workers.batch.request import Input, Request
 
 

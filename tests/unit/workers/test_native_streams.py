@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal, InvalidArgument
-from shmserve.ipc.messages.inference import FIRST_CREDIT
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.workers.backends.native import NativeBackend
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
@@ -260,7 +260,7 @@ def test_one_that_waits_for_its_client_holds_up_no_other(worker: Rig, kind: str)
         model.begin(2 * FIRST_CREDIT, 2)
         assert len(model.responses(1, FIRST_CREDIT)) == FIRST_CREDIT
         assert model.responses(2) == [[2], [3], "end"]
-        model.grant(1, FIRST_CREDIT)
+        model.credit(1, FIRST_CREDIT)
         assert len(model.responses(1)) == 2 * FIRST_CREDIT + 1
 
 
@@ -272,7 +272,7 @@ def test_many_that_wait_for_their_clients_hold_up_no_other(worker: Rig) -> None:
         model.begin(*([2 * FIRST_CREDIT] * (many + 1)))
         for key in range(1, many + 2):
             assert len(model.responses(key, FIRST_CREDIT)) == FIRST_CREDIT
-        model.grant(many + 1, FIRST_CREDIT)
+        model.credit(many + 1, FIRST_CREDIT)
         assert len(model.responses(many + 1)) == 2 * FIRST_CREDIT + 1
         for key in range(1, many + 1):
             model.cancel(key)

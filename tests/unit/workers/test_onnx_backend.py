@@ -17,8 +17,8 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
 from shmserve.workers.backends.onnx.binding import DeviceBinding
-from shmserve.workers.backends.onnx.model_file import describe
 from shmserve.workers.backends.onnx.session import (
+    describe,
     import_onnxruntime,
     providers,
     session_options,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.dlpack import from_dlpack
 
 from shmserve.errors import NotFound
-from shmserve.ipc.messages import Work
+from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 from shmserve.workers import triton_python_backend_utils as pb_utils
@@ -35,7 +36,7 @@ def received(*inputs: Input, **more: Any) -> ReceivedRequest:
     origin = Request(
         Work(1, 42, b"", "id-1", **more), inference, 0, {item.name: item for item in inputs}, wanted
     )
-    return ReceivedRequest(origin, Lender("m"))
+    return ReceivedRequest(origin, Lender("m", Mappings()))
 
 
 def given_input(array: Any, datatype: str, name: str = "IN") -> Input:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend
@@ -646,6 +647,10 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
         ("torch.from_numpy(given(r))", 0),
         ("r.inputs()[0]", 20),
         ("r", 20),
+        ("given(r)", 20),
+        ("given(r)[:5]", 20),
+        ("given(r)[::-1][-5:][::-1]", 20),
+        ("torch.from_numpy(given(r))", 20),
     ],
 )
 def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, late: int) -> None:
@@ -766,7 +771,7 @@ def answer(self, request):
 """
 
 
-def doubled(submit: m.Submit) -> m.Finished:
+def doubled(submit: Submit) -> Finished:
     (item,) = work(submit).inputs
     assert isinstance(item.data, bytes)
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
@@ -777,8 +782,8 @@ def test_a_call(model: Model, others: Others) -> None:
     model.serve(CALL)
     running = others.run(model.ask, 1, 2)
     assert others.found("s1").version == ""
-    scheduler.say(doubled(scheduler.next(m.Submit)))
-    scheduler.say(doubled(scheduler.next(m.Submit)))
+    scheduler.say(doubled(scheduler.next(Submit)))
+    scheduler.say(doubled(scheduler.next(Submit)))
     assert running.result(10) == [[2], [4]]
 
 
@@ -789,10 +794,10 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, others: Others) ->
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
     running = others.run(lambda: model.ask(1, deadline_ns=deadline_ns, parameters=parameters))
     assert others.found("s1").version == "1"
-    submit = scheduler.next(m.Submit)
+    submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
-    scheduler.say(m.Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
+    scheduler.say(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
     assert running.result(10) == ["Request timeout expired"]
 
 
@@ -857,9 +862,9 @@ def test_calls_at_the_same_time(model: Model, others: Others) -> None:
     )
     running = others.run(model.ask, 1, 2, 3)
     others.found("s1")
-    submits = [scheduler.next(m.Submit) for _ in range(6)]
+    submits = [scheduler.next(Submit) for _ in range(6)]
     failing = submits[4]
-    scheduler.say(m.Failed(failing.id, "INVALID_ARG", "not three", 0, False))
+    scheduler.say(Failed(failing.id, "INVALID_ARG", "not three", 0, False))
     for submit in submits:
         if submit is not failing:
             scheduler.say(doubled(submit))
@@ -884,7 +889,7 @@ def test_an_input_is_passed_on_where_it_is(model: Model, others: Others, region:
     place = region.write(0, array)
     running = others.run(model.rig.batch, inference(tensor("X", array, place)))
     others.found("s1")
-    submit = scheduler.next(m.Submit)
+    submit = scheduler.next(Submit)
     assert work(submit).inputs[0].data == place
     scheduler.say(finished(submit, tensor("Y", np.ones((1, 1), "f4"))))
     (reply,) = running.result(10)

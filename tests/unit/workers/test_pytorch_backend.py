@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.backends.pytorch.names import Argument, CallPlan, ResultPlan
+from shmserve.workers.backends.pytorch.names import Argument, ArgumentBinding, ResultBinding
 from shmserve.workers.device import Device, open_device
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -631,10 +631,10 @@ def test_a_model_that_leaves_its_inputs_alone_gets_views(worker: Rig) -> None:
 
 def test_call_plan_binds_by_position_and_by_keyword() -> None:
     arguments = [Argument("a"), Argument("b", required=False), Argument("c", required=False)]
-    plan = CallPlan("m", ["c", "a"], arguments)
+    plan = ArgumentBinding("m", ["c", "a"], arguments)
     assert plan.bind({"a": 1, "c": 3}) == ([1], {"c": 3})
     assert plan.bind({"a": 1}) == ([1], {})
-    unnamed = CallPlan("m", ["X__0", "X__1"], None)
+    unnamed = ArgumentBinding("m", ["X__0", "X__1"], None)
     assert unnamed.bind({"X__1": 2, "X__0": 1}) == ([1, 2], {})
     with pytest.raises(InvalidArgument, match="by position"):
         unnamed.bind({"X__1": 2})
@@ -647,10 +647,10 @@ def test_result_plan_takes_named_tuples_by_field() -> None:
         low: int
         high: int
 
-    assert ResultPlan("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
-    assert ResultPlan("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
+    assert ResultBinding("m", ["high", "low"]).name(Pair(1, 2)) == {"high": 2, "low": 1}
+    assert ResultBinding("m", ["Y__1"]).name(Pair(1, 2)) == {"Y__1": 2}
     with pytest.raises(Internal, match="'low', 'high', but its configuration names 'middle'"):
-        ResultPlan("m", ["high", "middle"]).name(Pair(1, 2))
+        ResultBinding("m", ["high", "middle"]).name(Pair(1, 2))
 
 
 def test_backends_are_found_by_name_and_by_platform() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal
-from shmserve.ipc.messages import Work
+from shmserve.ipc.messages.inference import Work
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Ragged

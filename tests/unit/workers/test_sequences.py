@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages import SequenceRow, Work
-from shmserve.ipc.tensors.inference import Inference
+from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
+from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.workers.batch.request import Output, Request, Response
 from shmserve.workers.sequences import controls, state
 from shmserve.workers.sequences.config import as_model_sees, of_sequences
+from tests.rigs.worker_rig import (
+    CLIENT_PID,
+    FunctionBackend,
+    Rig,
+    inference,
+    model_config,
+    rig,
+    tensor,
+    tensor_config,
+)
 
 START, END = 1, 2
 NUMBERS = {"UINT64": np.uint64, "INT64": np.int64, "UINT32": np.uint32, "INT32": np.int32}
@@ -251,3 +263,76 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert model.value() == [[4.0]]
     model.give(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.lend().inputs["I"].torch().tolist() == [[1.5]]
+
+
+# --- states of what is over -----------------------------------------------------------------------
+
+
+class Sequences:
+    """An instance of a model that adds its input to its state, with its scheduler's messages."""
+
+    def __init__(self, made: Rig) -> None:
+        self.fails = False
+        self._made = made
+        self._keys = itertools.count(1)
+        more: dict[str, Any] = {"state": [spec()], "direct": {}}
+        given = model_config(
+            [tensor_config("X", "FP32", [1])],
+            [tensor_config("Y", "FP32", [1])],
+            4,
+            sequence_batching=more,
+        )
+        made.serve(FunctionBackend(made.context, self._execute), given)
+        self.states: state.States = made.instance._executor._states  # type: ignore[attr-defined]
+
+    def _execute(self, requests: list[Request]) -> list[Response]:
+        if self.fails:
+            raise ValueError("no")
+        return [
+            Response(states=[Output("O", "FP32", r.inputs["I"].numpy() + r.inputs["X"].numpy())])
+            for r in requests
+        ]
+
+    def run(self, *rows: tuple[int, int]) -> None:
+        """A batch of requests in these slots, with these flags."""
+        keyed = [(next(self._keys), *row) for row in rows]
+        one = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
+        works = [Work(key, CLIENT_PID, one) for key, *_ in keyed]
+        made = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed]
+        self.tell(Execute(1, works, rows=made))
+
+    def tell(self, message: Any) -> None:
+        """A message of the scheduler."""
+        self._made.instance.link._take(message)
+        self._made.instance.serve_commands()
+
+
+@pytest.fixture
+def sequences(tmp_path: Path) -> Iterator[Sequences]:
+    with rig(tmp_path) as made:
+        yield Sequences(made)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_end_that_has_run_takes_the_state_with_it(sequences: Sequences, fails: bool) -> None:
+    sequences.run((0, START), (1, START))
+    assert len(sequences.states) == 2
+    sequences.fails = fails
+    sequences.run((0, END), (1, 0))
+    assert len(sequences.states) == 1
+    sequences.run((1, END))
+    assert len(sequences.states) == 0
+
+
+def test_what_the_scheduler_ends_takes_its_state_with_it(sequences: Sequences) -> None:
+    sequences.run((0, START), (1, START), (2, START))
+    sequences.tell(EndSequences([0, 2]))
+    assert len(sequences.states) == 1
+    sequences.tell(EndSequences([0]))  # it has none
+    assert len(sequences.states) == 1
+
+
+def test_another_scheduler_knows_no_sequence(sequences: Sequences) -> None:
+    sequences.run((0, START))
+    sequences._made.attach()
+    assert len(sequences.states) == 0

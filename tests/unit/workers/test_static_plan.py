@@ -19,9 +19,8 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.backends.pytorch.graphs import Recorder, Tensors
+from shmserve.workers.backends.pytorch.graphs import MemoryPlan, Recorder, Tensors, buckets
 from shmserve.workers.device import Device
-from shmserve.workers.memory.static_plan import StaticPlan, buckets
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
 F32 = np.float32
@@ -44,8 +43,8 @@ def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str
     )
 
 
-def plan(made: dict[str, Any], weights: int = 0) -> StaticPlan | None:
-    return StaticPlan.of(made, Signature(made, "1"), weights)
+def plan(made: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
+    return MemoryPlan.of(made, Signature(made, "1"), weights)
 
 
 def test_the_plan_in_mb() -> None:

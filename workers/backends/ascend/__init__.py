@@ -53,7 +53,7 @@ class AscendBackend(Backend):
         self._batched = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
-        self._results = [np.empty(tensor.dims, _form(tensor.datatype)) for tensor in model.outputs]
+        self._results = [np.empty(tensor.dims, _dtype(tensor.datatype)) for tensor in model.outputs]
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One run for the whole batch: each request's rows are copied to the device from where
@@ -173,5 +173,5 @@ def _check(
             )
 
 
-def _form(datatype: str) -> np.dtype[Any]:
+def _dtype(datatype: str) -> np.dtype[Any]:
     return NUMPY.get(datatype, NUMPY["UINT16"])

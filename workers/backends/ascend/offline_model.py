@@ -1,5 +1,12 @@
 """An offline model on one Ascend device, through pyACL (`import acl`): loaded, run, taken apart.
 
+All memory on the device is laid out at load. Each of these is one allocation; its shapes are fixed,
+so nothing is allocated after them, and the sizes of tensors are known once the model lies in the
+first.
+
+    session    | weights | workspace |
+    tensors    | input 0 | input 1 | ... | output 0 | ... |
+
     init, device, context ─> sizes ─> memory ─> model in it ─> description ─> memory ─> datasets
     finalize  <── in the reverse order ────────────────────────────────────────────────────┘
 
@@ -12,14 +19,39 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.datatypes import element_count
-from shmserve.workers.backends.ascend.static_plan import layout, summary
+
+_ALIGNMENT = 512  # what the device's memory has to be aligned to
+_MIB = 1024 * 1024
+
+
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where parts of these sizes (bytes) lie in one allocation, each aligned, and its size.
+
+    >>> layout([100, 1000, 8])
+    ([0, 512, 1536], 2048)
+    """
+    aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    *offsets, total = accumulate(aligned, initial=0)
+    return offsets, total
+
+
+def summary(parts: Mapping[str, int]) -> str:
+    """The plan for the log, of parts in bytes.
+
+    >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
+    'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
+    """
+    each = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
+    return ", ".join([*each, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
+
 
 logger = logging.getLogger(__name__)
 

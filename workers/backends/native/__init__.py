@@ -43,7 +43,7 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.links.workspace import Lease
+from shmserve.workers.links.workspace import WorkspaceLease
 from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
@@ -130,7 +130,7 @@ class NativeBackend(Backend):
                     self._workspace,
                 )
             )
-        plan = None if predict.streams else self._runner.plan(config, self._model)
+        plan = None if predict.streams else self._runner.memory_plan(config, self._model)
         if plan is not None:
             logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
@@ -142,7 +142,7 @@ class NativeBackend(Backend):
         """One call of `predict` for the whole batch."""
         inputs = self._runner.inputs(requests)
         with torch.inference_mode():
-            with self._runner.calling(requests):
+            with self._runner.calling():
                 result = self._model.predict(**inputs)
                 if asyncio.iscoroutine(result):
                     result = self._run(result)
@@ -154,14 +154,15 @@ class NativeBackend(Backend):
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
 
-    def _workspace(self, byte_size: int) -> Lease:
+    def _workspace(self, byte_size: int) -> WorkspaceLease:
         return self.context.workspace.lease(byte_size, as_bytes)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))
 
     def is_ready(self) -> bool:
-        """What the model's `is_ready` says. Raises what it raises, Internal for what is no bool."""
+        """Readiness by the model's `is_ready`. Raises what it raises, Internal for what is no
+        bool."""
         run = self._run if self._streams is None else self._streams.wait
         with torch.inference_mode():
             return says_ready(self._model, run)
@@ -210,7 +211,7 @@ def _whole(model: type, attribute: str, default: int) -> int:
 def _own_inputs(
     model: type, inputs: list[dict[str, Any]], ours: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """What clients send of the arguments, the `ragged` ones marked."""
+    """The arguments that clients send, the `ragged` ones marked."""
     ragged = getattr(model, "ragged", ())
     known = {each["name"] for each in inputs} - ours
     if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
@@ -240,7 +241,7 @@ def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def _parameters(model: type) -> dict[str, Any]:
-    """What the class says of its batching strategy and padding, as parameters of a
+    """The batching strategy and padding of the class, as parameters of a
     configuration."""
     said: dict[str, Any] = {}
     padding = getattr(model, PADDING, None)

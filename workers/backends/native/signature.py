@@ -1,4 +1,4 @@
-"""What the annotations of a native model's `predict` say: inputs, outputs, the form of a result."""
+"""The signature of a native model's `predict` by its annotations: inputs, outputs, result."""
 
 from __future__ import annotations
 

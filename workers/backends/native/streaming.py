@@ -53,7 +53,7 @@ class GeneratorStreams:
         self._begin(stream, inputs)
 
     def _begin(self, stream: ResponseStream, inputs: Mapping[str, Any]) -> None:
-        """It has a place."""
+        """Start a stream that has a place."""
         try:
             with torch.inference_mode(), _responding(stream):
                 iterator = self._predict(**inputs)
@@ -67,9 +67,9 @@ class GeneratorStreams:
                 ).start()
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             stream.fail(stream.explain(error))
-            self._leave()
+            self._free_place()
 
-    def _leave(self) -> None:
+    def _free_place(self) -> None:
         """A place is free: the next has it."""
         with self._lock:
             if not self._waiting:
@@ -78,7 +78,7 @@ class GeneratorStreams:
             stream, inputs = self._waiting.popleft()
         if stream.is_cancelled():
             stream.abandon()
-            self._leave()
+            self._free_place()
         else:
             self._begin(stream, inputs)
 
@@ -99,7 +99,7 @@ class GeneratorStreams:
 
     def _end(self, stream: ResponseStream) -> None:
         stream.abandon()  # where it was cancelled before its end
-        self._leave()
+        self._free_place()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
         try:

@@ -23,8 +23,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
-from shmserve.workers.backends.onnx.model_file import check, describe
-from shmserve.workers.backends.onnx.session import open_session
+from shmserve.workers.backends.onnx.session import check, describe, open_session
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device, open_device
@@ -34,7 +33,7 @@ _ERROR = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
 class OnnxRuntimeError(Exception):
-    """What onnxruntime says, in Triton's form."""
+    """An error of onnxruntime, in Triton's form."""
 
 
 class OnnxBackend(Backend):

@@ -21,14 +21,13 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description
-from shmserve.workers.batch.placement import free_places
 from shmserve.workers.device import Device
 from shmserve.workers.memory.torch_types import as_torch
 
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.
 _FLOATS = {"FP16", "FP32", "FP64"}
-_FORMS = {name: np.dtype(kind.type) for name, kind in NUMPY.items() if name != "BYTES"}
+_DTYPES = {name: np.dtype(kind.type) for name, kind in NUMPY.items() if name != "BYTES"}
 # Of ONNX's numbers for datatypes, the one that numpy has no type for.
 _BF16 = 16
 
@@ -76,7 +75,7 @@ class HostBinding:
         """Arrays to compute outputs in, by name."""
         found: dict[str, Array] = {}
         sizes = _sizes(self._inputs, inputs)
-        own = free_places(request, _WORTH)
+        own = _free_places(request, _WORTH)
         for name in wanted:
             tensor = self._outputs[name]
             shape = _shape(tensor, sizes)
@@ -90,7 +89,7 @@ class HostBinding:
             else:
                 buffer = self._region(own.get(name), size, tensor.datatype)
             if buffer is not None:
-                found[name] = np.ndarray(shape, _form(tensor.datatype), buffer)
+                found[name] = np.ndarray(shape, _dtype(tensor.datatype), buffer)
         return {name: array for name, array in found.items() if array.flags.aligned}
 
     def _reserved(self, request: Request, size: int) -> memoryview | None:
@@ -131,7 +130,7 @@ class HostBinding:
 
     def _made(self, name: str, value: Any, binding: Any) -> Array:
         """An array over memory of onnxruntime's, which it keeps."""
-        return np.asarray(_Tensor(value, binding, _form(self._outputs[name].datatype)))
+        return np.asarray(_Tensor(value, binding, _dtype(self._outputs[name].datatype)))
 
 
 class DeviceBinding:
@@ -180,12 +179,12 @@ class _Tensor:
     `byte_size`: as so many bytes, whatever its shape."""
 
     def __init__(
-        self, value: Any, binding: Any, form: np.dtype[Any], byte_size: int | None = None
+        self, value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
     ) -> None:
         self._owners = value, binding
         self.__array_interface__ = {
             "shape": tuple(value.shape()) if byte_size is None else (byte_size,),
-            "typestr": form.str,
+            "typestr": dtype.str,
             "data": (value.data_ptr(), False),
             "strides": None,
             "version": 3,
@@ -195,7 +194,7 @@ class _Tensor:
 
 
 def _sizes(tensors: Mapping[str, Described], inputs: Mapping[str, Array]) -> dict[str, int]:
-    """What the symbols of the inputs stand for in this call."""
+    """The values of the inputs' symbolic dimensions in this call."""
     return {
         symbol: size
         for name, array in inputs.items()
@@ -213,12 +212,12 @@ def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | Non
     return None if -1 in shape else tuple(shape)
 
 
-def _form(datatype: str) -> np.dtype[Any]:
-    return _FORMS.get(datatype, _FORMS["UINT16"])
+def _dtype(datatype: str) -> np.dtype[Any]:
+    return _DTYPES.get(datatype, _DTYPES["UINT16"])
 
 
 def _element(datatype: str) -> Any:
-    return _BF16 if datatype == "BF16" else _FORMS[datatype].type
+    return _BF16 if datatype == "BF16" else _DTYPES[datatype].type
 
 
 def _address(array: Array) -> int:
@@ -237,3 +236,24 @@ def _text(name: str, array: Array) -> Array:
     made = np.empty(len(texts), np.object_)
     made[:] = texts
     return made.reshape(array.shape)
+
+
+def _free_places(request: Request, least: int) -> dict[str, Place]:
+    """The places of outputs, by name, that have `least` bytes and overlap nothing else of the
+    request."""
+    found = {
+        name: output.place
+        for name, output in request.requested.items()
+        if output.place is not None
+        and output.place.byte_size >= least
+        and not output.place.memory.copied
+    }
+    if not found:
+        return {}
+    others = [item.place for item in request.inputs.values() if item.place is not None]
+    others += [output.place for output in request.requested.values() if output.place is not None]
+    return {
+        name: place
+        for name, place in found.items()
+        if sum(place.overlaps(other) for other in others) == 1  # itself
+    }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.machinery
+import importlib.util
 import json
+import logging
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends import (
     Backend,
@@ -19,8 +25,7 @@ from shmserve.workers.backends import (
 )
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
-from shmserve.workers.backends.python.execution import DecoupledExecution, Execution
-from shmserve.workers.backends.python.loading import file_name, model_class
+from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
 from shmserve.workers.user_code import says_ready
 
 # What models import, and what a few import although it is Triton's own affair.
@@ -36,14 +41,14 @@ class PythonBackend(Backend):
         super().__init__(context)
         for name in _MODULE_NAMES:
             sys.modules[name] = pb_utils
-        self._server = server.Server(context)
+        self._server = server.ServerApi(context)
         server.install(self._server)
-        self._execution: Execution | DecoupledExecution | None = None
+        self._execution: PythonExecution | DecoupledExecution | None = None
         self._class: Any = None
         self._model: Any = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What the model's `auto_complete_config` makes of it; raises what that raises."""
+        """`config` as the model's `auto_complete_config` completes it; raises what that raises."""
         kind = self._find(config)
         completed = ModelConfig(json.dumps(config))
         if hasattr(kind, "auto_complete_config"):
@@ -81,7 +86,7 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        execution = DecoupledExecution if is_decoupled(config) else Execution
+        execution = DecoupledExecution if is_decoupled(config) else PythonExecution
         iterative = bool((config.get("sequence_batching") or {}).get("iterative_sequence"))
         self._execution = execution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
@@ -90,7 +95,7 @@ class PythonBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
-        assert isinstance(self._execution, Execution)
+        assert isinstance(self._execution, PythonExecution)
         self._server.executing = requests
         try:
             return self._execution.execute(requests)
@@ -108,13 +113,13 @@ class PythonBackend(Backend):
             self._server.executing = ()
 
     def is_ready(self) -> bool:
-        """What the model's `is_ready` says, plain or a coroutine. Raises what it raises, Internal
-        for what is no bool."""
+        """Readiness by the model's `is_ready`, plain or a coroutine. Raises what it raises,
+        Internal for what is no bool."""
         assert self._execution is not None
         return says_ready(self._model, self._execution.run)
 
     def metrics(self) -> list[list[Any]] | None:
-        """What the model has made with `pb_utils.MetricFamily`."""
+        """The families that the model has made with `pb_utils.MetricFamily`."""
         return metrics.changes()
 
     def unload(self) -> None:
@@ -141,3 +146,52 @@ class PythonBackend(Backend):
 def _instances(config: dict[str, Any]) -> int:
     groups = config.get("instance_group") or [{}]
     return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
+
+
+logger = logging.getLogger(__name__)
+
+
+def file_name(config: dict[str, Any]) -> str:
+    """The name of a model's file."""
+    name: str = config.get("default_model_filename") or "model.py"
+    return name
+
+
+def model_class(config: dict[str, Any], model_dir: Path, version_dir: Path) -> Any:
+    """The `TritonPythonModel` of a model's file; raises what that raises, Unavailable without it,
+    InvalidArgument for another name than a Python file's."""
+    file = file_name(config)
+    if not file.endswith(".py"):
+        raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
+    if not (version_dir / file).is_file():
+        raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
+    if "EXECUTION_ENV_PATH" in parameters(config):
+        logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
+    return _import_model(model_dir, version_dir, file).TritonPythonModel
+
+
+def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
+    """Import a model's file as `VERSION.NAME`; raises what it raises.
+
+    The version's folder is a package of its own name, so that `from . import` works, and modules
+    in it and in the model's folder can be imported.
+    """
+    package = version_dir.name
+    for folder in (str(version_dir), str(model_dir)):
+        if folder not in sys.path:
+            sys.path.append(folder)
+    init = version_dir / "__init__.py"
+    if init.is_file():
+        spec = importlib.util.spec_from_file_location(
+            package, init, submodule_search_locations=[str(version_dir)]
+        )
+        assert spec is not None
+    else:
+        spec = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(version_dir)]
+    module = importlib.util.module_from_spec(spec)
+    # Not found by searching sys.path, where another folder may have this number as its name.
+    sys.modules[package] = module
+    if spec.loader is not None:
+        spec.loader.exec_module(module)
+    return importlib.import_module(f"{package}.{Path(file).stem}")

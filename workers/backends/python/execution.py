@@ -31,11 +31,11 @@ _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
 
 def _misbehaved(instance: str, what: str) -> Internal:
-    """What clients are told of a model that does something wrong, in Triton's words."""
+    """The error for clients of a model that does something wrong, in Triton's words."""
     return Internal(f"Failed to process the request(s) for model '{instance}', message: {what}")
 
 
-class Execution:
+class PythonExecution:
     """Calls `execute` of one model that is not decoupled. Where that is a coroutine function, one
     event loop runs them. `iterative`: it may ask for a request once more."""
 
@@ -43,7 +43,7 @@ class Execution:
         self._context = context
         self._model = model
         self._iterative = iterative
-        self._lender = Lender(context.model_name, context.copied)
+        self._lender = Lender(context.model_name, context.mappings, context.copied)
         self._runner: asyncio.Runner | None = None
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -58,11 +58,11 @@ class Execution:
                 raise
             logger.exception("model '%s' failed after it had answered", self._context.model_name)
         self._lender.settle(responses)
-        _give_up(requests, received)
+        _detach_kept(requests, received)
         return responses
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine of the model returns or raises."""
+        """Run a coroutine of the model; returns or raises what it does."""
         if self._runner is None:
             self._runner = asyncio.Runner()
         return self._runner.run(coroutine)
@@ -91,7 +91,7 @@ class Execution:
         return [self._response(*pair) for pair in pairs]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
-        """What `execute` has returned, if that is not yet a list."""
+        """The list that `execute` has returned, or its coroutine returns."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
         if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
@@ -134,7 +134,7 @@ class Execution:
 
     @staticmethod
     def _sent(received: Sequence[ReceivedRequest]) -> list[Response]:
-        """What the model has sent, if that is a response to every request."""
+        """The responses that the model has sent, if there is one to every request."""
         sent = [r.outbox.response for r in received if r.outbox is not None]
         responses = [response for response in sent if response is not None]
         return responses if len(responses) == len(received) else []
@@ -145,7 +145,7 @@ class Execution:
 
 class DecoupledExecution:
     """Calls `execute` of one decoupled model. Where that is a coroutine function, they run side by
-    side in an event loop that has a thread of its own. `iterative`: as `Execution` has it."""
+    side in an event loop that has a thread of its own. `iterative`: as `PythonExecution` has it."""
 
     def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
         self._context = context
@@ -177,7 +177,7 @@ class DecoupledExecution:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a coroutine of the model returns or raises."""
+        """Run a coroutine of the model; returns or raises what it does."""
         return self._running_loop().wait(coroutine)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
         changed.clear()
 
 
-def _give_up(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
+def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """The memory of the inputs is used again: what the model keeps of them becomes its own."""
     for index, request in enumerate(requests):
         if not any(map(_SHARED, request.inputs.values())):

@@ -2,7 +2,8 @@
 
 A model written for Triton owns the arrays it is given: it may write into them and keep them. Ours
 are views of memory that others use again. So the first inputs are lent as copies; a model that has
-neither changed nor kept one of those gets read-only views from then on, until it keeps one.
+neither changed nor kept one of those gets read-only views from then on, until it keeps one: the
+memory of that becomes the model's before anybody else uses it again (copy-on-keep).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.workers.batch.request import Array, Copied, Input, Response
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,9 @@ class _Loan(NamedTuple):
 class Lender:
     """Lends the arrays of one model's inputs. Used from one thread."""
 
-    def __init__(self, model_name: str, copied: Copied | None = None) -> None:
+    def __init__(self, model_name: str, mappings: Mappings, copied: Copied | None = None) -> None:
         self._model_name = model_name
+        self._mappings = mappings
         self._copied = copied or Copied()
         self._copying = True
         self._trials_left = _TRIAL
@@ -67,18 +70,23 @@ class Lender:
             return
         loans = list(self._loans.values())
         self._loans.clear()
-        if any(_kept(source, responses) or _changed(source, raw) for source, raw in loans):
+        kept = [source for source, _ in loans if _kept(source, responses)]
+        if kept or any(_changed(*loan) for loan in loans):
             self._trials_left = 0
             if not self._copying:
-                logger.warning(
-                    "model '%s' has begun to keep its inputs, so each is copied for it; those it "
-                    "kept just now may change",
-                    self._model_name,
-                )
+                self._own(kept)
             self._copying = True
         elif self._trials_left:
             self._trials_left -= 1
             self._copying = self._trials_left > 0
+
+    def _own(self, kept: Sequence[Input]) -> None:
+        logger.warning(
+            "model '%s' has begun to keep its inputs, so each is copied for it", self._model_name
+        )
+        places = [source.place for source in kept if source.place is not None]
+        self._mappings.detach(places)
+        self._copied.inputs += sum(place.byte_size for place in places)
 
 
 def _changed(source: Input, original: memoryview | None) -> bool:

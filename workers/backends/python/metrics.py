@@ -26,7 +26,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class MetricKind(IntEnum):
-    """What a family's values do."""
+    """The kind of a metric family."""
 
     COUNTER = 0
     GAUGE = 1
@@ -98,7 +98,7 @@ def _note_change() -> None:
 
 
 class _Owner:
-    """What a `MetricFamily` object has made. `alive`: the object is."""
+    """The metrics of one `MetricFamily` object. `alive`: the object is."""
 
     __slots__ = ("alive", "family", "labels")
 

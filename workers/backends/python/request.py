@@ -186,7 +186,11 @@ class InferenceRequest:
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
         """Run it and wait. What goes wrong is in the response; `decoupled`, which a model with any
-        number of responses needs: an iterator over them, when the first has come."""
+        number of responses needs: an iterator over them, when the first has come.
+
+        A signal handler may not call it: it may have interrupted a thread in the middle of another
+        call, whose locks that holds.
+        """
         try:
             if not decoupled:
                 return from_call(server.current().call(self._call_request()))
@@ -211,7 +215,12 @@ class InferenceRequest:
                 begun: asyncio.Future[None] = loop.create_future()
                 call = server.current().open_soon(self._call_request(), begun)
                 task = loop.create_task(_iterator(call, begun))
-                task.add_done_callback(lambda over: call.leave() if over.cancelled() else None)
+
+                def cancel(over: asyncio.Future[Any]) -> None:
+                    if over.cancelled():
+                        call.cancel()
+
+                task.add_done_callback(cancel)
                 return task
             reply = server.current().call_soon(self._call_request())
         except ShmserveError as error:
@@ -244,7 +253,8 @@ class InferenceRequest:
         return False
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What can send the response apart from `execute`'s return. Only for a received request."""
+        """The sender of the response, apart from `execute`'s return. Only for a received
+        request."""
         raise TritonModelException("only a request that a model received has a response sender")
 
 
@@ -317,7 +327,7 @@ class ReceivedRequest(InferenceRequest):
         return self._origin.is_cancelled()
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What can send the response apart from `execute`'s return."""
+        """The sender of the response, apart from `execute`'s return."""
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
@@ -339,5 +349,5 @@ class DecoupledRequest(ReceivedRequest):
         self._kept_sender = InferenceResponseSender(StreamedResponses(stream))
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What sends its responses, the same on every call."""
+        """The sender of its responses, the same on every call."""
         return self._kept_sender

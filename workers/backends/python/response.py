@@ -99,7 +99,7 @@ def from_call(response: CallResponse) -> InferenceResponse:
 
 
 def from_error(error: ShmserveError) -> InferenceResponse:
-    """What another model failed with as a model sees it."""
+    """The error of another model as a model sees it."""
     return InferenceResponse(error=to_model(error))
 
 
@@ -140,7 +140,7 @@ class ResponseIterator:
         """Ask for no more responses: those that have not come yet will not."""
         call, self._call = self._call, None
         if call is not None:
-            call.leave()
+            call.cancel()
 
     def __del__(self) -> None:
         self.cancel()

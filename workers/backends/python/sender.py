@@ -1,4 +1,4 @@
-"""What sends responses outside of `execute`'s return, for ordinary and for decoupled models."""
+"""Senders of responses outside of `execute`'s return, for ordinary and for decoupled models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SingleResponse(ResponseChannel):
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
         self.response: Response | None = None
         self.done = threading.Event()
-        self.listener: Callable[[], None] = lambda: None
+        self.listener: Callable[[], None] | None = None
         self._closed = False
         self._is_cancelled = is_cancelled
 
@@ -73,7 +73,8 @@ class SingleResponse(ResponseChannel):
     def abandon(self) -> None:
         """Nothing more comes."""
         self.done.set()
-        self.listener()
+        if self.listener is not None:
+            self.listener()
 
 
 class StreamedResponses(ResponseChannel):

@@ -1,4 +1,4 @@
-"""What a running model may ask of the server: other models, their loading, the log.
+"""The server's API for a running model: calls of other models, their loading, the log.
 
 Triton's interface is functions and classes of a module, to which a model hands nothing of its
 server: so a process has one, which `install` sets.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages import AskReady, FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages.supervision import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
@@ -24,12 +24,12 @@ from shmserve.workers.bls.calls import Call
 from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
-from shmserve.workers.links.workspace import Lease
+from shmserve.workers.links.workspace import WorkspaceLease
 
 logger = logging.getLogger(__name__)
 
 
-class Server:
+class ServerApi:
     """The server as one worker's model sees it. `running`: the model may call others; `alone`: it
     has no other instance."""
 
@@ -76,31 +76,29 @@ class Server:
         if not self.running:
             raise Internal("BLS is only supported during the 'execute' function.")
         if self.alone and self.executing and request.model == self.context.model_name:
-            found = self.context.control.ask(
-                lambda number: FindModel(number, request.model, request.version)
-            )
+            found = self.context.control.ask(FindModel, request.model, request.version)
             if found["version"] == self.context.version:
                 raise InvalidArgument("it would wait for its only instance, which makes this call")
 
     def load_model(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """Load or reload a model. Raises the ShmserveError that the server refused with."""
-        self.context.control.ask(lambda number: LoadModel(number, name, config, files))
-        self.calls.forget(name)
+        self.context.control.ask(LoadModel, name, config, files)
+        self.calls.invalidate(name)
 
     def unload_model(self, name: str, dependents: bool) -> None:
         """Unload a model. Raises the ShmserveError that the server refused with."""
-        self.context.control.ask(lambda number: UnloadModel(number, name, dependents))
-        self.calls.forget(name)
+        self.context.control.ask(UnloadModel, name, dependents)
+        self.calls.invalidate(name)
 
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether a model (version "": its latest) can run inferences now."""
         try:
-            found = self.context.control.ask(lambda number: FindModel(number, name, version))
+            found = self.context.control.ask(FindModel, name, version)
         except (NotFound, Unavailable):
             return False
         if not (found["ready"] and found.get("checks_ready")):
             return bool(found["ready"])
-        asked = self.context.control.ask(lambda number: AskReady(number, name, found["version"]))
+        asked = self.context.control.ask(AskReady, name, found["version"])
         return bool(asked["ready"])
 
 
@@ -123,16 +121,16 @@ def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
     return type(error)(message)
 
 
-_server: Server | None = None
+_server: ServerApi | None = None
 
 
-def install(server: Server | None) -> None:
+def install(server: ServerApi | None) -> None:
     """Make `server` what this process's model sees."""
     global _server
     _server = server
 
 
-def current() -> Server:
+def current() -> ServerApi:
     """The server of this process's model. Raises TritonModelException outside a worker."""
     if _server is None:
         raise TritonModelException("this is only possible in a model that a server runs")
@@ -140,7 +138,7 @@ def current() -> Server:
 
 
 def by_server(why: str) -> str:
-    """What the server refused something with, in Triton's words."""
+    """The server's refusal of something, in Triton's words."""
     if _server is None:
         return why
     name = _server.context.instance_name
@@ -228,7 +226,7 @@ def _as_array(view: Any) -> Any:
 class _Workspace:
     """A lease, in the terms of this API."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: WorkspaceLease) -> None:
         self._lease = lease
 
     def __enter__(self) -> Any:

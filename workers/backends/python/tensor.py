@@ -131,7 +131,8 @@ class Tensor:
         return self._device() == _CPU
 
     def as_numpy(self) -> Array:
-        """It as a numpy array, without a copy where the model may have it so; BYTES as objects.
+        """The tensor as a numpy array, without a copy where the model may have it so; BYTES as
+        objects.
 
         Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
         """
@@ -147,11 +148,11 @@ class Tensor:
         return self._array()
 
     def to_dlpack(self) -> Any:
-        """It as a DLPack capsule; raises TritonModelException for BYTES."""
+        """The tensor as a DLPack capsule; raises TritonModelException for BYTES."""
         return self.__dlpack__()
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
-        """It as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
+        """The tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
         data = self._torch()
         if self._device() == _CPU:
             return data.__dlpack__(**options)
@@ -164,14 +165,15 @@ class Tensor:
     # --- for the backend
 
     def as_output(self) -> Output:
-        """It as an output of a response."""
+        """The tensor as an output of a response."""
         data: Any = self._data
         if isinstance(data, Input):
             data = data.torch() if data.on_device else data.numpy()
         return Output(self._name, self._datatype, data)
 
     def as_call_input(self) -> CallInput:
-        """It as an input of a call of another model; where it came in memory, it stays there."""
+        """The tensor as an input of a call of another model; where it came in memory, it stays
+        there."""
         data = self._data
         wire: bytes | memoryview | Place
         if isinstance(data, Input):
@@ -202,7 +204,7 @@ class Tensor:
         return int(kind), int(number)
 
     def _array(self) -> Array:
-        """It in host memory; BF16 as its bits."""
+        """The tensor in host memory; BF16 as its bits."""
         data = self._data
         if isinstance(data, np.ndarray):
             return data

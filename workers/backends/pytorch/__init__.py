@@ -28,8 +28,8 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
 from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.pytorch import export
-from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder
-from shmserve.workers.backends.pytorch.names import CallPlan, ResultPlan
+from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder, wants_graphs
+from shmserve.workers.backends.pytorch.names import ArgumentBinding, ResultBinding
 from shmserve.workers.backends.pytorch.programs import (
     Program,
     load_class,
@@ -39,7 +39,6 @@ from shmserve.workers.backends.pytorch.programs import (
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.memory.static_plan import wants_graphs
 from shmserve.workers.model_view import as_model_sees
 from shmserve.workers.user_code import in_words
 
@@ -86,36 +85,33 @@ class PytorchBackend(Backend):
             )
         _set_options(parameters(config))
         program, description = self._program(config)
-        self._call_plan = CallPlan(signature.name, list(signature.inputs), program.arguments)
-        self._result_plan = ResultPlan(
-            signature.name, list(signature.outputs), program.result_count
-        )
+        self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
+        self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
-            export.check(signature, description, self._call_plan.by_position)
+            export.check(signature, description, self._arguments.by_position)
         self._serving = program
         inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
-        self._graphs = self._plan(config, signature)
+        self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model for the whole batch."""
         inputs = self._runner.inputs(requests)
         graphs = self._graphs
-        placed = graphs is None and self._serving.eager
         with self._grad_free():
-            with self._runner.calling(requests, placed):
+            with self._runner.calling():
                 outputs = self._call(inputs) if graphs is None else graphs.run(inputs)
             return self._runner.responses(requests, outputs)
 
     def _call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._serving
-        args, kwargs = ([inputs], {}) if program.single_dict else self._call_plan.bind(inputs)
-        return self._result_plan.name(program.call(*args, **kwargs))
+        args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
+        return self._results.name(program.call(*args, **kwargs))
 
-    def _plan(self, config: dict[str, Any], signature: Signature) -> Graphs | None:
-        """What a model with fixed shapes has made at load, and its graphs if it is to have any."""
-        plan = self._runner.plan(config, self._serving.module)
+    def _plan_memory(self, config: dict[str, Any], signature: Signature) -> Graphs | None:
+        """Allocate the memory of a model with fixed shapes; its graphs, if it is to have any."""
+        plan = self._runner.memory_plan(config, self._serving.module)
         graphs, recorder, wanted = None, self._recorder(), wants_graphs(config)
         if wanted and (plan is None or recorder is None):
             why = "its shapes are not fixed" if plan is None else "its device has none"
@@ -136,7 +132,7 @@ class PytorchBackend(Backend):
         return graphs
 
     def _recorder(self) -> Recorder | None:
-        """What records graphs on this device, if anything does."""
+        """The recorder of graphs on this device, if there is one."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:

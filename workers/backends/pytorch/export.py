@@ -1,4 +1,4 @@
-"""What an exported program says of its inputs and outputs, and whether a configuration agrees."""
+"""The description of an exported program's inputs and outputs, checked against a configuration."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Argument:
     by_name: bool = False
 
 
-class CallPlan:
+class ArgumentBinding:
     """How the inputs of a configuration become the arguments of a call.
 
     `arguments` None: the model does not say what it takes (`*args`), so only position or order can
@@ -99,7 +99,7 @@ class CallPlan:
         return args, kwargs
 
 
-class ResultPlan:
+class ResultBinding:
     """How what a call returned becomes the outputs of a configuration.
 
     `count` is how many results the model is known to return, None when that shows only when it

@@ -33,22 +33,19 @@ COMPILE_KEY = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict.
-
-    `eager`: it runs operation by operation, not compiled. `module` has the weights.
-    """
+    """A model to call. `arguments` None: unknown. `single_dict`: it takes all as one dict. `module`
+    has the weights."""
 
     call: Callable[..., Any]
     arguments: Sequence[Argument] | None
     result_count: int | None
     single_dict: bool = False
-    eager: bool = True
     module: torch.nn.Module | None = None
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """What goes wrong in it, in words that name the file; that memory is short is not its fault."""
+    """Errors in words that name the file; that memory is short is not its fault."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -165,7 +162,7 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
         compiled = torch.compile(module, **options)
     except Exception as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}': {in_words(error)}") from error
-    return Program(compiled, arguments, None, eager=False, module=module)
+    return Program(compiled, arguments, None, module=module)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:

@@ -17,12 +17,11 @@ from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response, has_scheduler
 from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
-from shmserve.workers.backends.pytorch.in_place import InPlace
+from shmserve.workers.backends.pytorch.graphs import MemoryPlan
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
-from shmserve.workers.memory.static_plan import StaticPlan
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
@@ -58,28 +57,22 @@ class Runner:
         self._learning = True
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
-        self._in_place = InPlace(signature.name, context.mappings, device.torch)
 
-    def plan(self, config: dict[str, Any], model: object) -> StaticPlan | None:
+    def memory_plan(self, config: dict[str, Any], model: object) -> MemoryPlan | None:
         """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
         for another one."""
         weights = model if isinstance(model, torch.nn.Module) else None
-        plan = StaticPlan.of(config, self._signature, _byte_size(weights))
+        plan = MemoryPlan.of(config, self._signature, _byte_size(weights))
         if plan is not None and plan.rows > 1 and has_scheduler(config):
             for name, row in plan.inputs.items():
                 self._gatherer.reserve(name, row * plan.rows)
         return plan
 
     @contextlib.contextmanager
-    def calling(self, requests: Sequence[Request], placed: bool = True) -> Iterator[None]:
-        """A context for the model's call, in which (if `placed`) outputs may be computed in
-        clients' memory; sees in the end whether the model wrote into its inputs."""
+    def calling(self) -> Iterator[None]:
+        """A context for the model's call; sees in the end whether it wrote into its inputs."""
         try:
-            if placed:
-                with self._in_place.around(requests):
-                    yield
-            else:
-                yield
+            yield
         finally:
             self._watch()
 
@@ -88,7 +81,7 @@ class Runner:
 
         Call it outside `inference_mode`: tensors made in that do not tell when they are written.
         """
-        self._forget()
+        self._clear_watched()
         made: dict[str, Any] = {}
         for name, first in requests[0].inputs.items():
             if first.datatype == "BYTES":
@@ -154,9 +147,9 @@ class Runner:
                 )
             self._views = not wrote
             self._learning = False
-        self._forget()
+        self._clear_watched()
 
-    def _forget(self) -> None:
+    def _clear_watched(self) -> None:
         self._watched.clear()
         self._first.clear()
 
@@ -165,7 +158,6 @@ class Runner:
 
         Raises Internal when an output is no array or has not as many rows as the batch.
         """
-        self._in_place.finish(requests, outputs)
         wanted = {name for request in requests for name in request.requested}
         made: list[BatchOutput] = []
         for name, value in outputs.items():

@@ -19,7 +19,7 @@ import grpc.aio
 
 from shmserve.common.access.peer_credentials import Address
 from shmserve.gateway.grpc.core import sockets as core_sockets
-from shmserve.gateway.inference.body_budget import SLOWEST_RATE
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,80 @@ at its end, so what stands before them is a key: names, shapes and parameters ne
 checked twice. One whose tensors are all in regions is a key as a whole. The request's id and its
 place in a sequence, which differ from one to the next, are cut out of the key. A request that is
 not written like this takes the long way.
+
+A parameter is an entry of a map, as protobuf has them: its key is field 1, its value field 2, a
+message of one field whose number is that of the value's type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmserve.gateway.grpc.wire.identity import ID, KEY_AT, OF_SEQUENCE, PARAMETER, identity
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel, ModelTable
-from shmserve.ipc.tensors.inference import INLINE_LIMIT
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    LONGEST_CORRELATION_ID,
+    SEQUENCE_END,
+    SEQUENCE_START,
+)
 from shmserve.ipc.tensors.template_cache import BoundedCache
+
+ID, PARAMETER = 0x1A, 0x22  # the tags of these fields of a request
+# Where the key of a parameter begins in it, and that of those which say the place in a sequence.
+KEY_AT, OF_SEQUENCE = 2, b"sequence_"
+
+_CORRELATION_ID = b"\x0a\x0bsequence_id\x12"
+_INT64, _STRING = 0x10, 0x1A
+_FLAGS = {
+    b"\x0a" + key + b"\x12\x02\x08" + value: (bit, bit * value[0])
+    for key, bit in ((b"\x0esequence_start", SEQUENCE_START), (b"\x0csequence_end", SEQUENCE_END))
+    for value in (b"\0", b"\1")
+}
+
+
+def identity(ids: Sequence[bytes], parameters: Sequence[bytes]) -> RequestIdentity | None:
+    """The identity in these fields, of which the last holds; None for any other form."""
+    correlation_id: int | str | None = 0
+    flags = 0
+    for entry in parameters:
+        if (flag := _FLAGS.get(entry)) is not None:
+            flags = flags & ~flag[0] | flag[1]
+        elif entry.startswith(_CORRELATION_ID):
+            correlation_id = _value(entry[len(_CORRELATION_ID) :])
+            if correlation_id is None:
+                return None
+        else:
+            return None
+    try:
+        request_id = ids[-1].decode() if ids else ""
+    except UnicodeDecodeError:
+        return None
+    assert correlation_id is not None
+    return RequestIdentity(request_id, correlation_id, flags)
+
+
+def _value(value: bytes) -> int | str | None:
+    """An InferParameter with its size, of a number or a text."""
+    if len(value) < 3 or value[0] != len(value) - 1:
+        return None
+    if value[1] == _INT64:
+        number = shift = 0
+        for byte in value[2:]:
+            number |= (byte & 127) << shift
+            shift += 7
+        ended = value[-1] < 128 and all(byte > 127 for byte in value[2:-1])
+        return number if ended and number < 1 << 64 else None
+    text = value[3:]
+    if value[1] != _STRING or value[2] != len(text) or len(text) > LONGEST_CORRELATION_ID:
+        return None
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return None
+
 
 _RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
 _EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # those of fields 1 to 6

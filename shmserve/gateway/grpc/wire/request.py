@@ -54,7 +54,7 @@ _Parameters = Mapping[str, InferParameter]
 
 
 def infer_request(message: ModelInferRequest) -> InferRequest:
-    """What the client asks for; raises InvalidArgument or Unsupported."""
+    """The neutral request of a message; raises InvalidArgument or Unsupported."""
     request = InferRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)

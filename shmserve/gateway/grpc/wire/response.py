@@ -94,7 +94,6 @@ class ResponseEncoder:
     def _before(
         self, model: GatewayModel, request_id: str, inferred: Inferred
     ) -> list[bytes | memoryview]:
-        """What is written before the tensors' bytes."""
         pieces: list[bytes | memoryview] = [self._head(model, inferred.outputs)]
         if inferred.parameters:
             pieces.append(_parameters(inferred.parameters))
@@ -173,7 +172,7 @@ class StreamedTemplate:
 
 
 def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
-    """What follows the last response to a request that asks for it: no outputs, only the end.
+    """The message behind the last response, to a request that asks for it: no outputs, the end.
 
     `asked_version` is the model's version as the request has it.
     """
@@ -184,8 +183,8 @@ def streamed_end(model_name: str, asked_version: str, request_id: str) -> bytes:
 def streamed_error(
     message: str, request_id: str, model_name: str = "", *, final: bool = True
 ) -> bytes:
-    """What a stream says of a request that failed; `model_name` tells whose scheduler had it, and
-    `final` then that this is the last response."""
+    """The message for a request that failed; `model_name` tells whose scheduler had it, and `final`
+    then that this is the last response."""
     response = ModelStreamInferResponse(error_message=message or _NO_MESSAGE)
     response.infer_response.id = request_id
     if model_name:

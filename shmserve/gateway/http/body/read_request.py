@@ -17,23 +17,27 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
-from shmserve.gateway.http.json.identity import identity
+from shmserve.gateway.http.json.fingerprint import (
+    identity,
+    remember,
+    repeat,
+    split,
+    worth_preparing,
+)
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.large_arrays import LARGE, Numbers, loads_large
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HEADER_LENGTH, HttpRequest, WholeBody
 from shmserve.gateway.inference.builder import (
+    Resources,
     build,
     check_request,
     raw_request,
     resources_of,
     tensor_ref,
 )
-from shmserve.gateway.inference.header_forwarding import forwarded_headers
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.request import InferInput, InferRequest
-from shmserve.gateway.inference.resources import Resources
+from shmserve.gateway.inference.request import InferInput, InferRequest, forwarded_headers
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
@@ -130,7 +134,7 @@ async def _read(
 
 
 def header_size(said: str | None, body_size: int) -> int:
-    """How many bytes of the body are JSON, by the header that says so; all when there is none.
+    """The size of a body's JSON part in bytes, by the header that says so; all where there is none.
 
     Raises InvalidArgument for what is no number in [0, body_size].
     """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.body.arrival import Arrival
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
+from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import (
     CONTENT_ENCODING,
     CONTENT_LENGTH,
@@ -17,7 +19,7 @@ from shmserve.gateway.http.request import (
     TRANSFER_ENCODING,
     HttpRequest,
 )
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.ranges import LARGEST
 
@@ -31,6 +33,19 @@ _TOGETHER = 1024
 
 class BrokenBody(InvalidArgument):
     """The body is not framed as HTTP says; the connection cannot go on."""
+
+
+async def read_json(gateway: Gateway, request: HttpRequest, *, required: bool = False) -> Any:
+    """A request's body as JSON; an empty body is an empty object, unless one is `required`.
+
+    Raises JsonFault for what is not JSON.
+    """
+    body = Body(request, gateway.settings, gateway.body_budget)
+    if body.compressed():
+        raw = await body.inflate()
+    else:
+        raw = await body.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    return loads(raw) if raw or required else {}
 
 
 class Body:
@@ -110,7 +125,7 @@ class Body:
     # --- the whole of it
 
     async def read(self, limit: int, too_large: str) -> bytes:
-        """All of it, of at most `limit` bytes.
+        """The whole body, of at most `limit` bytes.
 
         Raises InvalidArgument with `too_large`, {size} and {limit} filled in, when it is more, and
         Unavailable when too much of others' is here.
@@ -152,7 +167,7 @@ class Body:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """What `read_start` gave counts as long as this runs: the rest may be long in coming."""
+        """A block in which the bytes of `read_start` count: the rest may be long in coming."""
         try:
             yield
         finally:

@@ -67,7 +67,7 @@ class MalformedBody(Exception):
 
 
 class ReadControl(Protocol):
-    """What the parser and its streams ask of a connection."""
+    """The flow control that the parser and its streams ask of a connection."""
 
     @property
     def connected(self) -> bool:
@@ -77,7 +77,7 @@ class ReadControl(Protocol):
         """A stream is full."""
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """It is not full any more, or has ended."""
+        """A stream is not full any more, or has ended."""
 
 
 class Parser(Protocol):

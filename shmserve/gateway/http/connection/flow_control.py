@@ -48,7 +48,7 @@ class FlowControl(asyncio.Protocol):
         self.writing_paused = True
 
     def resume_writing(self) -> None:
-        """It has caught up, or is gone."""
+        """The client has caught up, or is gone."""
         self.writing_paused = False
         drained, self._drained = self._drained, None
         if drained is not None and not drained.done():
@@ -71,7 +71,7 @@ class FlowControl(asyncio.Protocol):
         self._set_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """It is not full any more, or has ended."""
+        """The stream of a body is not full any more, or has ended."""
         if self._stream_full:
             self._stream_full = False
             if resume_parser:

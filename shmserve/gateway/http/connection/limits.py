@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, itemgetter
 
 from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
@@ -46,7 +47,7 @@ class HttpServer:
 
     @property
     def connections(self) -> list[HttpConnection]:
-        """Those that there are."""
+        """The connections that are open."""
         return list(self._connections)
 
     def connection_made(self, connection: HttpConnection) -> ClientIdentity:
@@ -59,7 +60,7 @@ class HttpServer:
         if peer is not None:
             its = self._by_peer.setdefault(peer, set())
             its.add(connection)
-            client.when_gone(lambda: self._leave(peer, connection))
+            client.when_gone(partial(self._leave, peer, connection))
             if len(its) > self._quota:
                 self._evict(connection, its, self._quota)
         if len(self._connections) > self._most:
@@ -93,8 +94,8 @@ class HttpServer:
         if len(others) < most or not newcomer.open:
             return  # the rest is on its way out
         # Several at a time, so that a flood of newcomers costs little each.
-        ended = _longest(others, lambda one: one.idle_since, max(1, most // 64))
-        ended = ended or _longest(others, lambda one: one.sending_since, 1)
+        ended = _longest(others, attrgetter("idle_since"), max(1, most // 64))
+        ended = ended or _longest(others, attrgetter("sending_since"), 1)
         logger.log(
             logging.WARNING if self._warnings < _MOST_WARNINGS else logging.DEBUG,
             "more than %d connections%s: %s",

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol, cast
 
+from shmserve.errors import InvalidArgument
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
@@ -34,14 +35,13 @@ _LINGER_S = 2.0
 
 
 class Owner(Protocol):
-    """Who counts and limits connections."""
+    """The server that counts and limits connections."""
 
     def connection_made(self, connection: HttpConnection) -> ClientIdentity:
-        """It is here; returns who its client is. It may be ended at once where there are too
-        many."""
+        """Register one, and return its client. It may be ended at once where there are too many."""
 
     def connection_lost(self, connection: HttpConnection) -> None:
-        """It has ended."""
+        """Forget one that has ended."""
 
 
 class HttpConnection(Incoming):
@@ -160,7 +160,7 @@ class HttpConnection(Incoming):
 
     def _refuse(self, error: HttpProcessingError) -> None:
         logger.debug("malformed request: %s", error)
-        response = error_response(400, "malformed HTTP request", close=True)
+        response = error_response(InvalidArgument("malformed HTTP request"), close=True)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

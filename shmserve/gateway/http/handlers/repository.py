@@ -9,8 +9,8 @@ from typing import Any
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.api import repository as api
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.handlers.body_json import mistyped, read_json
-from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.body.reader import read_json
+from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
 
@@ -63,7 +63,7 @@ def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if key != "config" and not key.startswith("file:"):
             raise Internal("unexpected error on creating Triton parameter")
         if type(value) is not str:
-            raise mistyped("string")
+            raise mistyped_value("string")
         if key == "config":
             config = value
             continue

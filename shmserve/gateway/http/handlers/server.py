@@ -1,28 +1,32 @@
-"""Health, metadata, configuration, statistics, logging, tracing."""
+"""Health, metadata, configuration, statistics, metrics, logging, tracing."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shmserve.errors import Unavailable
-from shmserve.gateway.api import absent, health, log_settings, metadata, statistics
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.gateway.api import log_settings, metadata, statistics
 from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.handlers.body_json import mistyped, read_json
+from shmserve.gateway.http.body.reader import read_json
+from shmserve.gateway.http.json.parser import mistyped_value
 from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse, error_response, json_response
+from shmserve.gateway.http.response import JSON, HttpResponse, json_response
 from shmserve.logs import FORMATS, MOST_VERBOSE
+
+_TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
 async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/live."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return HttpResponse(200 if gateway.health.live else 400)
 
 
 async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/health/ready."""
-    health.check_staying(gateway)
+    metadata.check_staying(gateway)
     return HttpResponse(200 if gateway.health.ready else 400)
 
 
@@ -30,9 +34,9 @@ async def model_ready(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/ready."""
-    if await health.is_model_ready(gateway, name, version or ""):
+    if await metadata.is_model_ready(gateway, name, version or ""):
         return HttpResponse()
-    return error_response(400, "Model version not ready")
+    raise InvalidArgument("Model version not ready")
 
 
 async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -66,9 +70,21 @@ async def model_statistics(
     return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
 
 
+async def metrics(
+    exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
+) -> HttpResponse:
+    """GET /metrics, of a metrics listener."""
+    return HttpResponse(200, (await exporter.page(),), _TEXT)
+
+
+async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """The empty response to whatever else a metrics listener is asked."""
+    return HttpResponse()
+
+
 async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    raise absent.no_trace()
+    raise log_settings.no_trace()
 
 
 async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
@@ -91,11 +107,11 @@ def _changes(body: Any) -> dict[str, Any]:
         if key == FILE:
             raise log_settings.refuse_file()
         if key in SWITCHES and type(value) is not bool:
-            raise mistyped("boolean")
+            raise mistyped_value("boolean")
         if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
-            raise mistyped("unsigned-integer")
+            raise mistyped_value("unsigned-integer")
         if key == FORMAT and type(value) is not str:
-            raise mistyped("string")
+            raise mistyped_value("string")
         if key == FORMAT and value not in FORMATS:
             raise Unavailable(f"invalid argument for --log_format, got: {value}")
     return changes

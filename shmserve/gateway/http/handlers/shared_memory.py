@@ -6,11 +6,10 @@ from typing import Any
 
 from shmserve.common.access.peer_credentials import unix_pid
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.api import cuda_memory
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.handlers.body_json import mistyped, read_json
-from shmserve.gateway.http.json.parser import JsonFault
+from shmserve.gateway.http.body.reader import read_json
+from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
@@ -41,7 +40,7 @@ def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
     key = _required(body, "key")
     byte_size = _required(body, "byte_size")
     if type(key) is not str:
-        raise mistyped("string")
+        raise mistyped_value("string")
     size = whole(byte_size, "byte_size")
     offset = whole(body.get("offset", 0), "offset")
     lifetime = body.get("lifetime", "server")
@@ -64,15 +63,21 @@ def _required(body: dict[str, Any], field: str) -> Any:
     return body[field]
 
 
-async def status(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = api.visible(gateway, request.connection.client, name or "")
+async def status(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user; `cuda`: GET
+    /v2/cudasharedmemory..."""
+    regions = api.visible(gateway, request.connection.client, name or "", cuda=cuda)
     return json_response([region.status() for region in regions])
 
 
-async def unregister(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/systemsharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await api.unregister(gateway, request.connection.client, name or "")
+async def unregister(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """POST /v2/systemsharedmemory[/region/NAME]/unregister, or as `status`; an unknown name is
+    fine."""
+    await api.unregister(gateway, request.connection.client, name or "", cuda=cuda)
     return HttpResponse()
 
 
@@ -85,7 +90,7 @@ async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
     peer = request.connection.client.peer()
     api.check_name(name)
-    cuda_memory.require_cuda(gateway, name)
+    api.require_cuda(gateway, name)
     body = await _register_body(gateway, request)
     raw_handle = _required(body, "raw_handle")
     encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
@@ -93,15 +98,15 @@ async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None
     device_id = _member(body, "device_id", int)
     offset = _member(body, "offset", int) if "offset" in body else 0
     uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
-    await cuda_memory.register(
+    await api.register_cuda(
         gateway,
         peer,
         name,
-        cuda_memory.decode_handle(encoded),
+        api.decode_handle(encoded),
         device_id,
         byte_size,
         offset=offset,
-        device_uuid=cuda_memory.decode_uuid(uuid) if uuid else b"",
+        device_uuid=api.decode_uuid(uuid) if uuid else b"",
         exporter_pid=unix_pid(request.connection.transport),
     )
     return HttpResponse()
@@ -116,17 +121,5 @@ def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> 
     else:
         word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
     if not fits:
-        raise mistyped(word)
+        raise mistyped_value(word)
     return value
-
-
-async def status_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """GET /v2/cudasharedmemory[/region/NAME]/status: those of the client's user."""
-    regions = api.visible(gateway, request.connection.client, name or "", cuda=True)
-    return json_response([region.status() for region in regions])
-
-
-async def unregister_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
-    """POST /v2/cudasharedmemory[/region/NAME]/unregister; an unknown name is fine."""
-    await api.unregister(gateway, request.connection.client, name or "", cuda=True)
-    return HttpResponse()

@@ -9,7 +9,7 @@ import orjson
 
 
 class Framing(NamedTuple):
-    """How one JSON text follows another; none has a line break in it."""
+    """A framing of JSON texts in a stream; none has a line break in it."""
 
     content_type: bytes
     prefix: bytes

@@ -1,12 +1,17 @@
-"""The response to an inference: JSON, then the binary outputs in order (pure)."""
+"""The response to an inference: JSON, then the binary outputs in order. Long arrays are encoded
+cooperatively, in parts, with turns of the loop between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
+from shmserve.gateway.http.json import tensors
+from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import check_size
 from shmserve.ipc.tensors.descriptors import Place
@@ -60,7 +65,7 @@ class JsonResponseTemplate:
         self._texts = _response_json(name, version, response, entries).split(_CUT)
 
     def datas(self, response: Inferred) -> list[bytes | Place]:
-        """What a response of this form has for `outputs`."""
+        """The data of a response of this form, one for each of `outputs`."""
         return [response.outputs[place].data for place in self._places]
 
     def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:
@@ -83,3 +88,27 @@ def _response_json(
         body["parameters"] = response.parameters
     body["outputs"] = entries
     return orjson.dumps(body)[1:]
+
+
+# A tensor of more bytes than this is written in steps.
+_LONG_TEXT = 64 * 1024
+
+
+async def output_text(output: SentOutput, data: bytes | memoryview, trim: MallocTrim) -> bytes:
+    """The array of an output's values; raises as `tensors.encode`. `trim` is told what a long one
+    took."""
+    arguments = (data, output.datatype, output.shape, output.name)
+    if len(data) <= _LONG_TEXT:
+        return tensors.encode(*arguments)
+    return await joined(tensors.encode_parts(*arguments), trim)
+
+
+async def joined(parts: Iterator[bytes], trim: MallocTrim) -> bytes:
+    """The parts as one, each made in a turn of its own."""
+    done: list[bytes] = []
+    for part in parts:
+        done.append(part)
+        await asyncio.sleep(0)
+    whole = b"".join(done)
+    trim.soon(len(whole))
+    return whole

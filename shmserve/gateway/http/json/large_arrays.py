@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.gateway.http.json.parser import MOST_DEEP, JsonFault, loads
@@ -27,21 +28,21 @@ _BLANK = b" \t\r\n"
 _LONG_ARRAY = rb'"data"[ \t\r\n]*+:[ \t\r\n]*+(\[)[^"{}]{%d}'
 
 
+@dataclass(frozen=True, slots=True)
 class Numbers:
     """A JSON array of numbers (nested or flat) that is still text."""
 
-    def __init__(self, text: bytes, start: int, stop: int) -> None:
-        self._text = text
-        self._start = start
-        self._stop = stop
+    text: bytes
+    start: int
+    stop: int
 
     def parts(self) -> Iterator[list[Any]]:
         """The values, flat, a slice at a time; raises JsonFault for what is not JSON."""
-        text, at, depth = self._text, self._start, 0
-        while at <= self._stop:
-            comma = text.find(b",", at + _SLICE, self._stop)
+        text, at, depth = self.text, self.start, 0
+        while at <= self.stop:
+            comma = text.find(b",", at + _SLICE, self.stop)
             last = comma < 0
-            piece = text[at : self._stop if last else comma].strip(_BLANK)
+            piece = text[at : self.stop if last else comma].strip(_BLANK)
             before, depth = depth, depth + piece.count(b"[") - piece.count(b"]")
             ends_well = depth == 0 if last else 0 < depth <= MOST_DEEP
             # A comma with nothing before or behind it would go unnoticed at a cut.

@@ -1,4 +1,12 @@
-"""JSON from clients: parsing within limits, and typed access with Triton's texts (pure)."""
+"""JSON from clients: parsing within limits, duplicate keys refused, and typed access with Triton's
+texts (pure).
+
+The parser does not report duplicate keys. A text has a colon for each member that it spells out,
+and more of them only in strings. What was parsed has as many members as were spelled out, or fewer
+where a name stood twice. So where there are as many members as colons, no name does; and nearly
+always all of the members are in the places that an inference request has for them, which are
+quickly counted.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,10 @@ from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from shmserve.common.duplicate_keys import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument
-from shmserve.gateway.http.json.duplicate_keys import (
-    OBJECTS_IN_REQUEST,
-    doubled,
-    members_of_request,
-    outside_strings,
-)
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
@@ -87,7 +90,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     # piece it would keep everybody waiting for ten times as long as with the quick parser.
     if len(raw) > _LONGEST_LENIENT or (b"NaN" not in raw and b"Inf" not in raw):
         raise JsonFault(reason)
-    spelled = _STRING_OR_INF.sub(lambda m: b"Infinity" if m[0] == b"Inf" else m[0], raw)
+    spelled = _STRING_OR_INF.sub(_spelled_out, raw)
     try:
         value = json.loads(
             spelled, parse_float=_finite, parse_int=_whole, object_pairs_hook=members
@@ -100,6 +103,10 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
     except (ValueError, TypeError, RecursionError):
         raise JsonFault(reason) from None
     return value
+
+
+def _spelled_out(found: re.Match[bytes]) -> bytes:
+    return b"Infinity" if found[0] == b"Inf" else found[0]
 
 
 def _finite(text: str) -> float:
@@ -136,6 +143,11 @@ def mistyped(field: str, kind: str) -> JsonFault:
     return JsonFault(f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}")
 
 
+def mistyped_value(kind: str) -> JsonFault:
+    """The text for a value that is not a `kind`, where Triton does not say whose it is."""
+    return JsonFault(f"attempt to access JSON non-{kind} as {kind}")
+
+
 def member_string(holder: dict[str, Any], field: str) -> str:
     """A member that must be there and a string."""
     value = holder.get(field)
@@ -166,3 +178,71 @@ def boolean(value: Any, field: str) -> bool:
     if type(value) is not bool:
         raise mistyped(field, "boolean")
     return value
+
+
+_ALL = frozenset(range(256))
+_HOLDERS = frozenset((dict, list))
+# Finding which name it is takes tens of milliseconds at most.
+_LONGEST_NAMED = 1024 * 1024
+
+# One in another: the request, a tensor, its parameters, and an empty one without a colon.
+OBJECTS_IN_REQUEST = 4
+
+
+def members_of_request(value: Any) -> int:
+    """The number of members where an inference request has some; others are left out."""
+    if type(value) is not dict:
+        return 0
+    count = len(value)
+    for held in value.values():
+        if type(held) is list:
+            for tensor in held:
+                if type(tensor) is dict:
+                    count += len(tensor)
+                    if "parameters" in tensor and type(tensor["parameters"]) is dict:
+                        count += len(tensor["parameters"])
+        elif type(held) is dict:
+            count += len(held)
+    return count
+
+
+def doubled(raw: bytes, value: Any) -> str | None:
+    """The fault of the text of `value`, "duplicate key 'id' in an object"; None: there is none."""
+    if _colons(raw) == _members(value):
+        return None
+    if len(raw) <= _LONGEST_NAMED:
+        try:
+            json.loads(raw, object_pairs_hook=members)
+        except DoubledName as found:
+            return str(found)
+    return "duplicate keys in an object"
+
+
+def _members(value: Any) -> int:
+    count = 0
+    holders = [value]
+    while holders:
+        holder = holders.pop()
+        if type(holder) is dict:
+            count += len(holder)
+            holder = list(holder.values())
+        if type(holder) is list and not _HOLDERS.isdisjoint(map(type, holder)):
+            holders += [item for item in holder if type(item) in _HOLDERS]
+    return count
+
+
+def _colons(raw: bytes) -> int:
+    return len(outside_strings(raw, b":"))
+
+
+def outside_strings(raw: bytes, marks: bytes) -> NDArray[np.uint8]:
+    """The bytes among `marks` that stand outside of the strings of a JSON text, in order.
+
+    What follows the first fault of a text that is not JSON may be taken for a string or not.
+    """
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    kept = np.frombuffer(raw.translate(None, bytes(_ALL.difference(marks, b'"'))), np.uint8)
+    quotes = kept == ord('"')
+    found: NDArray[np.uint8] = kept[~(quotes | np.logical_xor.accumulate(quotes))]
+    return found

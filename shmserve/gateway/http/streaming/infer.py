@@ -9,18 +9,17 @@ from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.json.events import Framing, accepted
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
-from shmserve.gateway.http.json.output_text import output_text
+from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
 from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import ACCEPT, HttpRequest
 from shmserve.gateway.http.response import HttpResponse
-from shmserve.gateway.http.streaming.responses import ResponseQueue, StreamingResponse
-from shmserve.gateway.inference.classification import classified_as_requested
+from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.request import InferRequest
+from shmserve.gateway.inference.response import classified_as_requested
 from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
 from shmserve.gateway.inference.submit import log_failure
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
@@ -46,7 +45,7 @@ async def infer_stream(
         responses.close()
         raise
     events = _Events(gateway, model, responses, framing)
-    return StreamingResponse(status, framing.content_type, responses, events.next)
+    return streaming_response(status, framing.content_type, responses, events.next)
 
 
 def _status(responses: ResponseQueue) -> int:

@@ -1,15 +1,14 @@
-"""The response queue of one HTTP request, and a streaming response: chunked, with back-pressure."""
+"""The responses of a model to one HTTP request: their queue, and the response that streams them."""
 
 from __future__ import annotations
 
 import asyncio
-import http
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse, drain
+from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
 from shmserve.gateway.inference.submit import prepare_submit
@@ -67,11 +66,11 @@ class ResponseQueue:
         the model may send another. Returns whether it was the last."""
         message = self._here.popleft()
         self.request.release(inferred)
-        self.request.grant(inferred)
+        self.request.credit(inferred)
         return is_last(message)
 
     def close(self) -> None:
-        """Nobody waits for more."""
+        """Cancel the request; responses that are here are discarded."""
         while self._here:
             self.request.discard(self._here.popleft())
         self.request.abandon()
@@ -82,64 +81,32 @@ class ResponseQueue:
 Encode = Callable[[], Awaitable[tuple[bytes | None, Inferred | None]]]
 
 
-class StreamingResponse(HttpResponse):
-    """A response whose body is streamed in chunks, one or more for each response of the model.
+def streaming_response(
+    status: int, content_type: bytes, queue: ResponseQueue, encode: Encode
+) -> HttpResponse:
+    """The response that streams those of a model, a chunk for each that says something.
 
     Back-pressure: for a client that does not read no more credit is granted, and the model waits.
+    The request is cancelled when the client is gone.
     """
+    headers = b"Content-Type: %b\r\n" % content_type
+    response = ChunkedResponse(status, _encoded(queue, encode), headers)
+    response.on_sent = queue.close
+    return response
 
-    __slots__ = ("_encode", "_responses")
 
-    def __init__(
-        self, status: int, content_type: bytes, responses: ResponseQueue, encode: Encode
-    ) -> None:
-        super().__init__(status, (), b"Content-Type: %b\r\n" % content_type)
-        self._responses = responses
-        self._encode = encode
-
-    async def send(self, request: HttpRequest, stall_s: float) -> None:
-        """As `HttpResponse.send`. The request is cancelled when the client is gone."""
-        try:
-            await self._send(request, stall_s)
-        finally:
-            self._responses.close()
-
-    async def _send(self, request: HttpRequest, stall_s: float) -> None:
-        transport = request.connection.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        chunked = not request.is_http10
-        self.close = self.close or not chunked
-        transport.write(self._stream_head(chunked=chunked))
-        ended = False
-        while not ended:
-            await self._responses.wait()
-            pieces, ended = await self._ready(chunked=chunked)
-            if ended and chunked:
-                pieces.append(b"0\r\n\r\n")
-            if pieces:
-                transport.write(b"".join(pieces))
-            if request.connection.writing_paused:
-                await drain(request, transport, stall_s)
-
-    async def _ready(self, *, chunked: bool) -> tuple[list[bytes], bool]:
-        """What is here, as much as is written at once, and whether it ends with the last one."""
-        pieces: list[bytes] = []
-        size, ended = 0, False
-        while self._responses.here and size < _TOGETHER and not ended:
-            event, inferred = await self._encode()
+async def _encoded(queue: ResponseQueue, encode: Encode) -> AsyncGenerator[list[bytes], None]:
+    """The responses, as many of those that are here as are written together."""
+    ended = False
+    while not ended:
+        await queue.wait()
+        events: list[bytes] = []
+        size = 0
+        while queue.here and size < _TOGETHER and not ended:
+            event, inferred = await encode()
             if event is not None:
+                events.append(event)
                 size += len(event)
-                pieces += (b"%x\r\n" % len(event), event, b"\r\n") if chunked else (event,)
-            ended = self._responses.pop(inferred)
-        return pieces, ended
-
-    def _stream_head(self, *, chunked: bool) -> bytes:
-        lines = [
-            b"HTTP/1.1 %d %b\r\n" % (self.status, http.HTTPStatus(self.status).phrase.encode())
-        ]
-        if chunked:
-            lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.close:
-            lines.append(b"Connection: close\r\n")
-        return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
+            ended = queue.pop(inferred)
+        if events:
+            yield events

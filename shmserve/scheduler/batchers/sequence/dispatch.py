@@ -7,7 +7,7 @@ import logging
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
-from shmserve.ipc.messages import SequenceRow, Submit
+from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.base import WaitUntil
@@ -160,6 +160,9 @@ class SequenceDispatch(Dispatcher):
                 sequences.returned(lane, now_ns)
         for idle in sequences.reap(now_ns):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
+        for lane, ended in sequences.take_unended().items():
+            if self._lanes.get(lane.peer) is lane:
+                self._executions.end_sequences(lane.peer, ended)
         wake_ns = NEVER
         if not self._waits_for_more():
             for lane, slot in slots:

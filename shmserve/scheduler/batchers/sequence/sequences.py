@@ -46,6 +46,7 @@ class Sequences:
         self._free: list[tuple[int, tuple[int, int], Lane]] = []
         self._backlog = Backlog()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
+        self._unended: dict[Lane, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
     @property
@@ -179,7 +180,7 @@ class Sequences:
         elif lane is None:
             self._backlog.discard(sequence)
         else:
-            self._release(sequence)
+            self._end(sequence)
 
     # --- slots ------------------------------------------------------------------------------------
 
@@ -191,6 +192,18 @@ class Sequences:
             sequence.lane, sequence.slot = lane, slot
             lane.slots[slot] = sequence
             lane.offer(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """It is over without an END that its instance has run."""
+        if sequence.begun and sequence.lane is not None:
+            self._unended.setdefault(sequence.lane, []).append(sequence.slot)
+        self._release(sequence)
+
+    def take_unended(self) -> dict[Lane, list[int]]:
+        """The slots whose sequences are over since the last call, and whose instances cannot know
+        that: to be told before another one begins there."""
+        unended, self._unended = self._unended, {}
+        return unended
 
     def _release(self, sequence: Sequence) -> None:
         lane = sequence.lane
@@ -241,7 +254,7 @@ class Sequences:
                 lane.offer(sequence)
             elif sequence.ended or self._once:
                 self._close(sequence)
-                self._release(sequence)
+                self._end(sequence)
             else:
                 self._idle[sequence] = now_ns
 
@@ -259,6 +272,6 @@ class Sequences:
             if now_ns - since_ns < self._idle_ns:
                 break
             self._close(sequence)
-            self._release(sequence)
+            self._end(sequence)
             over.append(sequence)
         return over

@@ -1,68 +1,73 @@
-"""An ensemble's links to its steps' schedulers."""
+"""An ensemble's links to the schedulers of its steps: those of this process are called, others have
+sockets."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-from shmserve.ipc.messages import (
-    Cancel,
-    Credit,
-    Release,
-    ReportTimes,
-    SchedulerToClient,
-    Submit,
-)
+from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.scheduler.ensemble.core import Ensemble
+from shmserve.scheduler.in_process import InProcessLinks
 from shmserve.scheduler.waiting import Waiter
+
+_MOST_MOVED = 256
 
 
 class StepSchedulers:
-    """The links to the steps' schedulers; `waiter` watches them while they live. `ensemble` gives
-    the one that hears them."""
+    """The links by endpoint; `waiter` watches the sockets while they live. `identity` is the
+    ensemble's among its `neighbours`; `take(endpoint, message)` gets what schedulers send."""
 
-    def __init__(self, waiter: Waiter, ensemble: Callable[[], Ensemble]) -> None:
+    def __init__(
+        self,
+        waiter: Waiter,
+        neighbours: InProcessLinks,
+        identity: bytes,
+        take: Callable[[str, Any], None],
+    ) -> None:
         self._waiter = waiter
-        self._ensemble = ensemble
-        self._links = SchedulerLinks(self._watch, waiter.unwatch, ReportTimes())
-        self._moved: dict[str, str] = {}  # to a successor
+        self._neighbours = neighbours
+        self._identity = identity
+        self._take = take
+        self._links = SchedulerLinks(self._watch, waiter.unwatch)
+        self._moved: dict[str, str] = {}  # endpoint of one that was lost -> who took its place
+        neighbours.enter(identity, take)
 
     def _watch(self, fd: int) -> None:
         link = next(link for link in self._links if link.fd == fd)
         self._waiter.watch(fd, partial(self._receive, link))
 
     def _receive(self, link: Dealer) -> None:
-        ensemble, now_ns = self._ensemble(), time.monotonic_ns()
         for message in link.receive():
-            if type(message) in _FROM_STEP:
-                ensemble.from_step(link.endpoint, message, now_ns)
-            else:
-                ensemble.misplaced()
+            self._take(link.endpoint, message)
 
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
-        self._links.open(endpoint).post(message)
+        if not self._neighbours.post(endpoint, self._identity, message):
+            self._links.open(endpoint).post(message)
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
-        while endpoint in self._moved:
-            endpoint = self._moved[endpoint]
-        self._links.tell(endpoint, message)
+        endpoint = self._moved.get(endpoint, endpoint)
+        if not self._neighbours.post(endpoint, self._identity, message):
+            self._links.tell(endpoint, message)
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
-        """The scheduler at `endpoint` is gone; `hear_out` takes its last words."""
+    def lose(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` is gone: what it sent last is taken."""
+        for before in [old for old, now in self._moved.items() if now == endpoint]:
+            del self._moved[before]
+            if successor:
+                self._moved[before] = successor
         if successor:
             self._moved[endpoint] = successor
+            if len(self._moved) > _MOST_MOVED:  # nothing that was lent is as old
+                del self._moved[next(iter(self._moved))]
 
         def last_words(link: Dealer) -> None:
             while link.wait(0):
-                for message in link.receive():
-                    if type(message) in _FROM_STEP:
-                        hear_out(message)
+                self._receive(link)
                 if not link.connected:
                     return
 
@@ -72,9 +77,7 @@ class StepSchedulers:
         """Send what is queued."""
         self._links.flush()
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close every link."""
+        self._neighbours.leave(self._identity)
         self._links.close()
-
-
-_FROM_STEP = frozenset(get_args(SchedulerToClient))

@@ -8,20 +8,19 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
-from shmserve.ipc.messages import Cancel, Credit, Finished, Release, Responded, Submit
+from shmserve.ipc.memory.lent import Holding, Token, releases, unread
+from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import StepRequest
-from shmserve.scheduler.ensemble.values import HeldCredit, Value
+from shmserve.scheduler.ensemble.values import Value
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -35,8 +34,8 @@ class StepLinks(Protocol):
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
 
-    def lose(self, endpoint: str, successor: str, hear_out: Callable[[Any], None]) -> None:
-        """The scheduler at `endpoint` is gone; `hear_out` takes its last words."""
+    def lose(self, endpoint: str, successor: str) -> None:
+        """The scheduler at `endpoint` is gone: what it sent last is taken."""
 
 
 class StepOutputs:
@@ -61,7 +60,7 @@ class StepOutputs:
         inferred = unpack_inferred(message.body)
         if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
             self.credit_discarded(step, message)
-            self._release(step.endpoint, inferred.outputs, step)
+            self._release(step, inferred.outputs)
             return
         step.answered = True
         more_follow = isinstance(message, Responded) and not message.final
@@ -82,7 +81,7 @@ class StepOutputs:
         override = {key: given[key] for key in _OVERRIDES if key in given}
         override = override or _inherited(step.firing)
         held = _held_back(step)
-        own = HeldCredit(lambda: self._credit(step)) if more_follow else None
+        own = Holding(lambda: self._credit(step)) if more_follow else None
         if own is not None:
             held = (*held, own)
         batched = step.signature.max_batch_size > 0
@@ -94,7 +93,7 @@ class StepOutputs:
                     holds = self._memory.any_true(tensor)
                 values[tensor.name] = Value(
                     tensor,
-                    self._freeing(step, tensor),
+                    self._kept_memory(step, tensor),
                     holds=holds,
                     batched=batched,
                     override=override,
@@ -104,21 +103,21 @@ class StepOutputs:
             for value in values.values():
                 value.release()
             rest = tuple(tensor for tensor in inferred.outputs if tensor.name not in values)
-            self._release(step.endpoint, rest, step)
+            self._release(step, rest)
             raise
         finally:
             if own is not None:
                 own.release()
         return values
 
-    def _freeing(self, step: StepRequest, tensor: TensorRef) -> Callable[[], None] | None:
-        """What gives the memory of an output back; None: it lies in none of ours."""
+    def _kept_memory(self, step: StepRequest, tensor: TensorRef) -> Token | None:
+        """What keeps the memory of an output; None: it lies in none of ours."""
         data = tensor.data
         if not isinstance(data, Place) or tensor.name in step.given:
             return None
-        place = step.placed.pop(tensor.name, None)
-        if place is not None:
-            return lambda: self._memory.free(place)
+        block = step.placed.pop(tensor.name, None)
+        if block is not None:
+            return block
         self._memory.hold(data)
         endpoint = step.endpoint
 
@@ -126,26 +125,18 @@ class StepOutputs:
             self._memory.let_go(data)
             self._links.tell(endpoint, Release(data.memory.pid, [data.offset]))
 
-        return let_go
+        return Holding(let_go)
 
     def discard(self, endpoint: str, body: bytes) -> None:
         """Nobody reads this response of a scheduler."""
-        try:
-            outputs = unpack_inferred(body).outputs if body else ()
-        except MalformedMessage:
-            return
-        self._release(endpoint, outputs, None)
+        for release in unread(body):
+            self._links.tell(endpoint, release)
 
-    def _release(
-        self, endpoint: str, outputs: tuple[TensorRef, ...], step: StepRequest | None
-    ) -> None:
+    def _release(self, step: StepRequest, outputs: tuple[TensorRef, ...]) -> None:
         """Tell a step's workers that nobody reads these outputs."""
-        for tensor in outputs:
-            data = tensor.data
-            if not isinstance(data, Place) or not data.memory.sealed or self._memory.owns(data):
-                continue
-            if step is None or tensor.name not in step.given:
-                self._links.tell(endpoint, Release(data.memory.pid, [data.offset]))
+        ours = step.given | step.placed.keys()
+        for release in releases(tensor for tensor in outputs if tensor.name not in ours):
+            self._links.tell(step.endpoint, release)
 
 
 def _inherited(firing: Firing) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def _inherited(firing: Firing) -> dict[str, Any]:
     return found
 
 
-def _held_back(step: StepRequest) -> tuple[HeldCredit, ...]:
+def _held_back(step: StepRequest) -> tuple[Token, ...]:
     """The credits of the responses that a step's inputs came of."""
     if step.request.plan.follows[step.firing.step.index] == ONCE:
         return ()

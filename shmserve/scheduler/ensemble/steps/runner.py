@@ -7,18 +7,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from typing import Any
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
-from shmserve.ipc.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Responded,
-    SchedulerToClient,
-    Timed,
-)
+from shmserve.ipc.messages import SchedulerToClient
+from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Responded, Settled
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import Graph
@@ -53,24 +46,21 @@ class StepRunner(Steps):
         self._numbers = itertools.count(1)
         self._running = [0] * len(graph.steps)
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in graph.steps]
+        self.waiting = 0  # steps of requests for which there is no room yet
 
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle what the scheduler at `endpoint` says."""
         match message:
-            case Timed():
+            case Finished() | Responded():
                 step = self._table.pending.get(message.id)
                 if step is not None:
-                    times_ns = step.request.times_ns
-                    times_ns[0] += message.input_ns
-                    times_ns[1] += message.infer_ns
-                    times_ns[2] += message.output_ns
-            case Finished() | Responded():
+                    step.request.add_times(message)
                 if not self._table.take(message):
                     self._outputs.discard(endpoint, message.body)
-            case Failed():
+            case Failed() | Settled():
                 self._table.take(message)
             case _:
-                self._table.take(message)  # type: ignore[arg-type]
+                pass
 
     def responded(self, step: StepRequest, message: Response) -> None:
         request = step.request
@@ -119,8 +109,8 @@ class StepRunner(Steps):
         request, index = step.request, step.firing.step.index
         for value in step.firing.inputs.values():
             value.release()
-        for place in step.placed.values():
-            self._memory.free(place)
+        for block in step.placed.values():
+            block.release()
         step.placed.clear()
         request.running.pop(step.submit.id, None)
         self._live.touch(request)
@@ -137,11 +127,7 @@ class StepRunner(Steps):
     def lost(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it had goes to who serves its model now."""
         self._targets.move(endpoint, successor)
-
-        def last_words(message: Any) -> None:
-            self.hear(endpoint, message)
-
-        self._links.lose(endpoint, successor, last_words)
+        self._links.lose(endpoint, successor)
         for step in self._table.lose(endpoint):
             try:
                 target = self._targets.find(step.firing.step)
@@ -160,6 +146,7 @@ class StepRunner(Steps):
         elif most and self._running[index] >= most:
             self._waiting[index].append((request, firing))
             request.waiting += 1
+            self.waiting += 1
         else:
             self._run_now(request, firing)
 
@@ -168,6 +155,7 @@ class StepRunner(Steps):
         while waiting and self._running[index] < self._graph.max_inflight:
             request, firing = waiting.popleft()
             request.waiting -= 1
+            self.waiting -= 1
             self._live.touch(request)
             if request.over:
                 let_go(firing)
@@ -211,6 +199,7 @@ class StepRunner(Steps):
                 self._waiting[index] = deque(entry for entry in waiting if entry[0] is not request)
             for firing in firings:
                 let_go(firing)
+        self.waiting -= request.waiting
         request.waiting = 0
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
-from shmserve.ipc.messages import Submit
+from shmserve.ipc.memory.lent import Block
+from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -33,7 +34,7 @@ class Prepared(NamedTuple):
     go to places of the client's."""
 
     submit: Submit
-    placed: dict[str, Place]
+    placed: dict[str, Block]
     given: frozenset[str]
 
 
@@ -52,7 +53,7 @@ def prepare(
         _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
     )
     form = _form(request, firing, target, graph, inputs)
-    placed: dict[str, Place] = {}
+    placed: dict[str, Block] = {}
     try:
         devices = request.plan.devices
         for name, byte_size in form.known.items():
@@ -60,8 +61,8 @@ def prepare(
             placed[name] = memory.allocate(byte_size, device)
         submit = _submit(number, request, firing, form, inputs, placed, now_ns)
     except BaseException:
-        for place in placed.values():
-            memory.free(place)
+        for block in placed.values():
+            block.release()
         raise
     return Prepared(submit, placed, form.given)
 
@@ -72,15 +73,15 @@ def _submit(
     firing: Firing,
     form: _Form,
     inputs: tuple[TensorRef, ...],
-    placed: dict[str, Place],
+    placed: dict[str, Block],
     now_ns: int,
 ) -> Submit:
     """The message, whose outputs go to where they are `placed`."""
     origin, outputs = request.submit, form.wanted
     if placed:
         outputs = tuple(
-            RequestedOutput(output.name, placed.get(output.name, output.place))
-            for output in outputs
+            RequestedOutput(name, placed[name].place if name in placed else place)
+            for name, place in [(output.name, output.place) for output in outputs]
         )
     correlation_id, flags = sequence_of(origin, firing.inputs.values())
     return make_submit(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shmserve.errors import Unavailable
-from shmserve.ipc.messages import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import StepModels
 from shmserve.scheduler.ensemble.graph import Graph, Step

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.common.cumulative_counters import following
-from shmserve.ipc.messages import CountsInherited
+from shmserve.ipc.messages.supervision import CountsInherited
 
 
 class CarryOver:

@@ -7,16 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from shmserve.errors import ShmserveError
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.instance_processes import Instances
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import StepModels
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
+from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class FailOver:
     def __init__(
         self,
         context: SupervisorContext,
-        scheduler: SchedulerProcess,
-        instances: InstanceProcesses | StepModels,
+        scheduler: VersionScheduler,
+        instances: Instances | StepModels,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:
@@ -47,6 +48,7 @@ class FailOver:
         self._on_change = on_change
         self._backoff = RestartBackoff()
         self._failed_starts = 0
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def hopeless(self) -> bool:
@@ -61,14 +63,46 @@ class FailOver:
         self._failed_starts = 0
         self._instances.introduce(workers)
 
-    async def keep(self) -> None:
-        """Replace each scheduler that dies."""
+    def keep(self) -> None:
+        """Replace each scheduler that dies, from now on."""
+        self._keeping = self._context.background(self._keep())
+
+    async def move(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Have the version scheduled in the process of another group, without a lost request: a new
+        scheduler takes what comes, the old one finishes what it has, and the instances change over.
+
+        `publish()` returns once every client knows where requests go now. Where a worker or the old
+        scheduler dies meanwhile, what that had is submitted again. Raises Unavailable, and changes
+        nothing, when the new one does not come up.
+        """
+        scheduler, instances = self._scheduler, self._instances
+        old, lost = scheduler.serving, scheduler.endpoint
+        workers = [child.exited for child in instances.children() if child.alive]
+        if self._keeping is not None:
+            self._keeping.cancel()
+        try:
+            await scheduler.succeed(group, instances.config)
+            await publish()
+            await scheduler.drain_one(old, unless=workers)
+            instances.introduce([])
+            self._say_lost(lost, scheduler.endpoint, *_CLIENTS)
+            await publish()
+            # Outputs that were read meanwhile are released by way of the old one.
+            await scheduler.drain_one(old, unless=workers)
+            instances.attach()
+            self._on_change()
+            await self._context.hosts.close(old)
+        finally:
+            self.keep()
+
+    async def _keep(self) -> None:
         while not self._lifetime.retiring:
             dead, born = self._scheduler.serving, time.monotonic()
-            await self._context.either(dead.exited)
+            child = dead.child
+            await self._context.either(dead.closed, child.exited)
             if not self._lifetime.retiring:
-                reason = dead.exited.result()
-                logger.error("%s ended (%s); a new one takes over", dead.title, reason)
+                reason = child.exited.result() if child.exited.done() else "closed"
+                logger.error("%s ended (%s); a new one takes over", child.title, reason)
                 self._on_change()
                 await self._replace(self._backoff.pause_s(time.monotonic() - born))
 

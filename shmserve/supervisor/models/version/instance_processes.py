@@ -1,33 +1,44 @@
-"""The worker processes of a model version: loaded together, restarted one by one when they die
-(instance_restarts), stopped. For another `instance_group` some are added and others retire, while
-the version serves.
+"""The worker processes of a model version: loaded together, restarted with backoff when they die,
+given up after too many failures in a row, stopped. For another `instance_group` some are added and
+others retire, while the version serves.
+
+supervisor                        worker
+   spawn          ------------>   WorkerStarted
+   CompleteConfig ------------>   ConfigCompleted       (the first instance only)
+   LoadInstance   ------------>   InstanceLoaded
+                                  LoadFailed, in the place of each, and it ends
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version.instance_restarts import InstanceRestarts
 from shmserve.supervisor.models.version.instances import (
     Instance,
     InstanceChange,
     change_between,
     expand_instances,
+    inbox,
 )
-from shmserve.supervisor.models.version.load_protocol import LoadProtocol
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState, Lifetime
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
 
+_ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
+_MOST_FAILED_LOADS = 5
+_DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -37,35 +48,31 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
-class InstanceProcesses:
-    """The instances that a version's configuration asks for. `on_change` hears when one becomes
-    ready, dies, or is given up."""
+class Instances:
+    """The instances that a version's configuration asks for. `on_change` is called when one becomes
+    ready, dies, or is given up.
+
+    `failure`: why none will come back, or empty. What loads raises ShmserveError, with a text for
+    the operator, when the model or its process fails.
+    """
 
     def __init__(
         self,
         context: SupervisorContext,
         spec: VersionSpec,
-        protocol: LoadProtocol,
-        scheduler: SchedulerProcess,
+        scheduler: VersionScheduler,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:
         self._context = context
         self._spec = spec
-        self._protocol = protocol
         self._scheduler = scheduler
+        self._lifetime = lifetime
         self._on_change = on_change
         self._all = expand_instances(spec.config)
         self.config = spec.config
-        self.completed: dict[str, Any] = {}  # what the model has said of its configuration
-        self._restarts = InstanceRestarts(
-            context, spec.name, protocol, scheduler, lifetime, self._all, self._reload, on_change
-        )
-
-    @property
-    def failure(self) -> str:
-        """Why none will come back, or empty."""
-        return self._restarts.failure
+        self.completed: dict[str, Any] = {}  # by the model, of its configuration
+        self.failure = ""
 
     @property
     def any_ready(self) -> bool:
@@ -115,10 +122,14 @@ class InstanceProcesses:
     # --- start
 
     async def complete_config(self) -> None:
-        """Have the first instance's model complete the configuration, and reserve what all need;
-        raises ShmserveError."""
+        """Have the first instance's model complete the configuration, and reserve what all need."""
         first = self._all[0]
-        self.completed = await self._protocol.complete_config(first, len(self._all))
+        await self._spawn(first, self._spec.config, len(self._all))
+        self._send(first, m.CompleteConfig(self._spec.config))
+        message = await self._response(first)
+        if not isinstance(message, m.ConfigCompleted):
+            raise _failure(message)
+        self.completed = message.config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.settings = known.settings
@@ -135,16 +146,95 @@ class InstanceProcesses:
                 group.create_task(self._load(instance, config, of))
 
     async def _load(self, instance: Instance, config: dict[str, Any], of: int) -> None:
-        await self._protocol.load(instance, config, of)
+        """Load the model in a process, which is started if there is none, as one `of` so many."""
+        if instance.child is None:
+            await self._spawn(instance, config, of)
+        self._announce(instance)
+        endpoint = self._scheduler.instances_endpoint
+        self._send(instance, m.LoadInstance(config, endpoint))
+        message = await self._response(instance)
+        if not isinstance(message, m.InstanceLoaded):
+            raise _failure(message)
+        self._refuse_if_over(instance)
+        instance.loaded(message.checks_ready)
+        current = self._scheduler.instances_endpoint
+        if current != endpoint:  # the scheduler was replaced while the model loaded
+            self._send(instance, m.Attach(current))
         self._on_change()
 
-    async def _reload(self, instance: Instance) -> None:
-        await self._load(instance, self.config, len(self._all))
+    async def _spawn(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+        spec, server = self._spec, self._context.config
+        title = f"worker {spec.name}.{instance.index} {instance.device}"
+        start = WorkerStart(
+            number=self._scheduler.number,
+            index=instance.index,
+            model_name=spec.name,
+            version=spec.version,
+            model_dir=spec.model_dir,
+            repository=spec.repository,
+            run_dir=self._context.run_dir,
+            device=instance.device,
+            kind=instance.kind,
+            device_id=instance.device_id,
+            instance_name=instance.name,
+            backend_config=server.backend_settings(config["backend"]),
+            arena_byte_size=server.arena_byte_size,
+            threads=server.worker_threads(of),
+            log=self._context.log,
+        )
+        instance.inbox = inbox()
+        child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
+        instance.child = child
+
+        def receive(message: Any) -> None:
+            if instance.child is child and not instance.inbox.full():
+                instance.inbox.put_nowait(message)
+
+        self._context.enrol(child.pid, "worker", receive)
+        started = await self._response(instance)
+        if not isinstance(started, m.WorkerStarted):
+            raise _failure(started)
+        self._refuse_if_over(instance)
+        instance.transition("started")
+
+    async def _response(self, instance: Instance) -> Any:
+        """The worker's next message; raises Unavailable when it dies instead."""
+        child = instance.child
+        assert child is not None
+        get = asyncio.ensure_future(instance.inbox.get())
+        try:
+            await self._context.either(get, child.exited)
+        finally:
+            get.cancel()
+        if get.done():
+            return get.result()
+        if not instance.inbox.empty():  # why it ends, for one
+            return instance.inbox.get_nowait()
+        self._lifetime.refuse_if_stopping()
+        raise Unavailable(
+            f"the process of instance '{instance.name}' ended while loading "
+            f"({child.exited.result()})"
+        )
+
+    def _refuse_if_over(self, instance: Instance) -> None:
+        # To stop, or its process died right after its message.
+        self._lifetime.refuse_if_stopping()
+        if not instance.alive:
+            raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
+
+    def _announce(self, instance: Instance) -> None:
+        """Tell the scheduler of an instance, and which process it is once that is known."""
+        pid = instance.child.pid if instance.child is not None else 0
+        self._scheduler.tell(m.InstanceExpected(instance.index, pid))
+
+    def _send(self, instance: Instance, message: Any) -> None:
+        if instance.child is not None:
+            self._context.control.send(instance.child.pid, message)
 
     # --- another instance_group
 
     def change_to(self, config: dict[str, Any]) -> InstanceChange:
-        """What leads to the instances that `config` asks for."""
+        """The change to the instances that `config` asks for."""
         return change_between(self._all, config)
 
     async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
@@ -159,8 +249,8 @@ class InstanceProcesses:
             raise first_of(failures) from None
 
     def settle(self, change: InstanceChange, config: dict[str, Any]) -> None:
-        """What a change adds is there: from now on `config` holds, and what it does not ask for
-        retires."""
+        """Complete a change whose instances are added: `config` holds from now on, and the
+        instances that it does not ask for retire."""
         self.config = config
         self.retire(change.leaving)
 
@@ -170,7 +260,7 @@ class InstanceProcesses:
             if instance not in self._all:
                 continue  # it has ended
             if instance.state is InstanceState.READY:
-                instance.event("retire")
+                instance.transition("retire")
             else:
                 self._all.remove(instance)
                 self._scheduler.release(instance)
@@ -179,14 +269,13 @@ class InstanceProcesses:
             self._scheduler.tell(m.RetireInstance(instance.index))
 
     def kill_loading(self, instances: list[Instance]) -> None:
-        """Give up those of these that are not there yet."""
+        """Kill those of these that are still loading."""
         for instance in instances:
             if instance.child is not None and instance.state is not InstanceState.READY:
                 instance.child.kill()
 
     def retired(self, index: int, pid: int) -> None:
-        """The scheduler says that an instance has finished what it had, and it gives it nothing
-        more."""
+        """End an instance that has finished what it had, and is given nothing more."""
         for instance in self._all:
             child = instance.child
             retires = instance.index == index and instance.state is InstanceState.RETIRING
@@ -194,8 +283,8 @@ class InstanceProcesses:
                 self._context.background(self._end(instance))
 
     async def _end(self, instance: Instance) -> None:
-        self._protocol.send(instance, m.Stop())
-        instance.event("stop")
+        self._send(instance, m.Stop())
+        instance.transition("stop")
         await self._context.end(instance.child, _STOP_PATIENCE_S)
 
     # --- schedulers
@@ -210,21 +299,21 @@ class InstanceProcesses:
                 # What it runs, nobody waits for: it runs elsewhere.
                 self._context.background(self._end(instance))
             elif instance.state not in (InstanceState.FAILED, InstanceState.STOPPED):
-                self._protocol.announce(instance)
-        self._restarts.introduce()
+                self._announce(instance)
+        if self.failure:
+            self._tell_pool_failed()
 
     def attach(self) -> None:
         """Have every instance that is ready offer itself to the scheduler that serves now."""
         attach = m.Attach(self._scheduler.instances_endpoint)
         for instance in self._all:
             if instance.state is InstanceState.READY:
-                self._protocol.send(instance, attach)
+                self._send(instance, attach)
 
     # --- deaths
 
     def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
-        """The scheduler says that an instance overran its limit: it is killed, if it is process
-        `pid` still."""
+        """Kill an instance that overran its limit, if it is process `pid` still."""
         instance = next((each for each in self._all if each.index == index), None)
         child = instance.child if instance is not None else None
         # It may have ended by itself meanwhile, and another process be on its way to its place.
@@ -236,8 +325,77 @@ class InstanceProcesses:
             asyncio.get_running_loop().call_later(0.1, child.kill)
 
     def process_exited(self, child: Child) -> None:
-        """A process of these (or not: then nothing happens) has ended."""
-        self._restarts.process_exited(child)
+        """Start the instance again whose process has ended, if it was one of these."""
+        for instance in self._all[:]:
+            if instance.child is child:
+                self._exited(instance, child)
+
+    def _exited(self, instance: Instance, child: Child) -> None:
+        reason = child.exited.result()
+        before = instance.state
+        instance.transition("exited")
+        if self._lifetime.stopping:
+            return  # whoever stops it sees it end
+        if instance.state is InstanceState.STOPPED:
+            self._all.remove(instance)
+            self._scheduler.release(instance)
+        if before not in (InstanceState.READY, InstanceState.RETIRING):
+            return  # whoever stops or starts it sees it end
+        instance.child = None
+        logger.error("%s ended (%s)", child.title, reason)
+        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        if instance.state is not InstanceState.STOPPED:
+            self._on_change()
+            self._context.background(self._restart(instance))
+
+    def _wanted(self, instance: Instance) -> bool:
+        return not self._lifetime.stopping and instance in self._all
+
+    async def _restart(self, instance: Instance) -> None:
+        while self._wanted(instance):
+            pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
+            self._announce(instance)
+            if pause:
+                await asyncio.sleep(pause)
+            if not self._wanted(instance):
+                return
+            instance.transition("restart")
+            instance.child = None
+            try:
+                await self._load(instance, self.config, len(self._all))
+            except ShmserveError as error:
+                await self._discard(instance)
+                if not self._wanted(instance):
+                    return
+                instance.failed_loads += 1
+                logger.error("instance '%s' did not start again: %s", instance.name, error.message)
+                if instance.failed_loads < _MOST_FAILED_LOADS:
+                    continue
+                self._give_up(instance, error.message)
+            return
+
+    @staticmethod
+    async def _discard(instance: Instance) -> None:
+        if instance.child is not None and instance.child.alive:
+            instance.child.kill()
+            await instance.child.gone()
+        instance.child = None
+        instance.state = InstanceState.WAITING
+
+    def _give_up(self, instance: Instance, reason: str) -> None:
+        instance.transition("give_up")
+        logger.error(
+            "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
+        )
+        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        if all(other.state in _DOWN for other in self._all):
+            self.failure = reason
+            self._tell_pool_failed()
+        self._on_change()
+
+    def _tell_pool_failed(self) -> None:
+        reason = f"model '{self._spec.name}' failed: no instance could be started"
+        self._scheduler.tell(m.PoolFailed(reason))
 
     # --- end
 
@@ -245,6 +403,12 @@ class InstanceProcesses:
         """Have every process finalize its model and end."""
         running = [instance for instance in self._all if instance.alive]
         for instance in running:
-            self._protocol.send(instance, m.Stop())
-            instance.event("stop")
+            self._send(instance, m.Stop())
+            instance.transition("stop")
         await asyncio.gather(*(self._context.end(i.child, _STOP_PATIENCE_S) for i in running))
+
+
+def _failure(message: Any) -> ShmserveError:
+    if isinstance(message, m.LoadFailed):
+        return from_code(message.code, message.message)
+    return InvalidArgument(f"unexpected {type(message).__name__} while loading")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.common.model_settings import immutable_config
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec
 
@@ -23,12 +23,10 @@ def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
 
 
 class InstanceUpdate:
-    """Leads from the instances that a version has to those of `config`, the final configuration of
-    `spec`."""
+    """A change from the instances that a version has to those of `config`, the final configuration
+    of `spec`."""
 
-    def __init__(
-        self, instances: InstanceProcesses, spec: VersionSpec, config: dict[str, Any]
-    ) -> None:
+    def __init__(self, instances: Instances, spec: VersionSpec, config: dict[str, Any]) -> None:
         self.spec = spec
         self._instances = instances
         self._config = config
@@ -49,7 +47,7 @@ class InstanceUpdate:
         if self._change is not None:
             self._instances.retire(self._change.added)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Have `add` fail, if it is still loading: nobody waits for what is added."""
         if self._change is not None:
             self._instances.kill_loading(self._change.added)

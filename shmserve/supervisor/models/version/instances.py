@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.supervisor.models.version.states import InstanceState, instance_after
-from shmserve.supervisor.processes.restart_backoff import RestartBackoff
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
 _OF_EACH = ("name", "kind", "count", "gpus")  # what of a group every instance has for itself
@@ -52,14 +51,14 @@ class Instance:
         """Whether there is a process that has not been seen to end."""
         return self.child is not None and self.child.alive
 
-    def event(self, name: str) -> None:
-        """Move to the next state."""
-        self.state = instance_after(self.state, name)
+    def transition(self, event: str) -> None:
+        """Move to the state after an event; raises IllegalTransition."""
+        self.state = instance_after(self.state, event)
 
     def loaded(self, checks_ready: bool) -> None:
-        """Its model is loaded; `checks_ready`: it says itself whether it is ready."""
+        """Become ready; `checks_ready`: its model says itself whether it is."""
         self.checks_ready = checks_ready
-        self.event("loaded")
+        self.transition("loaded")
         self.ready_at = time.monotonic()
         self.failed_loads = 0
 
@@ -89,7 +88,7 @@ def expand_instances(config: dict[str, Any]) -> list[Instance]:
 
 
 class InstanceChange(NamedTuple):
-    """What leads from the instances of one configuration to those of another."""
+    """The difference between the instances of two configurations."""
 
     added: list[Instance]
     leaving: list[Instance]

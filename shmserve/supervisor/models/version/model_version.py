@@ -3,7 +3,7 @@ steps); started, watched, restarted, drained,
 stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
-worker dies:     its scheduler is told at once, it starts again with backoff (instance_restarts)
+worker dies:     its scheduler is told at once, it starts again with backoff (instances)
 reload:          where only its instances differ, some are added and others retire (instance_update)
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
@@ -16,24 +16,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shmserve.common.model_settings import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
-from shmserve.supervisor.models.version.instance_processes import InstanceProcesses, first_of
+from shmserve.supervisor.models.version.instance_processes import Instances, first_of
 from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.load_protocol import LoadProtocol
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.models.version.step_models import ServingModels, StepModels
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps.
+    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps. Its
+    scheduler is hosted with those of its `group`.
 
     `loaded`: it was ready once; `ended`: it has no process any more.
     """
@@ -52,6 +54,7 @@ class ModelVersion:
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
         models: ServingModels,
+        group: Group,
     ) -> None:
         self.spec = spec
         self.loaded = False
@@ -62,15 +65,12 @@ class ModelVersion:
         self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self._scheduler = SchedulerProcess(context, spec, lifetime, self._scheduler_said)
-        self.instances: InstanceProcesses | StepModels
+        self._scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
+        self.instances: Instances | StepModels
         if spec.steps:
             self.instances = StepModels(spec, self._scheduler, models)
         else:
-            protocol = LoadProtocol(context, spec, self._scheduler, lifetime)
-            self.instances = InstanceProcesses(
-                context, spec, protocol, self._scheduler, lifetime, self._changed
-            )
+            self.instances = Instances(context, spec, self._scheduler, lifetime, self._changed)
         self._fail_over = FailOver(
             context, self._scheduler, self.instances, lifetime, self._changed
         )
@@ -128,7 +128,7 @@ class ModelVersion:
         try:
             await self.instances.complete_config()
             await self._fail_over.start(first=True)
-            self._context.background(self._fail_over.keep())
+            self._fail_over.keep()
             await self.instances.load()
             self.loaded = True
             await self.until_ready()
@@ -142,7 +142,7 @@ class ModelVersion:
         """What this version, which serves, is to be done to become `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
         instances = self.instances
-        if not isinstance(instances, InstanceProcesses) or self.failure:
+        if not isinstance(instances, Instances) or self.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
         limited = self._scheduler.is_limited(self.config)
@@ -164,6 +164,19 @@ class ModelVersion:
         update.commit()
         self.spec = update.spec
 
+    async def regroup(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Be scheduled in this group's process, if it is not already. What has sequences, streams
+        or tickets, which cannot change over, stays where it is until it is loaded again."""
+        config = self.config
+        stays = (
+            "sequence_batching" in config
+            or (config.get("model_transaction_policy") or {}).get("decoupled", False)
+            or self._scheduler.is_limited(config)
+        )
+        if self.ready and not stays and self._scheduler.misplaced(group):
+            logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
+            await self._fail_over.move(group, publish)
+
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """What this version has counted, and will while it finishes what it has, is
         `successor`'s."""
@@ -181,7 +194,7 @@ class ModelVersion:
                 self.instances.kill_overrunning(index, reason, pid)
             case m.InstanceRetired(index, pid):
                 self.instances.retired(index, pid)
-            case m.MemoryDropped():  # which an ensemble has kept for workers
+            case MemoryDropped():  # which an ensemble has kept for workers
                 self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
@@ -217,8 +230,7 @@ class ModelVersion:
         """End every process now."""
         self._lifetime.retiring = self._lifetime.stopping = True
         self._news.set()
-        self._scheduler.leave()
-        children = [*self._scheduler.children(), *self.instances.children()]
+        children = self.instances.children()
         for child in children:
             child.kill()
-        await asyncio.gather(*(child.gone() for child in children))
+        await asyncio.gather(self._scheduler.stop(), *(child.gone() for child in children))

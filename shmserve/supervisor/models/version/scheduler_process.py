@@ -1,4 +1,4 @@
-"""The scheduler process of a model version: started, replaced, drained, stopped.
+"""The scheduler of a model version, hosted by a process: started, replaced, drained, stopped.
 
 Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
 reaches no other.
@@ -10,45 +10,45 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc import messages as m
-from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits, encode
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.counters import counted
+from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.scheduler_hosts import Group, HostedScheduler
 from shmserve.supervisor.resources.rate_limiter import instance_needs, limits
 
 logger = logging.getLogger(__name__)
 
-_ENTRY = "shmserve.scheduler.main:run"
-_ENSEMBLE_ENTRY = "shmserve.scheduler.ensemble.main:run"
-_STOP_PATIENCE_S = 5.0
 
-
-class SchedulerProcess:
-    """One at a time, or none. `on_message` takes what is not about its own life."""
+class VersionScheduler:
+    """One at a time, or none, hosted with those of its `group`. `on_message` takes what is not
+    about its own life."""
 
     def __init__(
         self,
         context: SupervisorContext,
         spec: VersionSpec,
+        group: Group,
         lifetime: Lifetime,
         on_message: Callable[[Any], None],
     ) -> None:
+        self._group = group
         self._context = context
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
         self._number = next(context.numbers)
-        self._child: Child | None = None  # the last that was started
-        self._serving: Child | None = None  # the one that is at `endpoint`
+        self._last: HostedScheduler | None = None  # that was started
+        self._serving: HostedScheduler | None = None  # the one that is at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
@@ -77,14 +77,10 @@ class SchedulerProcess:
         return self._serving is not None and self._serving.alive
 
     @property
-    def serving(self) -> Child:
-        """The process at `endpoint`, dead or alive; there has been one."""
+    def serving(self) -> HostedScheduler:
+        """The one at `endpoint`, dead or alive; there has been one."""
         assert self._serving is not None
         return self._serving
-
-    def children(self) -> list[Child]:
-        """The process that was started last, if any was."""
-        return [] if self._child is None else [self._child]
 
     async def start(self, config: dict[str, Any], workers: list[int], first: bool = False) -> None:
         """Start one, in the place of the last (`first`: there was none), which knows the worker
@@ -92,25 +88,29 @@ class SchedulerProcess:
 
         Raises Unavailable when it ends while it starts, or is not wanted any more.
         """
-        number = self._number if first else next(self._context.numbers)
+        context = self._context
+        number = self._number if first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
-        child = await self._spawn(number, config, workers)
-        self._child = child
+        start = self._start_record(number, config, workers)
+        on_message = partial(self._on_scheduler, self.counts)
+        hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
-            self._context.tickets.bind(child.pid, id(self))
-        self._context.enrol(child.pid, self._role, self._on_scheduler)
+            context.tickets.bind(hosted.address, id(self))
         if not self._lifetime.stopping:
-            await self._context.either(ready, child.exited)
+            await context.either(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.stopping:
-            child.kill()
+            await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
         if not ready.done():
-            raise Unavailable(f"the scheduler ended while starting ({child.exited.result()})")
+            reason = hosted.child.exited.result() if hosted.child.exited.done() else "refused"
+            raise Unavailable(f"the scheduler ended while starting ({reason})")
         self._number = number  # now there is something at its endpoints
-        self._serving = child
+        self._serving = hosted
         self.counts.scheduler_started()
 
-    async def _spawn(self, number: int, config: dict[str, Any], workers: list[int]) -> Child:
+    def _start_record(
+        self, number: int, config: dict[str, Any], workers: list[int]
+    ) -> SchedulerStart:
         context, server = self._context, self._context.config
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
@@ -121,7 +121,8 @@ class SchedulerProcess:
             quantiles=server.metrics.kept_quantiles,
             rate_limited=self._rate_limited,
         )
-        start = SchedulerStart(
+        return SchedulerStart(
+            kind="ensemble" if self._spec.steps else "scheduler",
             number=number,
             version=self._spec.version,
             config=config,
@@ -133,11 +134,7 @@ class SchedulerProcess:
             cache=self._cache_start(config),
             kept=self.counts.kept,
             alive=workers,
-            log=context.log,
         )
-        title = f"{self._role} {self._spec.name}"
-        entry = _ENSEMBLE_ENTRY if self._spec.steps else _ENTRY
-        return await context.front_zygote.spawn(title, entry, encode(start))
 
     def _cache_start(self, config: dict[str, Any]) -> CacheStart:
         """The part of the response cache that a model version gets, if it asks for any."""
@@ -152,13 +149,9 @@ class SchedulerProcess:
             )
             return CacheStart()
         share = shares.join(id(self), self.tell)
-        return CacheStart(share, self._context.config.arena_byte_size, os.getpid())
+        return CacheStart(share, os.getpid())
 
-    @property
-    def _role(self) -> str:
-        return "ensemble" if self._spec.steps else "scheduler"
-
-    def _on_scheduler(self, message: Any) -> None:
+    def _on_scheduler(self, counts: CarryOver, message: Any) -> None:
         match message:
             case m.SchedulerReady():
                 if not self._ready.done():
@@ -167,7 +160,7 @@ class SchedulerProcess:
                 if not self._drained.done():
                     self._drained.set_result(None)
             case m.StatisticsKept(statistics, metrics):
-                self.counts.keep(statistics, metrics)
+                counts.keep(statistics, metrics)
                 if self._publish_counters:
                     self._publish_counters = False
                     self._context.events.publish(counted(statistics))
@@ -176,8 +169,8 @@ class SchedulerProcess:
 
     def tell(self, message: Any) -> None:
         """Send a message to the one that was started last."""
-        if self._child is not None:
-            self._context.control.send(self._child.pid, message)
+        if self._last is not None:
+            self._context.control.send(self._last.address, message)
 
     def publish_counters(self) -> None:
         """Have its counters published as an event."""
@@ -187,10 +180,35 @@ class SchedulerProcess:
     async def drain(self, sequences: bool = False) -> None:
         """Have it finish what it has, with `sequences` those that are open, too; returns when it
         did, or is gone."""
-        assert self._child is not None
+        assert self._last is not None
+        await self.drain_one(self._last, sequences)
+
+    async def drain_one(
+        self,
+        hosted: HostedScheduler,
+        sequences: bool = False,
+        unless: Iterable[asyncio.Future[Any]] = (),
+    ) -> None:
+        """The same of one that was started before; returns early when one of `unless` is done."""
         self._drained = asyncio.get_running_loop().create_future()
-        self.tell(m.Drain(sequences))
-        await self._context.either(self._drained, self._child.exited)
+        self._context.control.send(hosted.address, m.Drain(sequences))
+        await self._context.either(self._drained, hosted.closed, hosted.child.exited, *unless)
+
+    def misplaced(self, group: Group) -> bool:
+        """Whether the one that serves belongs into another process, as one of this group."""
+        return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
+
+    async def succeed(self, group: Group, config: dict[str, Any]) -> None:
+        """Start another one beside the one that serves, in this group's process: from now on it is
+        the one at `endpoint`. It counts from zero, but for metrics. Raises Unavailable."""
+        before, counts = self.counts, CarryOver(self.tell)
+        former, self._group, self.counts = self._group, group, counts
+        try:
+            await self.start(config, [])
+        except Unavailable:
+            self._last, self._group, self.counts = self._serving, former, before
+            raise
+        before.hand_to(counts)
 
     def is_limited(self, config: dict[str, Any]) -> bool:
         """Whether the rate limiter has a say in it."""
@@ -214,7 +232,7 @@ class SchedulerProcess:
         self._context.tickets.remove(id(self))
 
     async def stop(self) -> None:
-        """End it, in order."""
+        """End it: what it has not finished it refuses."""
         self.leave()
-        self.tell(m.Stop())
-        await self._context.end(self._child, _STOP_PATIENCE_S)
+        if self._last is not None:
+            await self._context.hosts.close(self._last)

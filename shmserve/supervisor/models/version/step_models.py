@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from shmserve.ipc.messages import ModelPublished
-from shmserve.supervisor.models.version.scheduler_process import SchedulerProcess
+from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState
 from shmserve.supervisor.processes.table import Child
@@ -29,7 +29,7 @@ class StepModels:
     checks_ready = False
 
     def __init__(
-        self, spec: VersionSpec, scheduler: SchedulerProcess, models: ServingModels
+        self, spec: VersionSpec, scheduler: VersionScheduler, models: ServingModels
     ) -> None:
         self._spec = spec
         self._scheduler = scheduler

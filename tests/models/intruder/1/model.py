@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.inference import BatchFinished, InstanceReady, Release
+from shmserve.ipc.messages.memory import RegisterRegion, UnregisterRegion
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.dealer import Dealer
 
@@ -23,16 +25,16 @@ def commands(pid):
         m.GatewayReady(pid),
         m.SchedulerReady(pid),
         m.WorkerStarted(pid),
-        m.UnregisterRegion(1, "", 0, []),
-        m.RegisterRegion(2, "foreign", "/foreign", 0, 4096, 0, [], False, False),
+        UnregisterRegion(1, "", 0, []),
+        RegisterRegion(2, "foreign", "/foreign", 0, 4096, 0, [], False, False),
         m.ChangeLogging(3, {"log_verbose_level": 7}),
         m.UnloadModel(4, "constant", False),
         m.LoadModel(5, "spare", "", {}),
         m.StatisticsKept({}, []),
         m.KillInstance(0, "it was asked for", pid),
-        m.InstanceReady(0, pid),
-        m.BatchFinished(1, 0, 0, 0, 0, []),
-        m.Release(pid, list(range(0, 1 << 20, 4096))),
+        InstanceReady(0, pid),
+        BatchFinished(1, 0, 0, 0, 0, []),
+        Release(pid, list(range(0, 1 << 20, 4096))),
         m.ProcessExited(pid),
         m.InstanceExited(0, "it was asked for"),
         m.PoolFailed("it was asked for"),

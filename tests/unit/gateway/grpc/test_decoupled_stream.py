@@ -15,8 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
@@ -235,10 +236,10 @@ def test_credit_is_granted_for_what_is_read(repeat: Scheduler, stream: Stream) -
     reader.start()
     sent = 0
     while sent < 1000:
-        credit = m.FIRST_CREDIT + granted(repeat, a) - sent
+        credit = FIRST_CREDIT + granted(repeat, a) - sent
         repeat.say(peer, *(response(a, sent + k) for k in range(min(credit, 1000 - sent))))
         sent += min(credit, 1000 - sent)
-        until_granted(repeat, a, sent - m.FIRST_CREDIT + 1)
+        until_granted(repeat, a, sent - FIRST_CREDIT + 1)
     repeat.say(peer, end(a))
     stream.end()
     reader.join(20)
@@ -254,7 +255,7 @@ def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_p
     ((peer, number),) = asked(repeat, 1)
     big = Inferred((TensorRef("OUT", "INT32", (4000,), bytes(16000)),))
     message = m.Responded(number, "", "", pack_inferred(big), False)
-    credit, sent, others = m.FIRST_CREDIT, 0, 0
+    credit, sent, others = FIRST_CREDIT, 0, 0
     while credit > sent and sent < 100_000:
         repeat.say(peer, *[message] * (credit - sent))
         sent = credit
@@ -263,7 +264,7 @@ def test_who_does_not_read_gets_no_credit(gateway: Rig, repeat: Scheduler, tmp_p
         peer, last = asked(repeat, 1 + others)[-1]
         repeat.say(peer, response(last, sent, final=True))
         assert values(take(other, 1)) == [(f"other {others}", sent, True)]
-        credit = m.FIRST_CREDIT + granted(repeat, number)
+        credit = FIRST_CREDIT + granted(repeat, number)
     assert sent * 16000 < 64 << 20
     deaf.call.cancel()
     until("it is cancelled", lambda: number in _cancelled(repeat))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.grpc.infer import Inferences, Submitted
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 
 ANSWER = m.Failed(1, "INTERNAL", "why", 0, False)
 

@@ -11,7 +11,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.grpc.infer import RequestRefused, Submitted
-from shmserve.gateway.grpc.streaming.call import stream_infer
+from shmserve.gateway.grpc.stream_call import stream_infer
 
 
 class Asked(Submitted):

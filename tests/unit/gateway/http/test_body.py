@@ -15,14 +15,12 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http.body import arrival
-from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import Body
 from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.inference import body_budget
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout
+from shmserve.gateway.inference.builder import Resources
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.inference.resources import Resources
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena
@@ -85,8 +83,7 @@ def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Clock]:
 
     def make() -> Clock:
         clock = Clock()
-        for module in (arrival, body_budget):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.read))
+        monkeypatch.setattr(body_arrival, "time", SimpleNamespace(monotonic=clock.read))
         return clock
 
     return make

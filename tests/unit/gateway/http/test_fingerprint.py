@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.fingerprint import (
     Cache,
+    identity,
     remember,
     repeat,
     split,
     worth_preparing,
 )
-from shmserve.gateway.http.json.identity import identity
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity

@@ -18,8 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import memory as m
+from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release, Settled, Submit
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    HealthChanged,
+    ModelWithdrawn,
+    ProcessExited,
+    SchedulerLost,
+    Stop,
+)
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
 from tests.rigs.gateway_rig import (
@@ -108,13 +118,11 @@ class ClientIdentity(threading.Thread):
         return self._reply
 
 
-def fail(
-    scheduler: Scheduler, message: str = "no", *, early: bool = False, **more: Any
-) -> m.Submit:
+def fail(scheduler: Scheduler, message: str = "no", *, early: bool = False, **more: Any) -> Submit:
     """Fail the first request that is kept."""
     peer, submit = scheduler.waiting.pop(0)
     code, after = more.get("code", "UNAVAILABLE"), more.get("retry_after_s", 0)
-    scheduler.say(peer, m.Failed(submit.id, code, message, after, early))
+    scheduler.say(peer, Failed(submit.id, code, message, after, early))
     return submit
 
 
@@ -186,9 +194,9 @@ def test_a_malformed_answer_is_an_internal_error(gateway: Rig, simple: Scheduler
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
     peer, submit = simple.waiting.pop()
-    simple.say(peer, m.Finished(submit.id + 1, b""))
-    simple.say(peer, m.Finished(submit.id, b"garbage"))
-    simple.say(peer, m.Finished(submit.id, b"garbage"))
+    simple.say(peer, Finished(submit.id + 1, b""))
+    simple.say(peer, Finished(submit.id, b"garbage"))
+    simple.say(peer, Finished(submit.id, b"garbage"))
     assert (caller.reply().status, caller.reply().error) == (500, "internal error")
     simple.held = False
     gateway.http.infer("simple", simple_body()).ok()
@@ -257,8 +265,8 @@ def test_a_client_that_leaves_cancels_its_request(gateway: Rig, simple: Schedule
         send(connection, "simple", simple_body(id="leaves"))
         until("the second request is there", lambda: len(simple.waiting) == 2)
     leaver = next(submit for _, submit in simple.waiting if submit.request_id == "leaves")
-    until("it is cancelled", lambda: m.Cancel(leaver.id) in simple.others)
-    assert [o for o in simple.others if isinstance(o, m.Cancel)] == [m.Cancel(leaver.id)]
+    until("it is cancelled", lambda: Cancel(leaver.id) in simple.others)
+    assert [o for o in simple.others if isinstance(o, Cancel)] == [Cancel(leaver.id)]
     simple.answer_all()
     assert stays.reply().ok().json()["id"] == "stays"
 
@@ -275,7 +283,7 @@ def test_outputs_of_a_request_that_nobody_waits_for_are_released(
     until("it is cancelled", lambda: simple.others)
     simple.compute = lambda request: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), place),))
     simple.answer_all()
-    release = m.Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [place.offset])
     until("its output is released", lambda: release in simple.others)
     arena.close()
 
@@ -296,7 +304,7 @@ def test_a_lost_scheduler_costs_no_answer(
     gateway.schedulers.append(successor)
     if published_first:
         gateway.publish(SIMPLE, successor)
-    gateway.tell(m.SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.tell(SchedulerLost(simple.endpoint, successor.endpoint))
     if not published_first:
         # Nobody has said yet that the model moved: its requests go to the successor all the same.
         assert gateway.http.infer("simple", simple_body(id="new")).ok().json()["id"] == "new"
@@ -315,7 +323,7 @@ def test_what_was_cancelled_is_not_submitted_again(gateway: Rig, simple: Schedul
     until("it is cancelled", lambda: simple.others)
     successor = gateway.scheduler(add_sub)
     gateway.publish(SIMPLE, successor)
-    gateway.tell(m.SchedulerLost(simple.endpoint, successor.endpoint))
+    gateway.tell(SchedulerLost(simple.endpoint, successor.endpoint))
     gateway.http.infer("simple", simple_body(id="next")).ok()
     assert [submit.request_id for submit in successor.submits] == ["next"]
 
@@ -325,7 +333,7 @@ def test_a_withdrawn_model_finishes_what_it_has(gateway: Rig, simple: Scheduler)
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
-    gateway.apply(lambda number: m.ModelWithdrawn("simple", "1", number))
+    gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
     unknown = "Request for unknown model: 'simple'"
     for path, status, text in (
         ("simple", 404, "has no available versions"),
@@ -431,7 +439,7 @@ def large_body(size: int) -> tuple[bytes, dict[str, str]]:
     return header + bytes(size), {"Inference-Header-Content-Length": str(len(header))}
 
 
-def place_of(submit: m.Submit) -> Place:
+def place_of(submit: Submit) -> Place:
     place = unpack_inference(submit.work).inputs[0].data
     assert isinstance(place, Place)
     return place
@@ -456,7 +464,7 @@ def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> 
     refused = http.infer("large", *large_body(ARENA - 12 * MIB))
     assert refused.status == 503
     assert "server memory for tensors is full" in refused.error
-    large.say(peer, m.Settled(submit.id))
+    large.say(peer, Settled(submit.id))
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
@@ -534,7 +542,7 @@ def test_outputs_in_a_workers_arena_are_read_and_released(
     if encoding:
         reply = Reply(200, reply.headers, zlib.decompress(reply.body, 47))
     assert np.array_equal(reply.tensors()["OUT"], data)
-    release = m.Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [place.offset])
     until("the output is released", lambda: release in scheduler.others)
 
 
@@ -553,7 +561,7 @@ def test_outputs_are_held_while_the_client_reads(gateway: Rig, arena: Arena) -> 
         chunks = [start]
         while sum(map(len, chunks)) < len(data):  # the head makes it more
             chunks.append(connection.recv(MIB))
-        release = m.Release(os.getpid(), [place.offset])
+        release = Release(os.getpid(), [place.offset])
         until("it is released", lambda: release in scheduler.others)
         while not b"".join(chunks[-2:]).endswith(data[-100:]):
             chunks.append(connection.recv(MIB))
@@ -569,7 +577,7 @@ def test_outputs_are_released_when_the_reader_leaves(gateway: Rig, arena: Arena)
     with raw_connection(gateway.port) as connection:
         send(connection, "m", body)
         assert connection.recv(1000)
-    release = m.Release(os.getpid(), [place.offset])
+    release = Release(os.getpid(), [place.offset])
     until("the output is released", lambda: release in scheduler.others)
 
 
@@ -602,7 +610,7 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
     assert arenas() > before
-    gateway.tell(m.ProcessExited(os.getpid()))
+    gateway.tell(ProcessExited(os.getpid()))
     until("the mapping is dropped", lambda: arenas() == before)
 
 
@@ -745,7 +753,7 @@ def test_a_region_is_held_until_the_request_is_settled(
     assert caller.reply().status == 503
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     assert not gateway.heard_of(m.RegionReleased)
-    through_regions.say(peer, m.Settled(submit.id))
+    through_regions.say(peer, Settled(submit.id))
     until("it is released", lambda: gateway.heard_of(m.RegionReleased))
 
 
@@ -810,27 +818,27 @@ def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) ->
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
-    gateway.tell(m.HealthChanged(live=True, ready=False, exiting=True), m.Drain())
+    gateway.tell(HealthChanged(live=True, ready=False, exiting=True), Drain())
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)
     live = http.get("/v2/health/live")
     assert (live.status, live.error) == (503, "Server exiting")
     late = ClientIdentity(gateway.port, "simple", simple_body())
     until("the late one is there", lambda: len(simple.waiting) == 2)
-    assert not gateway.heard_of(m.Drained)
+    assert not gateway.heard_of(Drained)
     simple.answer_all()
     assert late.reply().ok().headers["Connection"] == "close"
     assert caller.reply().ok().headers["Connection"] == "close"
-    until("it says so", lambda: gateway.heard_of(m.Drained))
-    gateway.tell(m.Stop())
+    until("it says so", lambda: gateway.heard_of(Drained))
+    gateway.tell(Stop())
     assert gateway.process.wait(5) == 0
-    assert gateway.heard_of(m.Drained) == [m.Drained()]
+    assert gateway.heard_of(Drained) == [Drained()]
     assert " E " not in gateway.log
     assert "Traceback" not in gateway.log
 
 
 def test_an_idle_gateway_is_drained_at_once(gateway: Rig) -> None:
-    gateway.tell(m.Drain())
-    until("it says so", lambda: gateway.heard_of(m.Drained))
+    gateway.tell(Drain())
+    until("it says so", lambda: gateway.heard_of(Drained))
 
 
 def test_it_stops_at_once_with_requests_in_flight(gateway: Rig, simple: Scheduler) -> None:
@@ -838,7 +846,7 @@ def test_it_stops_at_once_with_requests_in_flight(gateway: Rig, simple: Schedule
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple.waiting)
-        gateway.tell(m.Stop())
+        gateway.tell(Stop())
         assert gateway.process.wait(5) == 0
     assert "Traceback" not in gateway.log
 
@@ -855,6 +863,6 @@ def test_nothing_is_accepted_before_everything_is_known(tmp_path: Path) -> None:
         scheduler = gateway.scheduler(add_sub)
         gateway.tell(
             publication(SIMPLE, scheduler),
-            m.HealthChanged(live=True, ready=True, exiting=False),
+            HealthChanged(live=True, ready=True, exiting=False),
         )
         assert read_reply(connection).status == 200

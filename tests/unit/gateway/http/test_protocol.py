@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
-from shmserve.gateway.http.body.arrival import BodyTimeout
 from shmserve.gateway.http.body.reader import Body
 from shmserve.gateway.http.connection.limits import HttpServer
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
-from shmserve.gateway.inference.body_budget import BodyBudget
+from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout
 from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
@@ -175,7 +174,7 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
     async def first(request: HttpRequest) -> HttpResponse:
-        found, request.call = request.call is not None, (first, ())
+        found, request.match = request.match is not None, (first, ())
         return json_response(found)
 
     async def run() -> list[Any]:

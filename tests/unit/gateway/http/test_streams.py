@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from shmserve.errors import NotFound
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, model_config, rig
@@ -444,10 +445,10 @@ def test_credit_is_granted_for_what_is_read(ask: Any) -> None:
     asked = ask("generate_stream")
     sent = 0
     while sent < 500:
-        more = m.FIRST_CREDIT + asked.granted - sent
+        more = FIRST_CREDIT + asked.granted - sent
         asked.say(*(response(asked.number, sent + k) for k in range(more)))
         sent += more
-        until("there is credit", lambda least=sent - m.FIRST_CREDIT: asked.granted > least)  # type: ignore[misc]
+        until("there is credit", lambda least=sent - FIRST_CREDIT: asked.granted > least)  # type: ignore[misc]
     asked.say(end(asked.number))
     assert [event["OUT"] for event in events(asked.reply().ok())] == list(range(sent))
 
@@ -457,7 +458,7 @@ def test_who_does_not_read_gets_no_credit_and_is_cut_off(ask: Any) -> None:
     asked = ask("infer", accept=LINES)
     sent = 0
     while not asked.cancelled and sent < 10_000:
-        more = m.FIRST_CREDIT + asked.granted - sent
+        more = FIRST_CREDIT + asked.granted - sent
         asked.say(*(response(asked.number, *range(4000)) for _ in range(more)))
         sent += more
     until("it is given up", lambda: asked.cancelled)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 FORK = [
@@ -126,15 +128,45 @@ def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     assert only(rig.told(), m.Failed).id == 3
 
 
+def test_what_waits_for_room_is_bounded() -> None:
+    rig = EnsembleRig(CHAIN, MODELS, max_inflight=1, max_queue_size=2)
+    for number in (1, 2, 3, 4):
+        rig.submit(number)
+    refused = only(rig.told(), m.Failed)
+    assert (refused.id, refused.code, refused.retry_after_s) == (4, "UNAVAILABLE", 1)
+    assert "Exceeds maximum queue size" in refused.message
+    rig.client_says(m.Cancel(3))  # which makes room for another
+    assert only(rig.told(), m.Failed).id == 3
+    rig.submit(5)
+    assert rig.told() == []
+
+
+def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
+    """Its frames may come after the news of its end."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.control_says(ProcessExited(7000))  # the gateway
+    rig.submit()
+    assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
+
+
+def test_places_of_models_that_are_gone_are_forgotten() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    known = len(rig.core._endpoints)
+    for number in range(50):
+        rig.publish(model("other"), f"other.{number}")
+        rig.control_says(SchedulerLost(f"other.{number}", ""))
+    assert len(rig.core._endpoints) == known
+
+
 def test_a_stream_is_granted_as_its_client_reads() -> None:
     """A producer is held back by whoever is slowest behind it."""
     rig = EnsembleRig(CHAIN, [model("a", decoupled=True), model("b")])
     rig.submit()
     number = rig.runs()["a"]
-    for index in range(m.FIRST_CREDIT + 1):
+    for index in range(FIRST_CREDIT + 1):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
-    assert len(rig.told()) == m.FIRST_CREDIT
+    assert len(rig.told()) == FIRST_CREDIT
     rig.client_says(m.Credit(1, 1))
     only(rig.told(), m.Responded)
     rig.respond("a", number, b"", final=True)
@@ -171,8 +203,26 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     (output,) = unpack_inference(first.work).outputs
     assert output.place is not None
     rig.step_says("a", m.Finished(first.id, placed(output.place)))
-    rig.control_says(m.ProcessExited(7000))
+    rig.control_says(ProcessExited(7000))
     assert rig.memory.used == 0
+
+
+def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
+    """Both lie in the process's memory: a release says which by its offset alone."""
+    elements = 10_000
+    shape = [model("a", dims=(elements,))]
+    rig = EnsembleRig(CHAIN[:1], shape, ["m"], dims=(elements,), cache_bytes=1 << 20)
+    for number, (byte, hit) in enumerate([(b"x", False), (b"x", True), (b"y", False)], 1):
+        rig.submit(number, data=byte * 4 * elements)
+        for _, submit in rig.sent():
+            assert not hit
+            (output,) = unpack_inference(submit.work).outputs
+            assert output.place is not None
+            rig.step_says("a", m.Finished(submit.id, placed(output.place)))
+        (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+        assert isinstance(read.data, Place) and rig.memory.used
+        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset]))
+        assert rig.memory.used == 0
 
 
 def placed(place: Place) -> bytes:
@@ -188,9 +238,9 @@ def test_a_scheduler_that_is_lost() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()
     ((_, first),) = rig.sent()
-    rig.control_says(m.SchedulerLost("a", "a2"))
+    rig.control_says(SchedulerLost("a", "a2"))
     assert rig.sent() == [("a2", first)]
-    rig.control_says(m.SchedulerLost("a2", ""))
+    rig.control_says(SchedulerLost("a2", ""))
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
 
 
@@ -213,21 +263,19 @@ def test_what_a_step_refuses_for_good_keeps_its_hint() -> None:
 def test_a_draining_ensemble_ends_when_it_has_responded() -> None:
     rig = EnsembleRig(CHAIN[:1], MODELS, ["m"])
     rig.submit()
-    rig.control_says(m.Drain())
+    rig.control_says(Drain())
     rig.submit(2)
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
     rig.finish("a", rig.runs()["a"])
     kinds = [type(message) for _, message in rig.control.take()]
-    assert kinds[-1] is m.Drained
+    assert kinds[-1] is Drained
 
 
 def test_times_are_the_steps_together() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.client_says(m.ReportTimes())
     rig.submit()
     for name in ("a", "b"):
         number = rig.runs()[name]
-        rig.step_says(name, m.Timed(number, 1, 20, 300))
-        rig.finish(name, number)
-    timed, finished = rig.told()
-    assert (timed, type(finished)) == (m.Timed(1, 2, 40, 600), m.Finished)
+        rig.step_says(name, m.Finished(number, made(b"\0" * 4), 1, 20, 300))
+    (finished,) = rig.told()
+    assert (finished.input_ns, finished.infer_ns, finished.output_ns) == (2, 40, 600)

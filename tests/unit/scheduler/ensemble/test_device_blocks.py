@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.cuda_ipc import Exporting
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
 from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
@@ -147,9 +147,9 @@ def test_blocks_are_used_again_and_bounded() -> None:
     assert all(first) and len(cuda.allocated) == 2
     assert blocks.allocate(0, 10 * MB) is None  # 2 MB are left of what it may have
     assert blocks.allocate(1, 10 * MB) is not None  # each device has its own
-    for place in first:
-        assert place is not None and blocks.owns(place)
-        blocks.free(place)
+    for block in first:
+        assert block is not None
+        block.release()
     assert blocks.used == 10 * MB
     assert all(blocks.allocate(0, 60 * MB) for _ in range(2)) and len(cuda.allocated) == 3
     assert blocks.allocate(0, 200 * MB) is None

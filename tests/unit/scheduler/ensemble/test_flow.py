@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.ipc.memory.lent import Holding
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan, StepModels
 from shmserve.scheduler.ensemble.graph import Graph, Step
@@ -17,7 +18,9 @@ from shmserve.scheduler.ensemble.values import SKIPPED, Value
 
 def value(text: str, freed: list[str] | None = None, holds: bool = True) -> Value:
     tensor = TensorRef("", "BYTES", (1,), text.encode())
-    return Value(tensor, None if freed is None else lambda: freed.append(text), holds=holds)
+    return Value(
+        tensor, None if freed is None else Holding(lambda: freed.append(text)), holds=holds
+    )
 
 
 @st.composite

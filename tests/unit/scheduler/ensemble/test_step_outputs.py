@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.ensemble_rig import EnsembleRig, model, step
@@ -31,11 +32,11 @@ def begun_stream(**more: Any) -> tuple[EnsembleRig, int]:
 def test_a_producer_waits_for_the_client_also_behind_another_step() -> None:
     """Credit-based flow control end to end: what a step makes of a response is not unbounded."""
     rig, number = begun_stream()
-    for index in range(m.FIRST_CREDIT):
+    for index in range(FIRST_CREDIT):
         rig.respond("a", number, b"%04d" % index)
         rig.finish("b", rig.runs()["b"])
     assert rig.sent(m.Credit) == []
-    assert len(rig.told()) == m.FIRST_CREDIT
+    assert len(rig.told()) == FIRST_CREDIT
     rig.client_says(m.Credit(1, 2))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))] * 2
 
@@ -46,7 +47,7 @@ def test_a_producer_behind_a_failure_is_granted_on() -> None:
     rig.respond("a", number, b"0000")
     rig.step_says("b", m.Failed(rig.runs()["b"], "INTERNAL", "boom", 0, False))
     assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
-    for _ in range(2 * m.FIRST_CREDIT):
+    for _ in range(2 * FIRST_CREDIT):
         rig.respond("a", number, b"0000")
         assert rig.sent(m.Credit) == [("a", m.Credit(number, 1))]
     rig.respond("a", number, b"", final=True)
@@ -105,4 +106,4 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
             rig.finish("a", rig.runs()["a"])
         else:
             rig.sent()  # it stays: the first deadline is never done
-    assert len(rig.ensemble._live._timers) < 2000
+    assert len(rig.core._live._timers) < 2000

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.ipc import messages as m
 from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsKept
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -45,7 +47,11 @@ def cached(
 ) -> Rig:
     clock = itertools.count(0, 7)
     cache = ResponseCache(
-        "m", "1", CacheStart(byte_size, arena_byte_size, SUPERVISOR), lambda: next(clock)
+        "m",
+        "1",
+        CacheStart(byte_size, SUPERVISOR),
+        LentMemory(arena_byte_size),
+        lambda: next(clock),
     )
     return Rig(dynamic, cache=cache, **server)
 
@@ -167,7 +173,7 @@ def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     hit(rig, work(), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
-    rig.supervisor(m.ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
@@ -189,6 +195,18 @@ def test_a_held_hit_that_is_cancelled_gives_its_copy_back(arena: Arena) -> None:
     (held,) = rig.submit(work=work())
     rig.client(m.Cancel(held))
     assert [answer.code for answer in rig.answers()] == ["CANCELLED"]
+    assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "refused", [{"deadline_ns": 1}, {"batch_size": 99}], ids=["too late", "too large"]
+)
+def test_a_hit_that_is_refused_gives_its_copy_back(arena: Arena, refused: Any) -> None:
+    rig = cached()
+    peer = rig.start()
+    run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
+    rig.submit(work=work(), **refused)
+    assert [type(answer) for answer in rig.answers()] == [m.Failed]
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
@@ -252,7 +270,7 @@ def test_a_smaller_share_holds_at_once() -> None:
     rig = cached()
     peer = rig.start()
     run(rig, peer, work(), body(b"y" * 1000))
-    rig.supervisor(m.ResizeCache(500))
+    rig.supervisor(ResizeCache(500))
     assert rig.report()["shmserve"]["cache"]["bytes"] == 0
     run(rig, peer, work(), body(b"y" * 1000))
 
@@ -262,11 +280,11 @@ def test_counts_go_on_in_a_successor() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     hit(rig, work())
-    kept = [message for _, message in rig.control.take() if isinstance(message, m.StatisticsKept)]
+    kept = [message for _, message in rig.control.take() if isinstance(message, StatisticsKept)]
     before = rig.report()
     assert kept == []
     heir = cached()
-    heir.scheduler.go_on([before, []], [], heir.now)
+    heir.scheduler.restore([before, []], [], heir.now)
     stats = heir.report()["inference_stats"]
     assert stats == before["inference_stats"]
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import Drain
 from shmserve.scheduler.batchers.base import Closed
 from tests.rigs.scheduler_rig import MS, Rig
 
@@ -167,7 +168,7 @@ def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
     """Rule 3.1.8: without one, what cannot grow may be sent ahead to an instance that is busy."""
     rig = Rig(block)
     rig.start()
-    rig.scheduler._executions.service_time.credit = 2
+    rig.core._executions.service_time.credit = 2
     rig.submit()
     rig.execute()
     rig.submit(9)
@@ -196,7 +197,7 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
 def test_shutdown_refuses_what_is_new() -> None:
     """Rule 3.1.10."""
     rig = Rig({})
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     (number,) = rig.submit(request_id="r1")
     text = (
         "[request id: r1] Server is stopping, scheduler for model has stopped accepting new "

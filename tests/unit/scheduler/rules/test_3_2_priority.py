@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig
 
 LEVELS = {"priority_levels": 3, "default_priority_level": 2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from tests.rigs.scheduler_rig import MS
 from tests.rigs.sequence_rig import END, START, SequenceRig
 

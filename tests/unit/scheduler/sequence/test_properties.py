@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS
 from tests.rigs.sequence_rig import END, START, SequenceRig
 
@@ -40,7 +40,7 @@ class Watched(SequenceRig):
     def executes(self) -> list[tuple[bytes, m.Execute]]:
         """As `Rig`'s, each checked."""
         found = super().executes()
-        for client in self.scheduler.clients.values():
+        for client in self.scheduler._clients.values():
             for request in client.requests.values():
                 self.sequences[request.key] = request.sequence
         for peer, batch in found:

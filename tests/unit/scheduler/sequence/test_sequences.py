@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceRetired,
+    PoolFailed,
+    ProcessExited,
+    RetireInstance,
+)
 from tests.rigs.scheduler_rig import MS, Rig
 from tests.rigs.sequence_rig import END, START, SequenceRig
 
@@ -278,7 +286,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
     rig.ask(2, START, peer=other)
     rig.ask(3, START, peer=other)
     rig.ask(3, peer=other)
-    rig.supervisor(m.ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001))
     while rig.runs():
         rig.done()
     assert rig.scheduler.live == 0
@@ -290,7 +298,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
 def test_3_3_while_it_stops_only_new_sequences_are_refused(rig: SequenceRig) -> None:
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain())
+    rig.supervisor(Drain())
     rig.outcomes()
     refused = [rig.ask(1, START), rig.ask(2, START)]
     assert all("stopped accepting" in text for text in rig.outcomes().values())
@@ -304,22 +312,22 @@ def test_3_3_it_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """Until the last has ended; a model that is unloaded does not."""
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain(sequences=True))
-    assert m.Drained() not in told(rig)
+    rig.supervisor(Drain(sequences=True))
+    assert Drained() not in told(rig)
     rig.ask(1, END)
-    assert m.Drained() not in told(rig)
+    assert Drained() not in told(rig)
     rig.done()
-    assert m.Drained() in told(rig)
+    assert Drained() in told(rig)
 
 
 def test_3_3_a_sequence_that_is_idle_ends_that_wait(rig: SequenceRig) -> None:
     rig.ask(1, START)
     rig.done()
-    rig.supervisor(m.Drain(sequences=True))
+    rig.supervisor(Drain(sequences=True))
     rig.pass_time(1001 * MS)
-    assert m.Drained() in told(rig)
-    rig.supervisor(m.Drain())
-    assert m.Drained() in told(rig)
+    assert Drained() in told(rig)
+    rig.supervisor(Drain())
+    assert Drained() in told(rig)
 
 
 # --- workers --------------------------------------------------------------------------------------
@@ -353,7 +361,7 @@ def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
     rig = SequenceRig(rows=1)
     rig.die()
     numbers = [rig.ask(1, START), rig.ask(1), rig.ask(2, START)]
-    rig.supervisor(m.PoolFailed("it cannot load"))
+    rig.supervisor(PoolFailed("it cannot load"))
     assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
     rig.peers = [rig.start(0, 300)]
     rig.ask(1, START)
@@ -458,7 +466,7 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     rig.done(0)
     rig.done(1)
     rig.batches()
-    rig.supervisor(m.RetireInstance(0))
+    rig.supervisor(RetireInstance(0))
     rig.ask(1)
     rig.ask(3, START)
     assert rig.batches() == {0: [1]}
@@ -467,11 +475,72 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     assert rig.batches() == {0: [1]}
     assert retired(rig) == []
     rig.done(0)
-    assert retired(rig) == [m.InstanceRetired(0, 100)]
+    assert retired(rig) == [InstanceRetired(0, 100)]
     rig.ask(2, END)
     rig.done(1)
     assert rig.batches() == {1: [3]}
 
 
 def retired(rig: Rig) -> list[Any]:
-    return [word for _, word in rig.control.take() if isinstance(word, m.InstanceRetired)]
+    return [word for _, word in rig.control.take() if isinstance(word, InstanceRetired)]
+
+
+# --- 3.5: states of what is over -----------------------------------------------------------------
+
+
+def ended(rig: SequenceRig) -> list[list[int]]:
+    """The slots of which the instance is told that their sequences are over, by message."""
+    sent = rig.workers.take()
+    rig.workers.posted[:0] = [each for each in sent if not isinstance(each[1], m.EndSequences)]
+    return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
+
+
+def begun(rig: SequenceRig, flags: int = START) -> None:
+    """Sequence 1 has run a request."""
+    rig.ask(1, flags)
+    rig.done()
+    rig.outcomes()
+
+
+def test_3_5_an_end_that_has_run_needs_no_message(rig: SequenceRig) -> None:
+    begun(rig, START | END)
+    assert ended(rig) == []
+
+
+def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) -> None:
+    begun(rig)
+    rig.ask(1)
+    second = rig.ask(1, END)
+    rig.client(m.Cancel(second))
+    assert ended(rig) == []  # its last request still runs
+    rig.done()
+    assert ended(rig) == [[0]]
+    rig.ask(2, START)
+    assert ended(rig) == [] and rig.batches() == {0: [2]}
+
+
+def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None:
+    rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
+    begun(rig)
+    rig.ask(2, START)
+    rig.pass_time(5000 * US)
+    sent = [type(message) for _, message in rig.workers.take()]
+    assert sent == [m.EndSequences, m.Execute]
+
+
+def test_3_5_the_worker_is_told_of_an_iterative_one() -> None:
+    rig = SequenceRig(rows=1, iterative_sequence=True)
+    rig.ask(0)
+    key = rig.rows()[0].key
+    rig.done(0, m.Reply(key, m.RESCHEDULED, "", b""))
+    assert ended(rig) == []
+    rig.done()
+    assert ended(rig) == [[0]]
+
+
+def test_3_5_nobody_is_told_of_what_has_not_begun(rig: SequenceRig) -> None:
+    rig.ask(1, START)
+    rig.ask(2, START)
+    waiting = rig.ask(3, START)  # in the backlog, or in a slot
+    rig.client(m.Cancel(waiting))
+    assert ended(rig) == []

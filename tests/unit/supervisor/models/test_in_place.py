@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,
@@ -26,6 +26,7 @@ from shmserve.supervisor.models.version.instances import (
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from shmserve.supervisor.models.version.states import InstanceState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
 
@@ -125,6 +126,9 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 # --- processes --------------------------------------------------------------------------------
 
 
+ALONE = Group("scheduler m", frozenset({"m"}))
+
+
 class NoModels:
     """No other model serves."""
 
@@ -139,7 +143,11 @@ class NoModels:
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
     made = ModelVersion(
-        processes.context, spec(config(group("m_0", count))), lambda changed: None, NoModels()
+        processes.context,
+        spec(config(group("m_0", count))),
+        lambda changed: None,
+        NoModels(),
+        ALONE,
     )
     processes.on_end = made.process_exited
     await made.start()
@@ -205,7 +213,7 @@ def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
         adding = asyncio.ensure_future(up.add())
         await turns()
         assert model.ready and len(model.instances.states()) == 3
-        up.give_up()
+        up.cancel()
         with pytest.raises(Unavailable, match="ended while loading"):
             await adding
         up.revert()

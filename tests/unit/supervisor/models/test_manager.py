@@ -197,4 +197,4 @@ def test_the_end_of_a_server_waits_for_no_load() -> None:
         await processes.end()
         return [await child.exited for child in processes.started]
 
-    assert asyncio.run(live()) == ["signal 9", "signal 9"]
+    assert asyncio.run(live()) == ["signal 9", "signal 15"]

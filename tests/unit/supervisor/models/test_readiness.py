@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.messages import CheckReady, ReadyChecked
+from shmserve.ipc.messages.supervision import CheckReady, ReadyChecked
 from shmserve.supervisor.models import readiness
 from shmserve.supervisor.models.readiness import ReadinessCheck
 

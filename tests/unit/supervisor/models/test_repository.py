@@ -16,8 +16,11 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import UNWRITTEN, to_dict
-from shmserve.supervisor.models import overrides
-from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.load_planner import (
+    LoadPlanner,
+    discard_override,
+    materialise_override,
+)
 from shmserve.supervisor.models.repository import (
     ModelFolder,
     find,
@@ -348,7 +351,7 @@ def test_the_fingerprint_follows_links(tmp_path: Path) -> None:
 
 def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     base = tmp_path / "run" / "overrides"
-    path = overrides.materialise(
+    path = materialise_override(
         base,
         "m",
         '{"backend": "python", "parameters": {"P": {"string_value": "é\\n\\"x"}}}',
@@ -360,9 +363,9 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
     assert folder is not None
     assert folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
-    other = overrides.materialise(base, "m", "{}", {})
+    other = materialise_override(base, "m", "{}", {})
     assert other != path
-    overrides.discard(path)
+    discard_override(path)
     assert not path.exists()
     assert other.exists()
 
@@ -388,7 +391,7 @@ def test_an_override_becomes_a_folder_like_any_other(tmp_path: Path) -> None:
 )
 def test_an_override_cannot_leave_its_folder(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        overrides.materialise(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
+        materialise_override(tmp_path, "m", "{}", {"1/model.py": b"x", path: b"y"})
     assert str(tmp_path) not in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
@@ -400,7 +403,7 @@ def test_whatever_the_path_nothing_is_written_outside(
     root = tmp_path_factory.mktemp("root")
     base = root / "base"
     try:
-        made = overrides.materialise(base, "m", "{}", {path: b"y"})
+        made = materialise_override(base, "m", "{}", {path: b"y"})
     except InvalidArgument:
         made = None
     assert list(root.iterdir()) == [base]
@@ -413,7 +416,7 @@ def test_whatever_the_path_nothing_is_written_outside(
 def test_a_bad_override_leaves_nothing(tmp_path: Path) -> None:
     for name, config in (("..", "{}"), ("m", "{"), ("m", '{"input": [[]]}')):
         with pytest.raises(InvalidArgument):
-            overrides.materialise(tmp_path, name, config, {})
+            materialise_override(tmp_path, name, config, {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from shmserve.supervisor.models.version.step_models import StepModels
 

@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.models.version.states import InstanceState
+from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Made, Processes, plan, turns
+
+ALONE = Group("scheduler m", frozenset({"m"}))
 
 
 class NoModels:
@@ -26,7 +29,7 @@ class NoModels:
 
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    made = ModelVersion(processes.context, plan(), lambda changed: None, NoModels())
+    made = ModelVersion(processes.context, plan(), lambda changed: None, NoModels(), ALONE)
     processes.on_end = made.process_exited
     return made
 

@@ -24,12 +24,12 @@ from shmserve.common.accelerators import Accelerators, accelerators, cuda_device
 from shmserve.common.access.peer_credentials import unix_pid
 from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.gateway.api.cuda_memory import decode_uuid
-from shmserve.gateway.grpc.admin import shared_memory
+from shmserve.gateway.api.shared_memory import decode_uuid
+from shmserve.gateway.grpc import admin
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
-from shmserve.ipc import messages as m
+from shmserve.ipc.messages import memory as m
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
@@ -68,7 +68,11 @@ class Office:
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
         self.registry = RegionRegistry(
-            self.publish, lambda: [7], self.workers.append, RegionOpener(POLICY, check)
+            self.publish,
+            lambda: [7],
+            self.workers.append,
+            RegionOpener(POLICY, check),
+            lambda event: None,
         )
 
     async def check(self, memory: Memory) -> None:
@@ -240,9 +244,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(
-            Office().publish, list, lambda message: None, RegionOpener(POLICY)
-        )
+        registry = RegionRegistry(Office().publish, list, print, RegionOpener(POLICY), print)
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -604,8 +606,8 @@ class Stub:
         self.listener = self
         self.shm = True
 
-    async def ask(self, make: Callable[[int], Any]) -> dict[str, Any]:
-        self.asked.append(make(1))
+    async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
+        self.asked.append(kind(1, *fields))
         return {}
 
     def peer(self) -> Peer:
@@ -620,23 +622,21 @@ def test_grpc() -> None:
     async def steps() -> None:
         for name in ("", "device"):
             status = pb.CudaSharedMemoryStatusRequest(name=name)
-            (shown,) = (await shared_memory.cuda_status(stub, stub, status)).regions.values()
+            (shown,) = (await admin.cuda_status(stub, stub, status)).regions.values()
             assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
             told = pb.CudaSharedMemoryUnregisterRequest(name=name)
-            await shared_memory.cuda_unregister(stub, stub, told)
+            await admin.cuda_unregister(stub, stub, told)
             asked = stub.asked.pop()
             assert asked == m.UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
         everything = pb.SystemSharedMemoryStatusRequest()
-        system = await shared_memory.system_status(stub, stub, everything)
+        system = await admin.system_status(stub, stub, everything)
         assert list(system.regions) == ["host"]
         with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
-            await shared_memory.cuda_status(
-                stub, stub, pb.CudaSharedMemoryStatusRequest(name="host")
-            )
+            await admin.cuda_status(stub, stub, pb.CudaSharedMemoryStatusRequest(name="host"))
         request = pb.CudaSharedMemoryRegisterRequest(
             name="r", raw_handle=HANDLE, device_id=1, byte_size=64
         )
-        await shared_memory.cuda_register(stub, stub, request)
+        await admin.cuda_register(stub, stub, request)
         whose = (ME.uid, list(ME.groups))
         assert stub.asked == [m.RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
         for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
@@ -645,12 +645,12 @@ def test_grpc() -> None:
             for field, value in changed.items():
                 setattr(bad, field, value)
             with pytest.raises(InvalidArgument):
-                await shared_memory.cuda_register(stub, stub, bad)
+                await admin.cuda_register(stub, stub, bad)
         stub.settings = GatewaySettings()
         with pytest.raises(InvalidArgument, match="GPUs not supported"):
-            await shared_memory.cuda_register(stub, stub, request)
+            await admin.cuda_register(stub, stub, request)
         stub.shm = False
-        assert not (await shared_memory.system_status(stub, stub, everything)).regions
+        assert not (await admin.system_status(stub, stub, everything)).regions
 
     asyncio.run(steps())
 

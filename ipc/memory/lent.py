@@ -1,0 +1,219 @@
+"""Lent memory: blocks that one process owns and others read, and how each comes back (pure).
+
+    allocate ──> a `Block`, which is its holder's to settle
+                   ├──lend──> its reader has it ──Release, or the reader ends──> free
+                   └──release──> free
+
+Blocks, and whatever else keeps memory for others, are tokens: tests fail where one is collected
+before it was settled (`watch`), which costs nothing where nobody watches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Hashable, Iterable
+from typing import NamedTuple, Protocol
+
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages.inference import Release
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.ipc.transport.records import MalformedMessage
+
+logger = logging.getLogger(__name__)
+
+
+class Token:
+    """A reference-counted holding of memory, to be settled before it is collected: each user, the
+    first of which has made it, hands its use on or releases it."""
+
+    __slots__ = ("_users",)
+
+    def __init__(self) -> None:
+        self._users = 1
+
+    def acquire(self) -> None:
+        """One more uses it."""
+        self._users += 1
+
+    def release(self) -> None:
+        """One uses it no more; the last one frees it."""
+        self._users -= 1
+        if not self._users:
+            self._free()
+
+    def _free(self) -> None:
+        """Nobody uses it any more."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether somebody uses it still."""
+        return self._users > 0
+
+
+def watch(on_lost: Callable[[Token], None]) -> None:
+    """Have `on_lost` called with each token that is collected unsettled; for tests."""
+
+    def collected(token: Token) -> None:
+        if token.unsettled:
+            on_lost(token)
+
+    Token.__del__ = collected  # type: ignore[attr-defined]
+
+
+class Holding(Token):
+    """A holding that ends with a call of `on_free`."""
+
+    __slots__ = ("_on_free",)
+
+    def __init__(self, on_free: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_free = on_free
+
+    def _free(self) -> None:
+        self._on_free()
+
+
+class BlockOwner(Protocol):
+    """Where blocks are allocated."""
+
+    def free(self, place: Place) -> None:
+        """Take a block back."""
+
+
+class Block(Token):
+    """A block of memory at `place`, which its owner has back when nobody uses it."""
+
+    __slots__ = ("_owner", "place")
+
+    def __init__(self, owner: BlockOwner, place: Place) -> None:
+        self._users = 1
+        self._owner = owner
+        self.place = place
+
+    def _free(self) -> None:
+        self._owner.free(self.place)
+
+
+class Readers:
+    """Tokens by who reads what they keep, and by a key that the reader gives it back with. The same
+    memory may be lent several times."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, dict[Hashable, Token | _Again]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lent.values()))
+
+    def lend(self, reader: int, key: Hashable, token: Token) -> None:
+        """`reader` has it now: this use of the token is its own."""
+        lent = self._lent.get(reader)
+        if lent is None:
+            self._lent[reader] = {key: token}
+        else:
+            lent[key] = _Again(token, lent[key]) if key in lent else token
+
+    def release(self, reader: int, keys: Iterable[Hashable]) -> bool:
+        """A reader needs these no more; what it was not lent is ignored. Whether any was."""
+        lent = self._lent.get(reader)
+        if lent is None:
+            return False
+        found = False
+        for key in keys:
+            token = lent.pop(key, None)
+            if token is not None:
+                found = True
+                if type(token) is _Again:
+                    token, lent[key] = token
+                token.release()  # type: ignore[union-attr]
+        if not lent:
+            self._lent.pop(reader, None)
+        return found
+
+    def drop(self, reader: int) -> None:
+        """A reader has ended."""
+        while lent := self._lent.get(reader):
+            self.release(reader, list(lent))
+
+
+class _Again(NamedTuple):
+    """The last token that was lent with a key, and those before it."""
+
+    last: Token
+    before: Token | _Again
+
+
+class LentMemory:
+    """The memory of a process that others read: an arena of `byte_size`, made when it is needed,
+    and who reads which block of it, or of others' arenas that are passed on."""
+
+    def __init__(self, byte_size: int) -> None:
+        self.byte_size = byte_size
+        self._arena: Arena | None = None
+        self._readers = Readers()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the arena that are allocated now."""
+        return 0 if self._arena is None else self._arena.used
+
+    def allocate(self, byte_size: int, owner: BlockOwner | None = None) -> Block:
+        """A block; an `owner` that is to have it back calls `free`. Raises Unavailable when the
+        arena, or the machine's memory, is full."""
+        if self._arena is None:
+            self._arena = Arena(self.byte_size)
+        return Block(owner or self, self._arena.allocate(byte_size))
+
+    def write(self, data: bytes | memoryview, owner: BlockOwner | None = None) -> Block:
+        """A block with a copy of `data`, as `allocate` has it."""
+        block = self.allocate(len(data), owner)
+        assert self._arena is not None
+        self._arena.view(block.place)[:] = data
+        return block
+
+    def free(self, place: Place) -> None:
+        """Take a block back; `Block.release` does."""
+        assert self._arena is not None
+        self._arena.free(place.offset)
+
+    def lend(self, reader: int, place: Place, token: Token) -> None:
+        """`reader` is told of a place, which this use of a token keeps until it releases it."""
+        self._readers.lend(reader, (place.memory.pid, place.offset), token)
+
+    def release(self, reader: int, pid: int, offsets: Iterable[int]) -> bool:
+        """A reader needs these bytes of process `pid` no more; False: they were not lent here."""
+        return self._readers.release(reader, [(pid, offset) for offset in offsets])
+
+    def drop_reader(self, reader: int) -> None:
+        """A reader has ended: all that it was lent comes back."""
+        self._readers.drop(reader)
+
+    def close(self) -> None:
+        """Unmap the arena; readers' mappings live on until they drop them."""
+        if self._arena is not None:
+            self._arena.close()
+
+
+def releases(outputs: Iterable[TensorRef], own: Container[int] = ()) -> list[Release]:
+    """The messages that give back the outputs of a response, one for each process whose memory they
+    lie in; none for what lies in a client's memory, or in `own` (ids)."""
+    offsets: dict[int, list[int]] = {}
+    for tensor in outputs:
+        place = tensor.data
+        if isinstance(place, Place):
+            memory = place.memory
+            if memory.sealed and memory.pid and memory.id not in own:
+                offsets.setdefault(memory.pid, []).append(place.offset)
+    return [Release(pid, of_pid) for pid, of_pid in offsets.items()]
+
+
+def unread(body: bytes, own: Container[int] = ()) -> list[Release]:
+    """The messages that give back what a packed response has, which nobody reads."""
+    try:
+        return releases(unpack_inferred(body).outputs, own) if body else []
+    except MalformedMessage as error:
+        logger.error("a worker's response is malformed: %s", error)
+        return []

@@ -1,0 +1,277 @@
+"""The metric families of models, made of what their schedulers report: tables of counters and
+gauges, histograms, and summaries with the quantiles of the last minute. Names and labels of nv_*
+are Triton's; what Triton does not have is called shmserve_*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
+
+# What a report has of each model, by its labels.
+Reports = list[tuple[dict[str, str], dict[str, Any]]]
+
+
+class ReportFamily(NamedTuple):
+    """A family with a sample for each model: the number at `path` of its report, nanoseconds as
+    microseconds; with a `label` there are numbers, by that label's values."""
+
+    name: str
+    text: str
+    kind: str
+    path: tuple[str, ...]
+    label: str = ""
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether it is a time, which settings can switch off."""
+        return self.path[-1] == "ns"
+
+    def metric(self, reports: Reports) -> Metric:
+        """The family with its samples."""
+        family = Metric(self.name, self.text, self.kind)
+        # The library wants counters called NAME_total; Triton's are not.
+        plain = self.kind != "counter" or self.name.startswith("nv_")
+        name = self.name if plain else f"{self.name}_total"
+        for labels, report in reports:
+            found: Any = report
+            for key in self.path:
+                found = found[key]
+            if self.label:
+                for value, number in found.items():
+                    family.add_sample(name, {**labels, self.label: value}, number)
+            else:
+                family.add_sample(name, labels, found // 1000 if self.is_latency else found)
+        return family
+
+
+_ALL = "inference requests, all batch sizes"
+_EXECUTED = "(does not include cached requests)"
+_CACHED = "(includes cached requests)"
+_LATENCIES = (
+    # name, text, the counter of the same time
+    ("request", f"inference request duration in microseconds {_CACHED}", "success"),
+    ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
+    ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
+    ("compute_infer", f"compute inference duration in microseconds {_EXECUTED}", "compute_infer"),
+    (
+        "compute_output",
+        f"inference compute output duration in microseconds {_EXECUTED}",
+        "compute_output",
+    ),
+)
+_TRITONS = (
+    ReportFamily(
+        "nv_inference_request_success",
+        f"Number of successful {_ALL}",
+        "counter",
+        ("inference_stats", "success", "count"),
+    ),
+    ReportFamily(
+        "nv_inference_count",
+        f"Number of inferences performed {_EXECUTED}",
+        "counter",
+        ("inference_count",),
+    ),
+    ReportFamily(
+        "nv_inference_exec_count",
+        f"Number of model executions performed {_EXECUTED}",
+        "counter",
+        ("execution_count",),
+    ),
+    *(
+        ReportFamily(
+            f"nv_inference_{name}_duration_us",
+            f"Cumulative {text}",
+            "counter",
+            ("inference_stats", counter, "ns"),
+        )
+        for name, text, counter in _LATENCIES
+    ),
+    ReportFamily(
+        "nv_inference_pending_request_count",
+        "Instantaneous number of pending requests awaiting execution per-model.",
+        "gauge",
+        ("pending",),
+    ),
+)
+# Of models that have a response cache.
+_OF_CACHE = (
+    *(
+        ReportFamily(
+            f"nv_cache_{name}_per_model", text, "counter", ("inference_stats", counter, part)
+        )
+        for name, text, counter, part in (
+            ("num_hits", "Number of cache hits per model", "cache_hit", "count"),
+            ("num_misses", "Number of cache misses per model", "cache_miss", "count"),
+            (
+                "hit_duration",
+                "Total cache hit duration per model, in microseconds",
+                "cache_hit",
+                "ns",
+            ),
+            (
+                "miss_duration",
+                "Total cache miss duration per model, in microseconds",
+                "cache_miss",
+                "ns",
+            ),
+        )
+    ),
+    ReportFamily(
+        "shmserve_cache_bytes",
+        "Bytes of responses in the cache of a model",
+        "gauge",
+        ("cache", "bytes"),
+    ),
+    ReportFamily(
+        "shmserve_cache_entries",
+        "Responses in the cache of a model",
+        "gauge",
+        ("cache", "entries"),
+    ),
+)
+_OURS = (
+    *(
+        ReportFamily(f"shmserve_{name}", text, "counter", (name,))
+        for name, text in (
+            ("workers_lost", "Instances that died or were killed while they were in use"),
+            ("retried", "Requests that ran again, alone, after their worker died"),
+            ("overruns", "Executions that passed their time limit"),
+            ("malformed", "Messages that were dropped because they were malformed"),
+        )
+    ),
+    ReportFamily(
+        "shmserve_batches_closed",
+        "Executions by why their batch took no more",
+        "counter",
+        ("batches_closed",),
+        "reason",
+    ),
+    ReportFamily("shmserve_instances", "Instances by state", "gauge", ("instances",), "state"),
+    ReportFamily("shmserve_executing_requests", "Requests at workers now", "gauge", ("executing",)),
+    ReportFamily(
+        "shmserve_copied_bytes",
+        "Bytes of tensors that workers copied",
+        "counter",
+        ("copied_bytes",),
+        "direction",
+    ),
+)
+_HISTOGRAMS = (
+    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
+    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
+    ("compute_seconds", "Time of an execution, input and output included"),
+    ("batch_size", "Batch size of an execution"),
+)
+_PADDING = (
+    ("shmserve_padded_elements", "Elements of padded inputs that models were given"),
+    ("shmserve_padding_elements", "Elements of padded inputs that were padding, which is waste"),
+)
+_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+
+
+def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
+    """Triton's counters and gauges, of the response cache where a model has one; times only with
+    `latencies`."""
+    for family in _TRITONS:
+        if latencies or not family.is_latency:
+            yield family.metric(reports)
+    failures = Metric("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
+    for labels, report in reports:
+        for reason in _REASONS:
+            number = report["failures"].get(reason, 0)
+            failures.add_sample(failures.name, {**labels, "reason": reason}, number)
+    yield failures
+    cached = _with_cache(reports)
+    for family in _OF_CACHE if cached else ():
+        if latencies or not family.is_latency:
+            yield family.metric(cached)
+
+
+def ours(reports: Reports) -> Iterator[Metric]:
+    """Histograms, counters and gauges that Triton does not have."""
+    for name, text in _HISTOGRAMS:
+        yield _histogram(name, text, reports)
+    for family in _OURS:
+        yield family.metric(reports)
+    yield from _padding(reports)
+
+
+def summaries(reports: Reports) -> Iterator[Metric]:
+    """Triton's latencies of all that succeeded, with the quantiles of those of the last minute."""
+    for name, text, counter in _LATENCIES:
+        full_name = f"nv_inference_{name}_summary_us"
+        yield _summary(full_name, f"Summary of {text}", reports, name, counter)
+    cached = _with_cache(reports)
+    for name in ("cache_hit", "cache_miss") if cached else ():
+        text = f"Summary of {name.replace('_', ' ')} duration in microseconds"
+        yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
+
+
+def first_responses(reports: Reports) -> Iterator[Metric]:
+    """The histogram of times to the first response of each decoupled model; nothing where there is
+    none."""
+    text = "Duration from request to first response in milliseconds"
+    family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
+    for labels, report in reports:
+        histogram = report["histograms"].get("first_response_ms")
+        if histogram is None:
+            continue
+        for bound, cumulative in _cumulative(histogram):
+            shown = {**labels, "le": str(bound).removesuffix(".0")}
+            family.add_sample(f"{family.name}_bucket", shown, cumulative)
+        family.add_sample(f"{family.name}_count", labels, cumulative)
+        family.add_sample(f"{family.name}_sum", labels, histogram["sum"])
+    if family.samples:
+        yield family
+
+
+def _with_cache(reports: Reports) -> Reports:
+    return [(labels, report) for labels, report in reports if report.get("cache")]
+
+
+def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> Metric:
+    family = Metric(full_name, text, "summary")
+    for labels, report in reports:
+        total = report["inference_stats"][counter]
+        family.add_sample(f"{family.name}_count", labels, total["count"])
+        family.add_sample(f"{family.name}_sum", labels, total["ns"] // 1000)
+        for quantile, value in report.get("quantiles", {}).get(name, ()):
+            number = float("nan") if value is None else value
+            family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
+    return family
+
+
+def _histogram(name: str, text: str, reports: Reports) -> Metric:
+    family = HistogramMetricFamily(f"shmserve_{name}", text, labels=("model", "version"))
+    for labels, report in reports:
+        raw = report["histograms"][name]
+        buckets = [
+            (bound if isinstance(bound, str) else repr(float(bound)), cumulative)
+            for bound, cumulative in _cumulative(raw)
+        ]
+        family.add_metric((labels["model"], labels["version"]), buckets, raw["sum"])
+    return family
+
+
+def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
+    """The upper bounds of a histogram's buckets, the last "+Inf", and how many are below each."""
+    return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
+
+
+def _padding(reports: Reports) -> Iterator[Metric]:
+    """Two counters for each padded input of a model; the share of the second in the first is what
+    padding wastes."""
+    for at, (name, text) in enumerate(_PADDING):
+        family = Metric(name, text, "counter")
+        for labels, report in reports:
+            for tensor, counts in report["padding"].items():
+                family.add_sample(f"{name}_total", {**labels, "input": tensor}, counts[at])
+        if family.samples:
+            yield family

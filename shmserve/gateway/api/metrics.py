@@ -1,0 +1,143 @@
+"""The Prometheus exporter: a page of metrics, made for each scrape of what the schedulers report.
+
+Nothing is kept on disk, and nothing is lost with a gateway.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shmserve.common import cumulative_counters, model_metrics
+from shmserve.gateway.api import metric_families, statistics
+from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
+from shmserve.gateway.context import Gateway
+
+logger = logging.getLogger(__name__)
+
+# The library names counters NAME_total; Triton does not.
+_SUFFIX = re.compile(rb"^(# (?:HELP|TYPE) nv_\w+)_total ", re.MULTILINE)
+# Whole numbers are written as such, however large.
+_FAMILY = re.compile(rb"^# TYPE (\S+) ", re.MULTILINE)
+_WHOLE = re.compile(rb" ([0-9]+\.0|[0-9](?:\.[0-9]+)?e\+[0-9]+)$", re.MULTILINE)
+
+
+class MetricsExporter:
+    """Makes the page of a gateway's metrics."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._cpu = CpuUtilization()
+
+    async def page(self) -> bytes:
+        """The text of a scrape: what the schedulers report now, and the state of this host."""
+        gateway = self._gateway
+        reports = await statistics.collect(gateway, gateway.models.all())
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(gateway, reports, self._cpu.read()))
+        text = _SUFFIX.sub(rb"\1 ", generate_latest(registry))
+        return _WHOLE.sub(_plain, text) + _models_own(reports, set(_FAMILY.findall(text)))
+
+
+def _models_own(reports: list[dict[str, Any]], taken: set[bytes]) -> bytes:
+    parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
+    families = model_metrics.added(parts)
+    free = {name: family for name, family in families.items() if name.encode() not in taken}
+    if len(free) < len(families):
+        logger.warning(
+            "models have metrics with names of the server's, which are not shown: %s",
+            ", ".join(sorted(families.keys() - free.keys())),
+        )
+    return model_metrics.exposition(free).encode()
+
+
+def _plain(match: re.Match[bytes]) -> bytes:
+    value = float(match[1])
+    return b" %d" % value if value.is_integer() else match[0]
+
+
+class _Families(Collector):
+    """The metric families of one scrape."""
+
+    def __init__(
+        self, gateway: Gateway, reports: list[dict[str, Any]], cpu_utilization: float
+    ) -> None:
+        self._gateway = gateway
+        self._cpu_utilization = cpu_utilization
+        self._reports = [
+            (
+                {"model": str(report["name"]), "version": str(report["version"])},
+                {**report["shmserve"], **cumulative_counters.lasting(report)},
+            )
+            for report in reports
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family."""
+        settings = self._gateway.settings
+        tagged = [
+            ({**labels, **self._tags(labels["model"], labels["version"])}, report)
+            for labels, report in self._reports
+        ]
+        yield from metric_families.tritons(tagged, latencies=settings.counter_latencies)
+        if settings.histogram_latencies:
+            yield from metric_families.first_responses(tagged)
+        if settings.summary_latencies:
+            yield from metric_families.summaries(tagged)
+        yield self._load_seconds()
+        yield from metric_families.ours(self._reports)
+        yield from self._regions()
+        yield from self._host()
+        yield from _processes()
+
+    def _tags(self, name: str, version: str) -> dict[str, str]:
+        model = self._gateway.models.find(name, version)
+        return {} if model is None else model.tags
+
+    def _load_seconds(self) -> Metric:
+        family = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
+        for model in self._gateway.models.all():
+            labels = {"model": model.name, "version": model.version, **model.tags}
+            family.add_sample(family.name, labels, model.load_seconds)
+        return family
+
+    def _regions(self) -> Iterator[Metric]:
+        sizes = [region.byte_size for region in self._gateway.regions.all()]
+        yield _gauge("shmserve_shm_regions", "Registered shared memory regions", len(sizes))
+        text = "Bytes of registered shared memory regions"
+        yield _gauge("shmserve_shm_region_bytes", text, sum(sizes))
+
+    def _host(self) -> Iterator[Metric]:
+        total, used = memory_bytes()
+        yield _gauge(
+            "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._cpu_utilization
+        )
+        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
+        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+        # There is no such pool here: memory is pinned where it lies.
+        for part in ("total", "used"):
+            text = f"Pinned memory pool {part} memory size, in bytes"
+            yield _gauge(f"nv_pinned_memory_pool_{part}_bytes", text, 0)
+
+
+def _processes() -> Iterator[Metric]:
+    resident = Metric("shmserve_process_resident_bytes", "Resident memory of a process", "gauge")
+    descriptors = Metric("shmserve_process_open_fds", "Open file descriptors of a process", "gauge")
+    seconds = Metric("shmserve_process_cpu_seconds", "CPU time of a process", "counter")
+    for process in processes(os.getppid()):
+        labels = {"process": process.title}
+        resident.add_sample(resident.name, labels, process.resident_bytes)
+        descriptors.add_sample(descriptors.name, labels, process.open_fds)
+        seconds.add_sample(seconds.name + "_total", labels, process.cpu_seconds)
+    yield from (resident, descriptors, seconds)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)

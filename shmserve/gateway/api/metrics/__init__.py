@@ -1,1 +1,0 @@
-"""The page of /metrics: exporter.py makes it, of families by what they measure."""

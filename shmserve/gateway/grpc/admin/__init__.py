@@ -1,1 +1,0 @@
-"""The RPCs beside inference: metadata, repository, shared memory, logging."""

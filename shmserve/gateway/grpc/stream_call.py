@@ -1,0 +1,264 @@
+"""ModelStreamInfer: a full-duplex call with a window for its requests, its responses multiplexed.
+
+The responses of ordinary models are sent in the order of the requests. Those of decoupled models
+are interleaved with the rest: each is sent as it comes. A request that fails does not end the
+stream: its response carries the error. With the metadata `triton_grpc_error: true` the first error
+ends the stream with its status instead.
+
+    requests ──> ordered: the first one is done ──┐
+        └─────> open: a response has come ────────┴──> outbox ──> written, credit granted
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from shmserve.errors import ShmserveError, Unavailable
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.grpc.core.call_watchdog import client_left
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
+from shmserve.gateway.grpc.stream_entry import StreamEntry
+from shmserve.gateway.grpc.wire.response import streamed, streamed_error
+from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
+from shmserve.ipc.tensors.inference import Inferred
+
+# The requests of one stream that are in flight may have so many bytes; those that come when they
+# have as many are not read yet. Others that call the same model wait behind them, too, and their
+# responses occupy as much memory again or more. So small ones count as `_LEAST` bytes: no more than
+# 1024 are in flight.
+_WINDOW = 32 * 1024 * 1024
+_LEAST = _WINDOW // 1024
+_TOGETHER = 32 * 1024  # responses that are here are written at once, up to so many bytes
+
+_Ordered = Submitted | RequestRefused
+
+
+class _Window:
+    """Flow control: how many more bytes of requests may be in flight; the last may exceed it."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._more = asyncio.Event()
+
+    async def take(self, size: int) -> None:
+        """Wait until some is left, and take this; one at a time."""
+        while self._left <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._left -= size
+
+    def give(self, size: int) -> None:
+        """Give it back."""
+        self._left += size
+        self._more.set()
+
+
+async def stream_infer(
+    inferences: Inferences,
+    client: ClientIdentity,
+    requests: AsyncIterator[bytes],
+    context: Any,
+    write_all: Callable[[Sequence[bytes]], Awaitable[None]],
+    stall_s: float,
+) -> None:
+    """Handle a call until the client has its last response, or is gone; `write_all` writes some.
+
+    Raises the first error in strict mode, and Unavailable when a response is not taken within
+    `stall_s` seconds: others need the memory of those behind it.
+    """
+    stream = _Stream(inferences, client, context, write_all)
+    # Until the call is over gRPC holds the response that is not taken, and what it has received of
+    # further requests.
+    context.add_done_callback(lambda _: stream.trim.soon(stream.total))
+    reader = asyncio.create_task(stream.read(requests))
+    try:
+        await stream.write(stall_s)
+        await reader  # it has ended: what it failed with is what the call fails with
+    except TimeoutError:
+        raise Unavailable("the responses are not read") from None
+    except Exception as error:
+        if not client_left(error):
+            raise
+    finally:
+        # Nothing is awaited before all is given up: a call may be cancelled twice.
+        reader.cancel()
+        stream.abandon()
+        await asyncio.wait((reader,))
+
+
+class _Stream:
+    """The state of one call: requests in flight, and responses to be written. `total` is how many
+    bytes have gone either way."""
+
+    def __init__(
+        self,
+        inferences: Inferences,
+        client: ClientIdentity,
+        context: Any,
+        write_all: Callable[[Sequence[bytes]], Awaitable[None]],
+    ) -> None:
+        self._inferences = inferences
+        self._write_all = write_all
+        self._client = client
+        self._context = context
+        self._headers = inferences.headers(context)
+        self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+        self._window = _Window(_WINDOW)
+        self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
+        self._open: dict[StreamingRequest, StreamEntry] = {}
+        # Responses of decoupled models' requests, in the order in which they came.
+        self._outbox: deque[tuple[StreamingRequest, Message]] = deque()
+        self._ended = False  # the client sends no more
+        self._news = asyncio.Event()
+        self.total = 0
+        self.trim = inferences.gateway.malloc_trim
+
+    async def read(self, requests: AsyncIterator[bytes]) -> None:
+        """Take requests, as far as the window allows."""
+        try:
+            async for raw in requests:
+                size = max(len(raw), _LEAST)
+                await self._window.take(size)
+                self._take(raw, size)
+                self.total += len(raw)
+                self.trim.soon(len(raw))
+        finally:
+            self._ended = True
+            self._news.set()
+
+    def _take(self, raw: bytes, size: int) -> None:
+        inferences = self._inferences
+        try:
+            item: Submitted | StreamingRequest | RequestRefused = inferences.stream(
+                raw, self._client, self._context.time_remaining(), self._responded, self._headers
+            )
+        except RequestRefused as refused:
+            item = refused.bare()
+        if isinstance(item, StreamingRequest):
+            self._open[item] = StreamEntry(inferences, item, size)
+            return
+        self._ordered.append((item, size))
+        if isinstance(item, Submitted):
+            item.when_done(lambda _: self._news.set())
+        else:
+            self._news.set()
+
+    def _responded(self, request: StreamingRequest, message: Message) -> None:
+        self._outbox.append((request, message))
+        self._news.set()
+
+    async def write(self, stall_s: float) -> None:
+        """Write what is there to be written, until nothing is in flight and no request comes.
+
+        Raises TimeoutError when a response is not taken within `stall_s` seconds.
+        """
+        together = 1
+        while True:
+            self._news.clear()
+            idle = True
+            if self._outbox:
+                await self._write_outbox(together, stall_s)
+                idle = False
+            if self._ordered and _is_done(self._ordered[0][0]):
+                await self._write_ordered(together, stall_s)
+                idle = False
+            together = _TOGETHER
+            if idle:
+                if self._ended and not (self._ordered or self._open):
+                    return
+                await self._news.wait()
+                together = 1  # a first response is not delayed by a batch
+
+    async def _write_outbox(self, together: int, stall_s: float) -> None:
+        """Write what has come of decoupled models, as much as has `together` bytes."""
+        responses: list[bytes] = []
+        written: list[tuple[StreamEntry, Inferred | None, bool]] = []
+        size = 0
+        while self._outbox and size < together:
+            request, message = self._outbox[0]
+            streamed_request = self._open[request]
+            try:
+                response, inferred = streamed_request.encode(message, strict=self._strict)
+            except ShmserveError:
+                if responses:
+                    break  # those before it are written first
+                raise
+            self._outbox.popleft()
+            request.release(inferred)
+            if response is not None:
+                responses.append(response)
+                size += len(response)
+            written.append((streamed_request, inferred, is_last(message)))
+        await self._send(responses, stall_s)
+        for streamed_request, inferred, last in written:
+            streamed_request.request.credit(inferred)
+            if last:
+                del self._open[streamed_request.request]
+                streamed_request.leave()
+                self._window.give(streamed_request.size)
+
+    async def _write_ordered(self, together: int, stall_s: float) -> None:
+        """Write the responses whose turn it is, as much as has `together` bytes."""
+        responses: list[bytes] = []
+        leaving: list[Submitted] = []
+        size = window = 0
+        try:
+            while self._ordered and size < together and _is_done(self._ordered[0][0]):
+                item, occupied = self._ordered[0]
+                self._ordered.popleft()
+                if isinstance(item, Submitted):
+                    leaving.append(item)
+                window += occupied
+                try:
+                    response = _response(item, strict=self._strict)
+                except ShmserveError:
+                    await self._send(responses, stall_s)
+                    raise
+                responses.append(response)
+                size += len(response)
+            await self._send(responses, stall_s)
+        finally:
+            for submitted in leaving:
+                submitted.leave()
+        self._window.give(window)
+
+    async def _send(self, responses: Sequence[bytes], stall_s: float) -> None:
+        if not responses:
+            return
+        self.total += sum(map(len, responses))
+        async with asyncio.timeout(stall_s):
+            await self._write_all(responses)
+
+    def abandon(self) -> None:
+        """Cancel all that is in flight: the client is gone, or the call ends with an error."""
+        while self._ordered:
+            item, _ = self._ordered.popleft()
+            if isinstance(item, Submitted):
+                item.abandon()
+        while self._outbox:
+            request, message = self._outbox.popleft()
+            request.discard(message)
+        for streamed_request in self._open.values():
+            streamed_request.request.abandon()
+            streamed_request.leave()
+        self._open.clear()
+
+
+def _is_done(item: _Ordered) -> bool:
+    return isinstance(item, RequestRefused) or item.done
+
+
+def _response(item: _Ordered, *, strict: bool) -> bytes:
+    if isinstance(item, RequestRefused):
+        if strict:
+            raise item.error
+        return streamed_error(item.error.message, item.request_id)
+    try:
+        return streamed(item.response())
+    except ShmserveError as error:
+        if strict:
+            raise
+        return streamed_error(error.message, item.request_id, item.model_name)

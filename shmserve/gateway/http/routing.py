@@ -1,0 +1,176 @@
+"""The dispatch of a listener's requests by its route table: match, authorise, handle; errors become
+responses in the form of the route's API."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from urllib.parse import unquote
+
+from shmserve.errors import (
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+    ShmserveError,
+    Unauthenticated,
+)
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body.reader import BrokenBody
+from shmserve.gateway.http.compression import UnsupportedEncoding
+from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
+from shmserve.gateway.http.response import (
+    ErrorForm,
+    HttpResponse,
+    error_response,
+    triton_error,
+)
+from shmserve.gateway.inference.body_arrival import BodyTimeout
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[..., Awaitable[HttpResponse]]
+
+_HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
+_MOST_REMEMBERED = 1024  # targets
+
+
+class MethodNotAllowed(InvalidArgument):
+    """A path is there, but not for this method."""
+
+    status = 405
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A method ("": any) and a pattern of paths, with `handler(gateway, request, *groups of path)`.
+
+    `scope` is the API that the route belongs to, for which its clients are authorised. `error_form`
+    makes the body of a response of an error, as that API has it.
+    """
+
+    method: str
+    path: str
+    scope: str
+    handler: Handler
+    error_form: ErrorForm = triton_error
+
+
+# A route, and the parts of a path that it takes.
+Match = tuple[Route, tuple[str | None, ...]]
+
+
+class RouteTable:
+    """The routes of a listener, in order of precedence."""
+
+    def __init__(self, *routes: Route) -> None:
+        self.routes = routes
+        self._patterns = [(route, re.compile(route.path)) for route in routes]
+        self.find = lru_cache(_MOST_REMEMBERED)(self._find)
+
+    def _find(self, target: str, method: str = "") -> Match | None:
+        """The route of a request's target and the parts of the path it takes; None for no route.
+        Where several have the path it is the one for `method`, if there is one.
+
+        The path is matched as it was sent, so that an escaped slash separates nothing; its parts
+        are then unescaped. A target may name a host before the path, as those sent to proxies do.
+        """
+        path = _HOST.sub("", target.partition("?")[0])
+        found = None
+        for route, pattern in self._patterns:
+            match = pattern.fullmatch(path)
+            if match is None:
+                continue
+            here = route, tuple(part and unquote(part) for part in match.groups())
+            if route.method in (method, ""):
+                return here
+            found = found or here
+        return found
+
+
+async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    raise NotFound("Not Found")
+
+
+_NO_ROUTE: Match = (Route("", "", "", _not_found), ())
+
+
+def authorise(route: Route, request: HttpRequest) -> None:
+    """Decide whether this request may use this API; every route passes here.
+
+    Another site's page in the user's browser may not: it could send such a POST unasked. What else
+    is refused says common/access/auth_tokens.py.
+    """
+    headers = request.headers
+    if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST":
+        raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
+    if (refusal := request.connection.client.refuse(route.scope, headers)) is not None:
+        raise refusal
+
+
+class App:
+    """The application of a listener: dispatches its requests to the handlers of `routes`.
+
+    `active` counts those whose response is not sent yet.
+    """
+
+    def __init__(self, gateway: Gateway, routes: RouteTable) -> None:
+        self._gateway = gateway
+        self._routes = routes
+        self.active = 0
+        self._idle: Callable[[], None] | None = None
+
+    async def handle(self, request: HttpRequest) -> HttpResponse:
+        """The response to any request; raises nothing but CancelledError."""
+        self.active += 1
+        match = request.match or self._routes.find(request.target, request.method) or _NO_ROUTE
+        route, groups = match
+        try:
+            if request.match is None and match is not _NO_ROUTE:
+                authorise(route, request)
+                if route.method not in (request.method, ""):
+                    raise MethodNotAllowed("Method Not Allowed")
+                request.match = match
+            response: HttpResponse = await route.handler(self._gateway, request, *groups)
+        except ShmserveError as error:
+            response = _failed(error, route.error_form)
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.target)
+            response = _failed(Internal("internal error"), route.error_form)
+        except BaseException:
+            self._left()
+            raise
+        if self._gateway.draining:
+            response.close = True
+        then = response.on_sent
+        response.on_sent = self._left if then is None else partial(self._left, then)
+        return response
+
+    def _left(self, then: Callable[[], None] | None = None) -> None:
+        self.active -= 1
+        if then is not None:
+            then()
+        if not self.active and self._idle is not None:
+            self.when_idle(self._idle)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as every response is sent."""
+        self._idle = then if self.active else None
+        if not self.active:
+            then()
+
+
+def _failed(error: ShmserveError, form: ErrorForm) -> HttpResponse:
+    headers = b""
+    if isinstance(error, QueueFull):
+        headers = b"Retry-After: %d\r\n" % error.retry_after_s
+    elif isinstance(error, UnsupportedEncoding):
+        headers = b"Accept-Encoding: gzip, deflate\r\n"
+    elif isinstance(error, Unauthenticated):
+        headers = b"WWW-Authenticate: Bearer\r\n"
+    close = isinstance(error, BodyTimeout | BrokenBody)
+    return error_response(error, form, headers=headers, close=close)

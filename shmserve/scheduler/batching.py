@@ -1,0 +1,289 @@
+"""The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
+what each message changes there.
+
+admit, cancel, ...          a client's message, by the front
+from_worker, from_control   a worker's, or the supervisor's
+tick                        now: expire, dispatch, release
+
+What is to be sent is posted to outboxes, which the loop flushes once a turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, assert_never
+
+from shmserve.errors import QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages.inference import (
+    BatchFinished,
+    ExecutionResponded,
+    InstanceReady,
+    Release,
+    Submit,
+)
+from shmserve.ipc.messages.supervision import (
+    InstanceExited,
+    InstanceExpected,
+    InstanceRetired,
+    PoolFailed,
+    RetireInstance,
+    TicketGranted,
+)
+from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
+from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
+from shmserve.scheduler.front import Core
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.losses import Losses
+from shmserve.scheduler.instances.pool import Pool
+from shmserve.scheduler.instances.tickets import InstanceTickets
+from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.request import (
+    NEVER,
+    Event,
+    Lookup,
+    Outcome,
+    Request,
+    State,
+)
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
+
+logger = logging.getLogger(__name__)
+
+
+class BatchingCore(Core[Request]):
+    """One model version's requests, queued, batched and sent to its instances."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clients: Peers,
+        workers: Peers,
+        control: ControlLink,
+        cache: ResponseCache | None = None,
+    ) -> None:
+        self._to_workers = workers
+        self._to_control = control
+        self._name = settings.name
+        self._ordered = settings.preserve_ordering
+        self.statistics = Statistics(settings)
+        self._responses = Responses(clients, workers, self.statistics, self._ordered, cache)
+        self._queue = RequestQueue(settings)
+        self._tickets = InstanceTickets(control) if settings.rate_limited else None
+        self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
+        self._losses = Losses(
+            settings, self._pool, control, self._queue, self._responses, self.statistics
+        )
+        batcher = batcher_of(settings)
+        self._executions = Executions(
+            settings,
+            self._pool,
+            workers,
+            self._responses,
+            self.statistics,
+            self._losses,
+            batcher,
+            lambda request: self._dispatch.again(request),
+        )
+        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
+        self._dispatch: Dispatcher = (
+            Dispatch(settings, batcher, *parts)
+            if settings.sequences is None
+            else SequenceDispatch(settings, *parts)
+        )
+        self._awaits_sequences = False
+        self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def check(self, submit: Submit, now_ns: int) -> None:
+        if self._pool.failure:
+            raise Unavailable(self._pool.failure)
+        self._queue.check(submit, now_ns)
+
+    def admit(
+        self, client: Client[Request], submit: Submit, lookup: Lookup | None, now_ns: int
+    ) -> None:
+        if self._pool.failure:
+            raise Unavailable(self._pool.failure)
+        if self._pool.free and len(self._queue) and self._queue.full(submit.priority):
+            self._dispatch.run(now_ns)
+        identity = self._dispatch.identify(client, submit)
+        request = self._queue.admit(client, submit, now_ns)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        self._dispatch.admitted(request, identity)
+
+    def hit(self, client: Client[Request], submit: Submit, lookup: Lookup, now_ns: int) -> None:
+        # Only its turn may still have to come.
+        request = self._queue.admit(client, submit, now_ns, cached=True)
+        request.lookup = lookup
+        self._responses.admitted(request)
+        timing = Timing(now_ns, 0, 0, 0)
+        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
+
+    def retry_after_s(self, error: ShmserveError) -> int:
+        if not isinstance(error, QueueFull):
+            return 0
+        service_time = self._executions.service_time
+        return service_time.drain_s(len(self._queue), self._pool.ready_count)
+
+    def cancel(self, request: Request, now_ns: int) -> None:
+        match request.state:
+            case State.QUEUED | State.HELD:
+                self._withdraw(request, now_ns)
+                self._responses.fail(
+                    request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
+                )
+            case State.EXECUTING | State.RESPONDING:
+                request.meet(Event.CANCEL)
+                self._executions.cancel(request)
+            case _:
+                pass  # decided already
+
+    def _withdraw(self, request: Request, now_ns: int) -> None:
+        if request.state is State.QUEUED:
+            self._queue.remove(request)
+            self._dispatch.removed(request, now_ns)
+
+    def credit(self, request: Request, responses: int, now_ns: int) -> None:
+        if request.state is State.RESPONDING:
+            self._executions.credit(request, responses)
+
+    def release(self, client: Client[Request], message: Release) -> None:
+        self._executions.release(client.pid, message.pid, message.offsets)
+
+    def disconnect(self, client: Client[Request], now_ns: int) -> None:
+        for request in list(client.requests.values()):
+            match request.state:
+                case State.DONE:
+                    continue  # it was of a sequence of which another one was cancelled
+                case State.QUEUED | State.HELD:
+                    self._withdraw(request, now_ns)
+                case State.EXECUTING | State.RESPONDING:
+                    self._executions.cancel(request)
+                case _:
+                    pass
+            self._responses.abandon(request, now_ns)
+
+    def accepts_while_draining(self, submit: Submit) -> bool:
+        return self._dispatch.goes_on(submit)
+
+    def stop(self, request: Request, now_ns: int) -> None:
+        if request.state is State.FAILED_EARLY:
+            self._responses.close(request, now_ns)
+        else:
+            text = stopping(request.submit.request_id)
+            self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
+
+    # --- workers and supervisor -------------------------------------------------------------------
+
+    def from_worker(
+        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
+    ) -> None:
+        """Handle a worker's message."""
+        if isinstance(message, ExecutionResponded):
+            self._executions.responded(peer, message, now_ns)
+        else:
+            self._executions.handle(peer, message, now_ns)
+
+    def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
+        match message:
+            case InstanceExpected():
+                self._pool.expect(message.index, message.pid)
+            case InstanceExited():
+                lost = self._pool.exit(message.index)
+                self._losses.exited(lost, message.reason, now_ns)
+            case RetireInstance():
+                self._pool.retire(message.index)
+            case PoolFailed():
+                self._pool.fail(message.reason)
+            case TicketGranted():
+                if self._tickets is not None:
+                    self._tickets.granted(message.ticket)
+            case _:
+                assert_never(message)
+
+    def process_exited(self, pid: int, now_ns: int) -> None:
+        self._losses.exited(self._pool.exit_process(pid), "", now_ns)
+        self._executions.forget(pid)
+
+    def drain(self, sequences: bool) -> None:
+        self._awaits_sequences = sequences
+        if sequences and self._dispatch.open_sequences:
+            logger.info(
+                "waiting for the %d open sequences of model '%s' to end",
+                self._dispatch.open_sequences,
+                self._name,
+            )
+        self._dispatch.hurry()
+
+    @property
+    def unfinished(self) -> int:
+        return self._responses.live or (self._awaits_sequences and self._dispatch.open_sequences)
+
+    @property
+    def live(self) -> int:
+        return self._responses.live
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> int:
+        for request in self._queue.expired(now_ns):
+            self._expire(request, now_ns)
+        if now_ns >= self._limit_ns:
+            for slot in self._pool.overdue(now_ns):
+                self._losses.overrun(slot, now_ns)
+        if self._pool.failure:
+            self._refuse_waiting(self._pool.failure, now_ns)
+        wake_ns = self._dispatch.run(now_ns)
+        if self._tickets is not None:
+            self._tickets.end_turn()
+        if self._pool.retiring:
+            for index, pid in self._pool.take_retired(self._dispatch.needs):
+                self._to_control.post(InstanceRetired(index, pid))
+        if self._ordered:
+            self._responses.release(now_ns)
+            self._responses.sweep()
+        self._queue.sweep(self._responses.live)
+        # What begins before the next turn can only pass its limit later than this.
+        self._limit_ns = self._pool.next_limit_ns()
+        return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
+
+    def _expire(self, request: Request, now_ns: int) -> None:
+        early, reason, text = False, Reason.OTHER, EXPIRED
+        match request.state:
+            case State.QUEUED:
+                text = self._dispatch.expired_text(request)
+                self._queue.remove(request)
+                self._dispatch.removed(request, now_ns, expired=True)
+                reason = Reason.REJECTED
+            case State.EXECUTING | State.RESPONDING:
+                self._executions.cancel(request)
+                early = True
+            case State.HELD:
+                pass
+            case _:
+                return  # its other timer was first
+        self._responses.fail(request, "UNAVAILABLE", text, reason, now_ns, early)
+
+    def _refuse_waiting(self, reason: str, now_ns: int) -> None:
+        for request in self._queue.all():
+            self._queue.remove(request)
+            self._dispatch.removed(request, now_ns, apart=True)
+            self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
+
+    def gauges(self) -> dict[str, Any]:
+        return {
+            "pending": len(self._queue),
+            "executing": self._pool.executing,
+            "instances": self._pool.counts(),
+            "malformed": self._to_workers.malformed + self._executions.misplaced,
+        }

@@ -1,0 +1,288 @@
+"""The client front of a scheduler, the same for every kind: clients and dead peers, submit, cancel,
+credit, release, drain, stop, restore, reports. No clock, no socket.
+
+    client       Submit Cancel Credit Release ReportStatistics ─┐
+                                                               ├─> Front ──> Core
+    supervisor   Drain Stop ProcessExited KeepStatistics ... ──┘
+
+What becomes of a request that was admitted is its core's decision (batching.py, ensemble/core.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, assert_never
+
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.messages import ClientToScheduler
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Credit,
+    Failed,
+    MetricsReported,
+    Release,
+    ReportStatistics,
+    Submit,
+)
+from shmserve.ipc.messages.supervision import (
+    CountsInherited,
+    Drain,
+    Drained,
+    KeepStatistics,
+    ProcessExited,
+    ResizeCache,
+    Stop,
+)
+from shmserve.ipc.transport.peercred_router import last_number
+from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.reports import Reports
+from shmserve.scheduler.requests.client import Client, ClientTable, stopping
+from shmserve.scheduler.requests.queue import believable
+from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.statistics.counters import Reason, Statistics
+
+_DEAD_REMEMBERED = 64
+
+R = TypeVar("R")
+
+
+class Core(ABC, Generic[R]):
+    """The decisions of one kind of scheduler about the requests of a model version: pure, with the
+    time as an argument (monotonic ns). `R` is its kind of request; those of a client are in
+    `client.requests` from `admit` to their end."""
+
+    statistics: Statistics
+
+    @property
+    @abstractmethod
+    def live(self) -> int:
+        """How many requests have not ended."""
+
+    @property
+    def unfinished(self) -> int:
+        """How much a drain waits for."""
+        return self.live
+
+    @abstractmethod
+    def check(self, submit: Submit, now_ns: int) -> None:
+        """Raise ShmserveError where no request like this is admitted now, whatever its response;
+        `admit` checks the same."""
+
+    @abstractmethod
+    def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
+        """Take a request, of which the response cache said `lookup`. Raises ShmserveError."""
+
+    @abstractmethod
+    def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
+        """Take a request whose response is cached; it has passed `check`."""
+
+    @abstractmethod
+    def cancel(self, request: R, now_ns: int) -> None:
+        """Its client does not wait for a request any more."""
+
+    @abstractmethod
+    def credit(self, request: R, responses: int, now_ns: int) -> None:
+        """Its client has read so many responses."""
+
+    @abstractmethod
+    def release(self, client: Client[R], message: Release) -> None:
+        """A client has read outputs, which no response cache holds."""
+
+    @abstractmethod
+    def disconnect(self, client: Client[R], now_ns: int) -> None:
+        """A client is gone: nobody waits for its requests."""
+
+    @abstractmethod
+    def stop(self, request: R, now_ns: int) -> None:
+        """Fail a request: the scheduler ends."""
+
+    @abstractmethod
+    def process_exited(self, pid: int, now_ns: int) -> None:
+        """A process of the server is gone, with its memory and what it was running."""
+
+    @abstractmethod
+    def from_control(self, message: Any, now_ns: int) -> None:
+        """Handle a message of the supervisor's that only this kind of scheduler knows."""
+
+    @abstractmethod
+    def tick(self, now_ns: int) -> int:
+        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+
+    @abstractmethod
+    def gauges(self) -> dict[str, Any]:
+        """Pending, executing, instances and malformed frames now, as statistics have them."""
+
+    def drain(self, sequences: bool) -> None:
+        """Nothing more comes that would be worth waiting for; `sequences` that are open go on."""
+
+    def accepts_while_draining(self, submit: Submit) -> bool:
+        """Whether a request belongs to what is being finished."""
+        return False
+
+    def retry_after_s(self, error: ShmserveError) -> int:
+        """When a client that was refused may try again, in seconds; 0: unknown."""
+        return 0
+
+    def worded(self, text: str) -> str:
+        """An error as clients read it."""
+        return text
+
+
+class Front(Generic[R]):
+    """One scheduler's clients, and its life. `wall_clock` gives epoch ns; while it drains, nothing
+    new begins; once it has `stopped` it has nothing to do."""
+
+    def __init__(
+        self,
+        core: Core[R],
+        clients: Peers,
+        control: ControlLink,
+        wall_clock: Callable[[], int],
+        cache: ResponseCache | None = None,
+    ) -> None:
+        self._core = core
+        self._to_clients = clients
+        self._control = control
+        self._cache = cache
+        self._reports = Reports(core.statistics, clients, control, wall_clock, self._gauges)
+        self._clients: ClientTable[R] = ClientTable()
+        self._dead: dict[int, None] = {}  # processes, in the order of their ends
+        self._draining = False
+        self._drained = False
+        self.stopped = False
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        return self._core.live
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
+        """Handle a client's message."""
+        client = self._clients[peer]
+        match message:
+            case Submit():
+                self._submit(client, message, now_ns)
+            case Cancel():
+                request = client.requests.get(message.id)
+                if request is not None:
+                    self._core.cancel(request, now_ns)
+            case Credit():
+                request = client.requests.get(message.id)
+                if request is not None:
+                    self._core.credit(request, message.responses, now_ns)
+            case Release():
+                read = (client.pid, message.pid, message.offsets)
+                if self._cache is None or not self._cache.lent.release(*read):
+                    self._core.release(client, message)
+            case ReportStatistics():
+                self._reports.tell(peer, message.id, now_ns)
+            case _:
+                assert_never(message)
+
+    def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
+        if submit.id in client.requests or client.pid in self._dead:
+            # Nothing is owed: a response would be taken for the other request's, or by nobody.
+            self._reports.misplaced += 1
+            return
+        core, lookup = self._core, None
+        try:
+            if self._draining and not core.accepts_while_draining(submit):
+                raise Unavailable(stopping(submit.request_id))
+            if self._cache is not None:
+                core.check(submit, now_ns)
+                lookup = self._cache.look_up(submit)
+                if lookup is not None and lookup.body:
+                    core.hit(client, submit, lookup, now_ns)
+                    return
+            core.admit(client, submit, lookup, now_ns)
+        except ShmserveError as error:
+            self._refuse(client, submit, error, now_ns)
+
+    def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:
+        if not isinstance(error, InvalidArgument):
+            arrived_ns = believable(submit.arrived_ns, now_ns)
+            self._core.statistics.failed(arrived_ns, Reason.REJECTED, now_ns)
+        text, wait_s = self._core.worded(error.message), self._core.retry_after_s(error)
+        self._to_clients.post(client.peer, Failed(submit.id, error.code, text, wait_s, False))
+
+    # --- supervisor -------------------------------------------------------------------------------
+
+    def from_control(self, message: Any, now_ns: int) -> None:
+        """Handle a message of the supervisor's, a `SupervisorToScheduler` or one of the core's."""
+        match message:
+            case ProcessExited():
+                self._process_exited(message.pid, now_ns)
+            case CountsInherited():
+                self._reports.inherit(message, now_ns)
+            case KeepStatistics():
+                self._reports.keep_brief(now_ns)
+            case ResizeCache():
+                if self._cache is not None:
+                    self._cache.resize(message.byte_size)
+            case Drain():
+                self._reports.keep(now_ns)
+                self._draining, self._drained = True, False
+                self._core.drain(message.sequences)
+            case Stop():
+                self._stop(now_ns)
+            case _:
+                self._core.from_control(message, now_ns)
+
+    def _process_exited(self, pid: int, now_ns: int) -> None:
+        self._core.process_exited(pid, now_ns)
+        if self._cache is not None:
+            self._cache.process_exited(pid)
+        self._reports.exited(pid)
+        # Frames that it sent may still be on their way.
+        self._dead[pid] = None
+        if len(self._dead) > _DEAD_REMEMBERED:
+            del self._dead[next(iter(self._dead))]
+        for client in self._clients.of_process(pid):
+            del self._clients[client.peer]
+            self._core.disconnect(client, now_ns)
+
+    def _stop(self, now_ns: int) -> None:
+        self.stopped = True
+        for client in self._clients.values():
+            for request in list(client.requests.values()):
+                self._core.stop(request, now_ns)
+
+    def metrics_reported(self, peer: bytes, message: MetricsReported) -> None:
+        """An instance, whose address is `peer`, has metrics of its model's own."""
+        pid = last_number(peer)  # as the instance's InstanceReady says
+        if not (pid and peer.partition(b".")[0].isdigit()):
+            self.misplaced()
+        elif pid not in self._dead:
+            self._reports.metrics_reported(pid, message)
+
+    # --- time and counts --------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> int:
+        """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
+        wake_ns = self._core.tick(now_ns)
+        if self._draining and not self._drained and not self._core.unfinished:
+            self._drained = True
+            self._reports.keep(now_ns)
+            self._control.post(Drained())
+        return wake_ns
+
+    def restore(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
+        """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].
+
+        `alive` are the pids of the instances that it has left behind.
+        """
+        self._reports.go_on(kept, alive, now_ns)
+
+    def misplaced(self) -> None:
+        """A message was dropped because it makes no sense from its sender or now."""
+        self._reports.misplaced += 1
+
+    def _gauges(self) -> dict[str, Any]:
+        gauges = self._core.gauges()
+        gauges["cache"] = {} if self._cache is None else self._cache.gauges()
+        gauges["malformed"] += self._to_clients.malformed + self._control.malformed
+        return gauges

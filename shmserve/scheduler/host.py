@@ -1,0 +1,103 @@
+"""The host of schedulers, a process: its loop waits, takes, ticks and sends for all of them, and
+opens and closes them as the supervisor says.
+
+One model is one scheduler in a process of its own, except that the steps of an ensemble are
+scheduled beside it: then a step is a call (in_process.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+
+from shmserve import logs
+from shmserve.errors import ShmserveError
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
+from shmserve.ipc.messages.supervision import (
+    HostReady,
+    OpenScheduler,
+    SchedulerClosed,
+    SetLogging,
+    Stop,
+)
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.scheduler.hosted import KINDS, HostedScheduler
+from shmserve.scheduler.in_process import InProcessLinks
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.waiting import Waiter
+
+logger = logging.getLogger(__name__)
+
+
+class Host:
+    """Runs schedulers on their sockets until it is told to stop."""
+
+    def __init__(self, start: HostStart) -> None:
+        self._waiter = Waiter()
+        self._neighbours = InProcessLinks()
+        self._schedulers: list[HostedScheduler] = []
+        self._stopped = False
+        pid = os.getpid()
+        self._control = Dealer(endpoints.control(start.run_dir), f"host.{pid}")
+        self._waiter.watch(self._control.fd, self._from_supervisor)
+        self._control.send(HostReady(pid))
+
+    def run(self) -> None:
+        """Return after `Stop`."""
+        waiter, schedulers = self._waiter, self._schedulers
+        wake_ns = NEVER
+        try:
+            while not self._stopped:
+                live = sum([scheduler.live for scheduler in schedulers])
+                for fd, _ in waiter.wait(wake_ns, live):
+                    take = waiter.takers.get(fd)
+                    if take is not None:
+                        take()
+                wake_ns = self._turn()
+        finally:
+            for scheduler in schedulers:
+                scheduler.close()
+            self._control.close()
+
+    def _turn(self) -> int:
+        """Do what is due and send what came of it; returns when to come back."""
+        wake_ns = NEVER
+        while True:
+            for scheduler in self._schedulers:
+                scheduler.tick(time.monotonic_ns())
+            if not self._neighbours.deliver():
+                break
+        for scheduler in self._schedulers[:]:
+            scheduler.flush()
+            wake_ns = min(wake_ns, scheduler.wake_ns)
+            if scheduler.stopped:
+                self._schedulers.remove(scheduler)
+                scheduler.close()
+                self._control.send(SchedulerClosed(scheduler.number, ""))
+        return wake_ns
+
+    def _from_supervisor(self) -> None:
+        for message in self._control.receive():
+            match message:
+                case OpenScheduler():
+                    self._open(decode(SchedulerStart, message.start))
+                case SetLogging():
+                    logs.apply(logs.LogSettings(**message.settings))
+                case Stop():
+                    self._stopped = True
+                case _:
+                    logger.warning("unexpected %s", type(message).__name__)
+
+    def _open(self, start: SchedulerStart) -> None:
+        try:
+            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours)
+        except (ShmserveError, OSError) as error:
+            # Of no descriptor or memory left: others here go on.
+            logger.error("a scheduler cannot be opened: %s", error)
+            self._control.send(SchedulerClosed(start.number, str(error)))
+            return
+        self._schedulers.append(scheduler)
+        gc.freeze()  # what is here now stays: no collection needs to look at it

@@ -1,0 +1,267 @@
+"""A scheduler as its process hosts it: its sockets, its front and its core.
+
+    control          the supervisor's messages         ─┐
+    clients          gateways, workers, ensembles       ├─> front ──> core
+    local clients    programs outside the server       ─┘
+    its own peers    workers, or the schedulers of steps ───────────> core
+
+Each has a number of its own, from which its endpoints derive. `KINDS` has what differs by kind: the
+core, its peers, and what the supervisor may say to it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple, get_args
+
+from shmserve.ipc import endpoints
+from shmserve.ipc.memory.lent import LentMemory
+from shmserve.ipc.messages import (
+    ClientToScheduler,
+    LocalClientToScheduler,
+    SchedulerToClient,
+    SupervisorToBatching,
+    SupervisorToEnsemble,
+    SupervisorToScheduler,
+    WorkerToScheduler,
+)
+from shmserve.ipc.messages.inference import MetricsReported
+from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.start import CacheStart, SchedulerStart
+from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady
+from shmserve.ipc.transport.dealer import Dealer
+from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
+from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.ensemble.core import EnsembleCore
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
+from shmserve.scheduler.ensemble.steps.links import StepSchedulers
+from shmserve.scheduler.front import Core, Front
+from shmserve.scheduler.in_process import InProcessLinks
+from shmserve.scheduler.local_clients import ClientLinks, LocalClientListener
+from shmserve.scheduler.outboxes import Outbox
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.settings import Settings
+from shmserve.scheduler.waiting import Take, Waiter
+
+_PARTING_S = 0.3  # for the last responses to leave
+_MOST_READS = 1024  # before a drain begins: some client may never end
+
+
+class Parts(NamedTuple):
+    """What differs by kind: the core, what takes from its own peers, by descriptor, and all links
+    with messages to send, in the order in which they leave."""
+
+    core: Core[Any]
+    inboxes: dict[int, Take]
+    outboxes: tuple[Outbox, ...]
+
+
+class HostedScheduler(ABC):
+    """One scheduler. `touched`: something has come since its last turn; `wake_ns`: when it wants
+    the next one (monotonic ns)."""
+
+    allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
+
+    def __init__(self, start: SchedulerStart, waiter: Waiter, neighbours: InProcessLinks) -> None:
+        number, run_dir = start.number, start.run_dir
+        self.number = number
+        self.endpoint = endpoints.scheduler(run_dir, number)
+        self.touched = True
+        self.wake_ns = NEVER
+        self._start = start
+        self._waiter = waiter
+        self._neighbours = neighbours
+        self._settings = Settings.read(start.config, start.version, start.limits)
+        self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
+        self._routed = PeerCredRouter(self.endpoint, first_number)
+        self._local_clients = LocalClientListener.open(start)
+        self._clients = ClientLinks(self.endpoint, self._routed, self._local_clients, neighbours)
+        self._lent = LentMemory(start.arena_byte_size)
+        self._cache = _cache(start.cache, self._settings, self._lent)
+        self._core, peers, self._outboxes = self._parts()
+        self._front: Front[Any] = Front(
+            self._core, self._clients, self._control, time.time_ns, self._cache
+        )
+        if start.kept:
+            self._front.restore(start.kept, start.alive, time.monotonic_ns())
+        # The supervisor first: it says who is gone and who will come.
+        self._inboxes: dict[int, Take] = {
+            self._control.fd: self._from_control,
+            **peers,
+            self._routed.fd: self._from_clients,
+            self._local_clients.link.fd: self._from_local_clients,
+        }
+        for fd, take in self._inboxes.items():
+            waiter.watch(fd, take)
+        neighbours.enter(self.endpoint, self._from_neighbour)
+        self._control.send(SchedulerReady(os.getpid()))
+
+    @abstractmethod
+    def _parts(self) -> Parts:
+        """Make what this kind has."""
+
+    @property
+    def live(self) -> int:
+        """How many requests have not ended."""
+        return self._front.live
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to stop: it has nothing to do any more but to be closed."""
+        return self._front.stopped
+
+    # --- in
+
+    def _from_control(self) -> None:
+        self.touched = True
+        front, now_ns = self._front, time.monotonic_ns()
+        for message in self._control.receive():
+            if type(message) is Drain:
+                self._catch_up()
+            if type(message) is ProcessExited:
+                self._local_clients.forget(message.pid)
+            if type(message) in self.allowed:
+                front.from_control(message, now_ns)
+            else:
+                front.misplaced()
+
+    def _catch_up(self) -> None:
+        """Take what clients sent before they heard of a successor: it is here, and was promised."""
+        links = (self._routed, self._local_clients.link)
+        for _ in range(_MOST_READS):
+            ready = [link.fd for link in links if link.wait(0)]
+            if not ready:
+                return
+            for fd in ready:
+                self._inboxes[fd]()
+
+    def _from_clients(self) -> None:
+        self.touched = True
+        front, now_ns = self._front, time.monotonic_ns()
+        for peer, message in self._routed.receive():
+            if type(message) in _FROM_CLIENT:
+                front.from_client(peer, message, now_ns)
+            else:
+                front.misplaced()
+
+    def _from_neighbour(self, peer: bytes, message: Any) -> None:
+        self.touched = True
+        self._front.from_client(peer, message, time.monotonic_ns())
+
+    def _from_local_clients(self) -> None:
+        self.touched = True
+        front, now_ns = self._front, time.monotonic_ns()
+        local_clients = self._local_clients
+        for peer, message in local_clients.link.receive():
+            if type(message) not in _FROM_LOCAL_CLIENT:
+                front.misplaced()
+                continue
+            believed = local_clients.check(peer, message, now_ns)
+            if believed is not None:
+                front.from_client(peer, believed, now_ns)
+
+    # --- turns
+
+    def tick(self, now_ns: int) -> None:
+        """A turn, if it is due."""
+        if self.touched or now_ns >= self.wake_ns:
+            self.touched = False
+            self.wake_ns = self._front.tick(now_ns)
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        for outbox in self._outboxes:
+            outbox.flush()
+
+    def close(self) -> None:
+        """Close every link; what was said last has a moment to leave."""
+        self._neighbours.leave(self.endpoint)
+        for fd in self._inboxes:
+            self._waiter.unwatch(fd)
+        for outbox in self._outboxes:
+            outbox.close(_PARTING_S)
+
+
+class BatchingScheduler(HostedScheduler):
+    """The scheduler of a model that has instances: its peers are their workers."""
+
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+
+    def _parts(self) -> Parts:
+        endpoint = endpoints.instances(self._start.run_dir, self._start.number)
+        workers = PeerCredRouter(endpoint, last_number)
+        core = BatchingCore(self._settings, self._clients, workers, self._control, self._cache)
+
+        def from_workers() -> None:
+            self.touched = True
+            now_ns = time.monotonic_ns()
+            for peer, message in workers.receive():
+                if type(message) is MetricsReported:
+                    self._front.metrics_reported(peer, message)
+                elif type(message) in _FROM_WORKER:
+                    core.from_worker(peer, message, now_ns)
+                else:
+                    self._front.misplaced()
+
+        outboxes = (self._control, workers, self._routed, self._local_clients.link)
+        return Parts(core, {workers.fd: from_workers}, outboxes)
+
+
+class EnsembleScheduler(HostedScheduler):
+    """The scheduler of an ensemble: its peers are the schedulers of its steps, in this process or
+    in others."""
+
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+
+    def _parts(self) -> Parts:
+        start, control = self._start, self._control
+        identity = b"%d.%d" % (os.getpid(), start.number)
+
+        def from_step(endpoint: str, message: Any) -> None:
+            self.touched = True
+            if type(message) in _FROM_STEP:
+                core.from_step(endpoint, message, time.monotonic_ns())
+            else:
+                self._front.misplaced()
+
+        def memory_dropped(memory_id: int) -> None:
+            control.post(MemoryDropped(memory_id))
+
+        steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
+        self._memory = EnsembleMemory(self._lent, memory_dropped)
+        core = EnsembleCore(
+            self._settings,
+            start.config,
+            self._clients,
+            steps,
+            control,
+            self._memory,
+            self._cache,
+        )
+        # Steps before clients: who waits for their last words hears them first.
+        return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
+
+    def close(self) -> None:
+        super().close()
+        self._memory.close()
+
+
+def _cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
+    if not settings.cached or not start.byte_size:
+        return None
+    return ResponseCache(settings.name, settings.version, start, lent)
+
+
+KINDS: dict[str, type[HostedScheduler]] = {
+    "scheduler": BatchingScheduler,
+    "ensemble": EnsembleScheduler,
+}
+
+# What a peer may say: a well-formed message in the wrong direction is garbage too.
+_FROM_WORKER = frozenset(get_args(WorkerToScheduler))
+_FROM_CLIENT = frozenset(get_args(ClientToScheduler))
+_FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))
+_FROM_STEP = frozenset(get_args(SchedulerToClient))

@@ -1,0 +1,36 @@
+"""Outboxes, the links that messages are posted to: they leave together at the end of a turn."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Outbox(Protocol):
+    """A link with messages that wait to be sent."""
+
+    def flush(self) -> object:
+        """Send what is queued."""
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """End the link; what was sent has this long to arrive."""
+
+
+class Peers(Protocol):
+    """Messages to clients, or to workers, by address; `malformed` counts unreadable ones from
+    them."""
+
+    @property
+    def malformed(self) -> int:
+        """Unreadable frames so far."""
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Queue a message for one of them."""
+
+
+class ControlLink(Protocol):
+    """Messages to the supervisor; `malformed` counts unreadable ones from it."""
+
+    malformed: int
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""

@@ -1,0 +1,170 @@
+"""The processes that host schedulers: one for each model, or one for an ensemble and its steps.
+
+A scheduler is opened in the process that has one of its group already, or else in a new one, which
+ends with the last that it hosts. Its death is that of each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
+from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
+from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.zygote_client import Zygote
+
+logger = logging.getLogger(__name__)
+
+_ENTRY = "shmserve.scheduler.main:run"
+STOP_PATIENCE_S = 5.0
+
+
+class Group(NamedTuple):
+    """Models whose schedulers share a process, by their names, and that process's title."""
+
+    title: str
+    names: frozenset[str]
+
+
+class HostedScheduler:
+    """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
+    not any more."""
+
+    def __init__(self, host: _Host, name: str, number: int) -> None:
+        self.name = name
+        self.address = SchedulerAddress(host.child.pid, number)
+        self._host = host
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def child(self) -> Child:
+        """The process."""
+        return self._host.child
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither it nor its process has ended, as far as is known."""
+        return self.child.alive and not self.closed.done()
+
+
+class _Host:
+    """One process, and what it hosts by number; models of these `names` may share it."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.names: frozenset[str] = frozenset()
+        self.hosted: dict[int, HostedScheduler] = {}
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.awaited = 0  # who is about to open a scheduler there
+
+
+class SchedulerHosts:
+    """All of a server."""
+
+    def __init__(
+        self, control: ControlSocket, zygote: Zygote, run_dir: Path, logging: LogControl
+    ) -> None:
+        self._control = control
+        self._zygote = zygote
+        self._run_dir = run_dir
+        self._logging = logging
+        self._hosts: list[_Host] = []
+        self._spawning = asyncio.Lock()
+
+    async def open(
+        self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
+    ) -> HostedScheduler:
+        """Have a scheduler opened, whose messages `on_message` takes: it is there once it says
+        `SchedulerReady`. Raises Unavailable when no process can host it.
+        """
+        host = await self._host(group)
+        host.awaited += 1
+        try:
+            await _either(host.ready, host.child.exited)
+        finally:
+            host.awaited -= 1
+        if not host.child.alive:
+            raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
+        hosted = host.hosted[start.number] = HostedScheduler(
+            host, start.config["name"], start.number
+        )
+        self._control.enrol(hosted.address, start.kind, on_message)
+        self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
+        return hosted
+
+    def misplaced(self, hosted: HostedScheduler, group: Group) -> bool:
+        """Whether a scheduler is in another process than one of this group would be opened in."""
+        host = hosted._host
+        if len(group.names) == 1:
+            return any(each.name not in group.names for each in host.hosted.values())
+        return self._known(group) not in (None, host)
+
+    def _known(self, group: Group) -> _Host | None:
+        if len(group.names) > 1:
+            for host in self._hosts:
+                if host.child.alive and host.names & group.names:
+                    return host
+        return None
+
+    async def _host(self, group: Group) -> _Host:
+        """The process that hosts one of a group, or a new one."""
+        async with self._spawning:
+            self._hosts = [host for host in self._hosts if host.child.alive]
+            known = self._known(group)
+            if known is not None:
+                known.names |= group.names
+                return known
+            start = HostStart(group.title, self._run_dir, self._logging.settings)
+            child = await self._zygote.spawn(group.title, _ENTRY, encode(start))
+            host = _Host(child)
+            if len(group.names) > 1:
+                host.names = group.names
+            self._hosts.append(host)
+            self._control.enrol(child.pid, "host", partial(self._from_host, host))
+            return host
+
+    def _from_host(self, host: _Host, message: Any) -> None:
+        self._logging.on_message(host.child.pid, message)
+        match message:
+            case m.HostReady():
+                if not host.ready.done():
+                    host.ready.set_result(None)
+            case m.SchedulerClosed(number, reason):
+                hosted = host.hosted.get(number)
+                if hosted is not None:
+                    if reason:
+                        logger.error("a scheduler could not be opened: %s", reason)
+                    if not hosted.closed.done():
+                        hosted.closed.set_result(None)
+
+    async def close(self, hosted: HostedScheduler, patience_s: float = STOP_PATIENCE_S) -> None:
+        """End a scheduler, and its process if it was the last there; returns when it has."""
+        host = hosted._host
+        self._control.send(hosted.address, m.Stop())
+        await _either(hosted.closed, host.child.exited, timeout_s=patience_s)
+        if not hosted.closed.done():
+            hosted.closed.set_result(None)
+        host.hosted.pop(hosted.address.number, None)
+        self._control.withdraw(hosted.address)
+        if host.hosted or host.awaited:
+            return
+        if host in self._hosts:
+            self._hosts.remove(host)
+        if not host.child.alive:
+            return
+        self._control.send(host.child.pid, m.Stop())
+        await _either(host.child.exited, timeout_s=patience_s)
+        host.child.kill()
+        await host.child.gone()
+
+
+async def _either(*futures: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,171 @@
+"""Where the steps of ensembles are scheduled: beside their ensemble, from load to unload."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shmserve.client
+from tests.rigs.pipelines import add_ensemble, add_model, step
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+
+ONE = 'return self.response(Y=self.input(request, "X") + 1)'
+PATIENCE_S = 20.0
+
+
+def xy(name: str, given: str, made: str) -> str:
+    return step(name, {"X": given}, {"Y": made})
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """a -> b: "first"; b -> c: "second"; c -> d: "third"; and "alone"."""
+    repository = tmp_path / "models"
+    for name in ("a", "b", "c", "d", "alone"):
+        add_model(repository, name, ONE)
+    for name, begins, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
+        add_ensemble(repository, name, [xy(begins, "IN", "m"), xy(ends, "m", "OUT")])
+    return repository
+
+
+def schedulers(server: Server) -> list[str]:
+    """The titles of the processes that host schedulers."""
+    titles = server.titles().elements()
+    return sorted(title for title in titles if title.startswith(("scheduler ", "ensemble ")))
+
+
+def load(server: Server, name: str, what: str = "load") -> None:
+    with server.http() as http:
+        reply = http.post(f"/v2/repository/models/{name}/{what}")
+        assert reply.status == 200, reply.body
+
+
+class Asking:
+    """Programs that ask models without a pause, by HTTP and by memory, and what went wrong."""
+
+    def __init__(self, server: Server, *models: str) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self.wrong: list[str] = []
+        self.right = 0
+        self._threads = [
+            threading.Thread(target=ask, args=(model,))
+            for model in models
+            for ask in (self._by_http, self._by_memory)
+        ]
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _by_http(self, model: str) -> None:
+        values = np.arange(20_000, dtype=np.float32)
+        given = [("X", "FP32", [values.size], values.tobytes())]
+        wanted = [{"name": "Y", "parameters": {"binary_data": True}}]
+        with self._server.http() as http:
+            while not self._over.is_set():
+                reply = http.infer_binary(model, given, outputs=wanted)
+                if reply.status != 200:
+                    self.wrong.append(f"{model}: {reply.status} {reply.error}")
+                elif (reply.tensors()["Y"] != values + 1).any():
+                    self.wrong.append(f"{model}: wrong values")
+                else:
+                    self.right += 1
+
+    def _by_memory(self, model: str) -> None:
+        values = np.arange(20_000, dtype=np.float32)
+        with shmserve.client.connect(self._server.run_dir) as client:
+            while not self._over.is_set():
+                try:
+                    if (client.infer(model, {"X": values})["Y"] != values + 1).any():
+                        self.wrong.append(f"{model}: wrong values")
+                except shmserve.client.ShmserveError as error:
+                    self.wrong.append(f"{model}: {error}")
+
+
+@pytest.fixture
+def server(repository: Path) -> Iterator[Server]:
+    with running(repository, "--model-control-mode=explicit") as started:
+        yield started
+
+
+def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: Path) -> None:
+    with running(repository) as server:
+        assert schedulers(server) == ["ensemble first", "scheduler alone"]
+        with Asking(server, "a", "c") as asking, server.http() as http:
+            for name in ("first", "second", "third"):
+                given = [("IN", "FP32", [1], np.float32(1).tobytes())]
+                wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+                reply = http.infer_binary(name, given, outputs=wanted)
+                assert reply.tensors()["OUT"].tolist() == [3.0]
+            until("steps are asked directly", lambda: asking.right > 20, PATIENCE_S)
+        assert asking.wrong == []
+
+
+def test_each_model_is_in_a_process_of_its_own_where_that_is_asked_for(repository: Path) -> None:
+    with running(repository, "--ensemble-scheduling=separate") as server:
+        ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
+        assert schedulers(server) == [
+            *ensembles,
+            *(f"scheduler {name}" for name in ("a", "alone", "b", "c", "d")),
+        ]
+
+
+def test_models_move_to_an_ensemble_that_is_loaded_and_away_from_one_that_is_not(
+    server: Server,
+) -> None:
+    for name in ("a", "b", "c", "alone"):
+        load(server, name)
+    separate = [f"scheduler {name}" for name in ("a", "alone", "b", "c")]
+    assert schedulers(server) == separate
+    with Asking(server, "a", "b", "c", "alone") as asking:
+        for _ in range(2):
+            load(server, "first")
+            shared = ["ensemble first", "scheduler alone", "scheduler c"]
+            until("a and b move", lambda: schedulers(server) == shared, PATIENCE_S)  # noqa: B023
+            load(server, "second")
+            all_shared = ["ensemble first", "scheduler alone"]
+            until("c moves", lambda: schedulers(server) == all_shared, PATIENCE_S)  # noqa: B023
+            seen = asking.right
+            until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)  # noqa: B023
+            load(server, "second", "unload")
+            until("c moves", lambda: len(schedulers(server)) == 3, PATIENCE_S)
+            load(server, "first", "unload")
+            until("all are alone", lambda: len(schedulers(server)) == 4, PATIENCE_S)
+    assert asking.wrong == []
+
+
+def test_components_that_an_ensemble_connects_become_one(server: Server) -> None:
+    load(server, "first")
+    load(server, "third")
+    assert schedulers(server) == ["ensemble first", "ensemble third"]
+    with Asking(server, "a", "c", "d") as asking:
+        load(server, "second")
+        until("all are in one", lambda: len(schedulers(server)) == 1, PATIENCE_S)
+        seen = asking.right
+        until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)
+    assert asking.wrong == []
+
+
+def test_a_step_is_reloaded_beside_its_ensemble(server: Server, repository: Path) -> None:
+    load(server, "first")
+    code = repository / "a" / "1" / "model.py"
+    with Asking(server, "a", "b") as asking:
+        for number in range(3):
+            code.write_text(code.read_text() + f"\n# {number}\n")
+            load(server, "a")
+            assert schedulers(server) == ["ensemble first"]
+        seen = asking.right
+        until("all are asked", lambda: asking.right > seen + 50, PATIENCE_S)
+    assert asking.wrong == []

@@ -1,0 +1,45 @@
+"""Memory that was forgotten: tokens that the server's code has dropped before they were settled."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+
+from shmserve.ipc.memory import lent
+
+LOST: list[str] = []  # where each was dropped
+_OURS = ("/shmserve/", "/ipc/", "/workers/")
+_collecting: list[str] = []
+
+
+def _server_frames() -> list[FrameType]:
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(3)  # not ours, nor lent.py's
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in _OURS) and "/tests/" not in name:
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _lost(token: lent.Token) -> None:
+    # A test that ends drops all that it has made, and the collector finds what others have left.
+    frames = [] if _collecting else _server_frames()
+    if frames:
+        way = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
+        LOST.append(f"{type(token).__name__} was dropped unsettled in {way}")
+
+
+def _on_collection(phase: str, info: dict[str, int]) -> None:
+    if phase == "start":
+        _collecting.append(phase)
+    else:
+        _collecting.clear()
+
+
+def watch() -> None:
+    """Write down what is lost from now on."""
+    gc.callbacks.append(_on_collection)
+    lent.watch(_lost)

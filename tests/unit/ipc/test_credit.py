@@ -1,0 +1,60 @@
+"""The credit of streams: a sender and a reader, whatever their order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.ipc.credit import (
+    BYTES_TOGETHER,
+    FIRST_CREDIT,
+    MOST_UNREAD_BYTES,
+    TOGETHER,
+    ReadWindow,
+    SendWindow,
+)
+
+SIZES = st.sampled_from([0, 1, 1000, BYTES_TOGETHER - 1, MOST_UNREAD_BYTES, 2 * MOST_UNREAD_BYTES])
+
+
+@given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 40)), max_size=200))
+def test_what_is_unread_is_bounded_and_never_stuck(
+    placed: bool, steps: list[tuple[int, int]]
+) -> None:
+    sender, reader = SendWindow(placed), ReadWindow(placed)
+    on_the_way: list[int] = []
+    for size, reads in steps:
+        if sender.is_open:
+            sender.sent(size)
+            on_the_way.append(size)
+        assert sender.unread <= (1 if placed else FIRST_CREDIT)
+        for _ in range(min(reads, len(on_the_way))):
+            credit = reader.read(on_the_way.pop(0))
+            assert sender.read(credit) == credit
+    while on_the_way:
+        sender.read(reader.read(on_the_way.pop(0)))
+    assert sender.is_open, "who has read all gets the next"
+
+
+@pytest.mark.parametrize(
+    ("placed", "size", "most"),
+    [(False, 1, FIRST_CREDIT), (True, 1, 1), (False, MOST_UNREAD_BYTES // 4, 4)],
+)
+def test_a_window_closes(placed: bool, size: int, most: int) -> None:
+    window = SendWindow(placed)
+    for _ in range(most):
+        assert window.is_open
+        window.sent(size)
+    assert not window.is_open
+    assert (window.read(most + 7), window.unread) == (most, 0)
+    assert window.is_open and window.read(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("placed", "size", "together"), [(False, 1, TOGETHER), (True, 1, 1), (False, BYTES_TOGETHER, 1)]
+)
+def test_small_responses_are_credited_together(placed: bool, size: int, together: int) -> None:
+    window = ReadWindow(placed)
+    credited = [window.read(size) for _ in range(2 * together)]
+    assert credited == [*[0] * (together - 1), together] * 2

@@ -1,0 +1,63 @@
+"""Views of shared memory that become private: they keep what they show, whoever writes later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.memory.mappings import Mappings
+from tests.rigs.worker_rig import Region
+
+SIZE = 5 * 4096 + 100  # its last page is not whole
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    made = Region(SIZE)
+    made.write(0, np.full(SIZE, 1, np.uint8))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("offset", "size"), [(0, SIZE), (0, 1), (4095, 2), (8192, 4096), (SIZE - 7, 7)]
+)
+def test_views_keep_what_they_show(region: Region, offset: int, size: int) -> None:
+    mappings = Mappings()
+    place = region.place(offset, size)
+    kept = np.frombuffer(mappings.view(place), np.uint8)
+    part = kept[-1:]
+    mappings.detach([place])
+    region.write(0, np.full(SIZE, 2, np.uint8))
+    assert set(kept) == set(part) == {1}
+    kept[:] = 3  # which no one else sees
+    assert set(region.read(0, SIZE)) == {2} and set(mappings.view(place)) == {2}
+    assert len(mappings) == 1
+    mappings.drop_all()
+
+
+def test_several_views_of_one_memory(region: Region) -> None:
+    mappings = Mappings()
+    places = [region.place(0, 10), region.place(9000, 10), region.place(20, 10)]
+    views = [mappings.view(place) for place in places]
+    other = mappings.view(region.place(3 * 4096, 10))
+    mappings.detach(places)
+    region.write(0, np.full(SIZE, 2, np.uint8))
+    assert all(set(view) == {1} for view in views)
+    assert set(other) == {2}  # on a page of its own
+    mappings.drop_all()
+
+
+def test_memory_that_was_truncated_is_not_touched(region: Region) -> None:
+    mappings = Mappings()
+    place = region.place(4096, 4096)
+    view = mappings.view(place)
+    os.ftruncate(region.fd, 4096)
+    with pytest.raises(InvalidArgument, match="truncated"):
+        mappings.detach([place])
+    del view
+    mappings.drop_all()

@@ -1,0 +1,116 @@
+"""Memory that is lent: who has it, how it comes back, and that tests hear of what is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.memory.lent import Block, Holding, LentMemory, Readers, releases, unread
+from shmserve.ipc.messages.inference import Release
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from tests.support import tokens
+
+READER, OTHER = 7, 8
+
+
+@pytest.fixture
+def memory() -> Iterator[LentMemory]:
+    made = LentMemory(1 << 16)
+    yield made
+    made.close()
+
+
+def lent(memory: LentMemory, reader: int, byte_size: int = 100) -> Block:
+    block = memory.allocate(byte_size)
+    memory.lend(reader, block.place, block)
+    return block
+
+
+def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> None:
+    block = memory.write(b"x" * 100)
+    block.acquire()
+    block.release()
+    assert memory.used >= 100
+    block.release()
+    assert memory.used == 0
+
+
+def test_only_its_reader_gives_a_block_back(memory: LentMemory) -> None:
+    place = lent(memory, READER).place
+    pid, offset = place.memory.pid, place.offset
+    assert not memory.release(OTHER, pid, [offset])
+    assert not memory.release(READER, pid + 1, [offset])
+    assert not memory.release(READER, pid, [offset + 64])
+    assert memory.used
+    assert memory.release(READER, pid, [offset, offset])
+    assert (memory.used, len(memory)) == (0, 0)
+    assert not memory.release(READER, pid, [offset])
+
+
+def test_a_reader_that_ends_gives_all_back(memory: LentMemory) -> None:
+    for reader in (READER, OTHER, READER):
+        lent(memory, reader)
+    memory.drop_reader(READER)
+    assert len(memory) == 1
+    memory.drop_reader(OTHER)
+    memory.drop_reader(OTHER)
+    assert memory.used == 0
+
+
+def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
+    block = lent(memory, READER)
+    block.acquire()
+    memory.lend(READER, block.place, block)
+    for used in (True, False):
+        memory.release(READER, block.place.memory.pid, [block.place.offset])
+        assert bool(memory.used) == used
+
+
+def test_memory_that_is_full_says_so(memory: LentMemory) -> None:
+    blocks = [memory.allocate(1 << 15), memory.allocate(1 << 15)]
+    with pytest.raises(Unavailable, match="server memory for tensors is full"):
+        memory.allocate(1)
+    for block in blocks:
+        block.release()
+    memory.allocate(1 << 16).release()
+
+
+def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
+    readers = Readers()
+    readers.lend(READER, 0, Holding(lambda: None))
+    readers._lent.clear()  # the test's own doing
+    assert tokens.LOST == []
+    source = compile("def drop(make): make()", "/shmserve/somewhere.py", "exec")
+    there: dict[str, object] = {}
+    exec(source, there)
+    there["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
+    assert len(tokens.LOST) == 1 and "Holding was dropped unsettled" in tokens.LOST.pop()
+
+
+def place(memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Place:
+    handle = CudaHandle(b"h" * 64, 0) if cuda else None
+    return Place(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
+
+
+def test_releases_name_each_process_once_and_no_client() -> None:
+    places = {
+        "a": place(1, 10, 0),
+        "b": place(2, 11, 64),
+        "c": place(1, 10, 128),
+        "region": place(3, 12, 0, sealed=False),
+        "device": place(4, 0, 0, cuda=True),
+        "own": place(5, 13, 0),
+    }
+    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in places.items()]
+    outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
+    assert releases(outputs, {5}) == [Release(10, [0, 128]), Release(11, [64])]
+    body = pack_inferred(Inferred(tuple(outputs)))
+    assert unread(body) == [Release(10, [0, 128]), Release(11, [64]), Release(13, [0])]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90"])
+def test_what_is_no_response_has_nothing(body: bytes) -> None:
+    assert unread(body) == []

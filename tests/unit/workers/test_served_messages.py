@@ -1,0 +1,99 @@
+"""Messages of the scheduler that an instance serves: batches, or those in its backend's table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.inference import pack_inference, unpack_inferred
+from shmserve.workers.backends import Output, Request, Response, ResponseStream
+from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+from tests.rigs.worker_rig import (
+    CLIENT_PID,
+    FunctionBackend,
+    inference,
+    model_config,
+    rig,
+    tensor,
+    tensor_config,
+)
+
+CONFIG = model_config([tensor_config("X", "FP32", [-1])], [tensor_config("Y", "FP32", [-1])])
+
+
+@dataclass
+class Step:
+    """A message of a scheduler that plans more than batches."""
+
+    number: int
+    requests: list[m.Work] = field(default_factory=list)
+    live: int = 1
+
+
+class StepBackend(FunctionBackend):
+    """A backend that serves steps: each request that a step brings gets twice its input."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context, None)
+        self.steps: list[tuple[int, list[bool]]] = []
+
+    def serve(self, writer: Any, unpacker: Any) -> MessageTable:
+        """Steps, and nothing else."""
+
+        def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
+            self.steps.append((message.number, [opened.cancelled for opened in requests]))
+            for opened in requests:
+                request: Request = unpacker.request(opened.work)
+                doubled = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
+                ResponseStream(writer, opened, request).send(Response([doubled]), final=True)
+            if message.number < 0:
+                return None
+            return m.BatchFinished(message.number, 0, 0, 0, 0, [])
+
+        return {Step: step}
+
+
+def work(key: int, value: float) -> m.Work:
+    """A request of one number."""
+    x = tensor("X", np.array([value], np.float32))
+    return m.Work(key, CLIENT_PID, pack_inference(inference(x)))
+
+
+def test_a_backend_serves_messages_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(tmp_path) as made:
+        backend = StepBackend(made.context)
+        made.serve(backend, CONFIG)
+        instance = made.instance
+        link = instance.link
+        link._take(Step(7, [work(1, 3.0), work(2, 4.0)], live=5))
+        link._take(m.CancelExecution(2))  # behind what brought it
+        link._take(Step(-1))
+        link._take(m.Execute(1, [work(3, 1.0)]))  # nothing that it serves
+        assert "unexpected Execute" in caplog.text
+        assert not link._open.keys() - {1, 2}
+        instance.serve_commands()
+        assert backend.steps == [(7, [False, True]), (-1, [])]
+        assert instance._live == 1 and not link.has_open
+        first, second, finished = made.said()
+        assert (first.key, first.code, first.final) == (1, "", True)
+        answer = unpack_inferred(first.body).outputs[0]
+        assert answer.data == np.array([6.0], np.float32).tobytes()
+        assert (second.key, second.body, second.final) == (2, b"", True)
+        assert isinstance(finished, m.BatchFinished) and finished.batch == 7
+
+
+def test_batches_are_the_default(tmp_path: Path) -> None:
+    with rig(tmp_path) as made:
+        backend = FunctionBackend(made.context, lambda requests: [Response() for _ in requests])
+        made.serve(backend, CONFIG)
+        made.instance.link._take(m.Execute(3, [work(1, 1.0)], live=4))
+        made.instance.serve_commands()
+        (finished,) = made.said()
+        assert (finished.batch, len(finished.replies), made.instance._live) == (3, 1, 4)
