@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo classifier test lint types wheel-check check bench differential
+.PHONY: help setup demo classifier test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,12 @@ classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, 
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests
+
+# One seed a run: SEEDS=N of them, from FIRST on.
+SEEDS ?= 1000
+FIRST ?= 0
+simulate: $(STAMP)  ## the schedulers' cores in one process, under faults by SEEDS=N seeds
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
 
 lint: $(STAMP)  ## ruff, its rules and its format
 	$(BIN)/ruff check .

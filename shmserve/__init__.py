@@ -22,7 +22,7 @@ scheduler_process.py and instance_processes.py;
 rollout.py lets it serve and publishes it.
 
 A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
-starts another one with a backoff; scheduler/instances/losses.py decides which of its
+starts another one with a backoff; scheduler/batchers/recovery.py decides which of its
 requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),

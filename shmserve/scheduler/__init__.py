@@ -18,10 +18,10 @@ batchers/               base.py, dynamic.py, adaptive.py
                         estimates.py    what the adaptive one learns
                         dispatcher.py, dispatch.py
                                         from the queue to the instances
+                        recovery.py     workers that died, overran or talked nonsense: retries
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
-                        losses.py       workers that died, overran or talked nonsense: retries
                         service_time.py moving averages of how long executions take
 response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
 statistics/             counters, histograms, quantiles, responses by index

@@ -32,10 +32,10 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.losses import Losses
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.outboxes import ControlLink, Peers
@@ -78,7 +78,7 @@ class BatchingCore(Core[Request]):
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
-        self._losses = Losses(
+        self._recovery = Recovery(
             settings, self._pool, control, self._queue, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
@@ -88,7 +88,7 @@ class BatchingCore(Core[Request]):
             workers,
             self._responses,
             self.statistics,
-            self._losses,
+            self._recovery,
             batcher,
             lambda request: self._dispatch.again(request),
         )
@@ -200,7 +200,7 @@ class BatchingCore(Core[Request]):
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
-                self._losses.exited(lost, message.reason, now_ns)
+                self._recovery.exited(lost, message.reason, self._dispatch, now_ns)
             case RetireInstance():
                 self._pool.retire(message.index)
             case PoolFailed():
@@ -212,7 +212,7 @@ class BatchingCore(Core[Request]):
                 assert_never(message)
 
     def process_exited(self, pid: int, now_ns: int) -> None:
-        self._losses.exited(self._pool.exit_process(pid), "", now_ns)
+        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch, now_ns)
         self._executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
@@ -240,7 +240,7 @@ class BatchingCore(Core[Request]):
             self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
             for slot in self._pool.overdue(now_ns):
-                self._losses.overrun(slot, now_ns)
+                self._recovery.overrun(slot, now_ns)
         if self._pool.failure:
             self._refuse_waiting(self._pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)

@@ -34,7 +34,7 @@ from shmserve.ipc.messages.supervision import (
     ResizeCache,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import last_number
+from shmserve.ipc.transport.peercred_router import first_number, last_number
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping
@@ -161,7 +161,10 @@ class Front(Generic[R]):
     # --- clients ----------------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
-        """Handle a client's message."""
+        """Handle a client's message; one of a process that is gone by now is dropped."""
+        if first_number(peer) in self._dead:
+            self.misplaced()
+            return
         client = self._clients[peer]
         match message:
             case Submit():
@@ -184,9 +187,9 @@ class Front(Generic[R]):
                 assert_never(message)
 
     def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
-        if submit.id in client.requests or client.pid in self._dead:
-            # Nothing is owed: a response would be taken for the other request's, or by nobody.
-            self._reports.misplaced += 1
+        if submit.id in client.requests:
+            # Nothing is owed: a response would be taken for the other request's.
+            self.misplaced()
             return
         core, lookup = self._core, None
         try:

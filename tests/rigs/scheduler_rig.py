@@ -25,6 +25,7 @@ from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000
 GATEWAY = b"7000.ab"
+REPORTER = b"6999.cd"
 WALL_NS = 1_700_000_000_000_000_000
 
 
@@ -184,7 +185,7 @@ class Rig:
     def report(self) -> dict[str, Any]:
         """The statistics, as a client gets them."""
         self.clients.take()
-        self.client(m.ReportStatistics(5))
+        self.client(m.ReportStatistics(5), REPORTER)
         (answer,) = self.answers()
         assert isinstance(answer, m.StatisticsReported) and answer.id == 5
         return answer.statistics

@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "scheduler", "scheduler.statistics", "scheduler.response_cache"),
     ),
     "scheduler.response_cache": ("ipc.*", "scheduler.requests"),
-    "scheduler.batchers": ("ipc.*", "scheduler", "scheduler.requests", "scheduler.instances"),
+    "scheduler.batchers": ("ipc.*", "scheduler.*"),
     "scheduler.batchers.sequence": (
         "ipc.*",
         "scheduler",

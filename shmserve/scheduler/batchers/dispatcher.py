@@ -50,6 +50,10 @@ class Dispatcher(ABC):
         """Its model has asked for an executed request once more; whether it gets it."""
         return False
 
+    def lost_text(self, request: Request) -> str:
+        """Why a request whose worker died in the middle cannot run again; "": it may."""
+        return ""
+
     def expired_text(self, request: Request) -> str:
         """What a request is told whose time is over while it waits."""
         return EXPIRED

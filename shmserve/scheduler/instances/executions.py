@@ -22,7 +22,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.scheduler.batchers.base import Batcher, Closed
-from shmserve.scheduler.instances.losses import Losses
+from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.outboxes import Peers
@@ -49,7 +49,7 @@ class Executions:
         workers: Peers,
         responses: Responses,
         statistics: Statistics,
-        losses: Losses,
+        recovery: Recovery,
         batcher: Batcher,
         again: Callable[[Request], bool],
     ) -> None:
@@ -58,7 +58,7 @@ class Executions:
         self._decoupled = settings.decoupled
         self._padding = settings.padding
         self._pool = pool
-        self._losses = losses
+        self._recovery = recovery
         self._batcher = batcher if batcher.learns else None
         self._again = again
         self._workers = workers
@@ -131,7 +131,7 @@ class Executions:
                     self.misplaced += 1
                 elif (execution := slot.executions[0]).id != message.batch:
                     self.misplaced += 1
-                    self._losses.distrusted(slot, now_ns)
+                    self._recovery.distrusted(slot, now_ns)
                 else:
                     self._returned(slot, execution, message, now_ns)
             case InstanceReady():

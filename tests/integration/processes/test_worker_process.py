@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -34,16 +32,12 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_infe
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
 from tests.support.waiting import until
 
 T = TypeVar("T")
 _PATIENCE_MS = 20_000
-_START = """
-import sys
-from shmserve.workers.main import run
-run(sys.stdin.buffer.read())
-"""
 MODEL = """
 import os, sys, time
 import torch
@@ -78,7 +72,7 @@ class Worker:
         self.control = Router(f"ipc://{run_dir}/control")
         self.schedulers: dict[str, Router] = {}
         self.log = folder / "stderr"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
         self.batches = 0
 
     def start(self, **changes: Any) -> None:
@@ -101,12 +95,7 @@ class Worker:
             **changes,
         }
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START], stdin=subprocess.PIPE, stderr=log
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(WorkerStart(**args)))
-        self.process.stdin.close()
+            self.process = forker(WORKER).fork(encode(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
         assert self.expect(m.WorkerStarted).pid == self.pid
 
@@ -176,15 +165,21 @@ class Worker:
 
     def close(self) -> None:
         """End it, whatever it does."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
         for router in (self.control, *self.schedulers.values()):
             router.close()
 
 
+@pytest.fixture(scope="module")
+def zygote() -> None:
+    """The process from which workers are forked, which outlives the tests."""
+    forker(WORKER)
+
+
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
+def worker(zygote: None, tmp_path: Path) -> Iterator[Worker]:
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
         made = Worker(tmp_path, Path(run_dir))

@@ -17,7 +17,6 @@ from shmserve.scheduler.batchers.sequence.lane import Lane, Rows, Sequence
 from shmserve.scheduler.batchers.sequence.oldest import OldestLane
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.losses import state_lost
 from shmserve.scheduler.instances.pool import Pool, Slot
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
@@ -108,6 +107,10 @@ class SequenceDispatch(Dispatcher):
                 self._name,
             )
 
+    def lost_text(self, request: Request) -> str:
+        """As `Dispatcher` says: the sequence's state is lost with its instance."""
+        return _state_lost(request.sequence)
+
     def expired_text(self, request: Request) -> str:
         """As `Dispatcher` says: of a sequence that waits for a slot, all goes."""
         return EXPIRED if request.sequence.lane is not None else _BACKLOG_EXPIRED
@@ -177,7 +180,7 @@ class SequenceDispatch(Dispatcher):
         there = {slot.peer: slot for slot in self._pool.ready()}
         for peer in self._lanes.keys() - there.keys():
             for sequence in self._sequences.leave(self._lanes.pop(peer)):
-                text = state_lost(sequence.id)
+                text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
         for slot in sorted(there.values(), key=lambda slot: slot.index):
@@ -231,6 +234,13 @@ class SequenceDispatch(Dispatcher):
         elif isinstance(decision, WaitUntil):
             return decision.ns
         return NEVER
+
+
+def _state_lost(sequence: Sequence) -> str:
+    return (
+        f"the model's worker died, and the state of sequence {sequence.id} is lost with it: "
+        "begin the sequence again, with the START flag"
+    )
 
 
 def _row(number: int, sequence: Sequence | None) -> SequenceRow:

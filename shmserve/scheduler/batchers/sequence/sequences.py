@@ -231,7 +231,8 @@ class Sequences:
             lane.withdraw(sequence)
             lane.runs.append(sequence)
             begun.append(request)
-            if sequence.ended and not sequence.waiting and not self._once:
+            # One that has ended otherwise goes when this has returned: its instance is to be told.
+            if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
                 over.append(sequence)
         for sequence in over:
             self._release(sequence)

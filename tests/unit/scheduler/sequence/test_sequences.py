@@ -519,6 +519,19 @@ def test_3_5_the_worker_is_told_of_an_end_that_does_not_run(rig: SequenceRig) ->
     assert ended(rig) == [] and rig.batches() == {0: [2]}
 
 
+def test_3_5_the_worker_is_told_where_what_runs_last_was_not_to_be_the_last(
+    rig: SequenceRig,
+) -> None:
+    begun(rig)
+    rig.ask(2, START)  # the instance is busy
+    rig.ask(1)
+    rig.client(m.Cancel(rig.ask(1)))
+    rig.done()
+    assert ended(rig) == []
+    rig.done()
+    assert ended(rig) == [[0]]
+
+
 def test_3_5_the_worker_is_told_of_what_is_idle_before_the_next_begins() -> None:
     rig = SequenceRig(rows=1, max_sequence_idle_microseconds=5000)
     begun(rig)

@@ -1,14 +1,16 @@
-"""Workers that died, passed the limit or talked nonsense: which of their requests run again, and
-which fail.
+"""Recovery from workers that died, passed the limit or talked nonsense: which of their requests run
+again, and which fail.
 
-A request runs again, once and alone, where it is an idempotent retry: its worker died while it ran
-and nobody has heard of it since. Who has had a response, or was open after `execute`, fails.
+A request runs again, once and alone, where it is an idempotent retry: its worker died while it ran,
+nobody has heard of it since, and its dispatcher knows nothing against it. One that has had a
+response, or was open after `execute`, fails.
 """
 
 from __future__ import annotations
 
 from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
@@ -17,20 +19,11 @@ from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
-
-def state_lost(correlation_id: int | str) -> str:
-    """What a sequence's requests are told whose instance has died."""
-    return (
-        f"the model's worker died, and the state of sequence {correlation_id} is lost with it: "
-        "begin the sequence again, with the START flag"
-    )
-
-
 _DIED_OPEN = "the model's worker died before this request's last response"
 
 
-class Losses:
-    """What becomes of the requests of workers that are lost, or are to be."""
+class Recovery:
+    """Decides what becomes of the requests of workers that are lost, or are to be."""
 
     def __init__(
         self,
@@ -48,7 +41,7 @@ class Losses:
         self._responses = responses
         self._statistics = statistics
 
-    def exited(self, lost: Lost, reason: str, now_ns: int) -> None:
+    def exited(self, lost: Lost, reason: str, dispatch: Dispatcher, now_ns: int) -> None:
         """A worker died with these: whoever was in the first execution runs once more, alone, if it
         can; those in the others, which it had not begun, go back to where they were in the queue.
         Who has had a response does not run again, and neither does who was open: what it was is
@@ -68,14 +61,14 @@ class Losses:
                     self._lost(request, _DIED_OPEN + why, now_ns)
         for execution in lost.executions[:1]:
             for request in execution.requests:
-                self._died_running(request, why, now_ns)
+                self._died_running(request, why, dispatch.lost_text(request), now_ns)
 
-    def _died_running(self, request: Request, why: str, now_ns: int) -> None:
+    def _died_running(self, request: Request, why: str, lost: str, now_ns: int) -> None:
         if request.state is not State.EXECUTING:
             self._lost(request, _DIED_OPEN + why, now_ns)
             return
-        if request.sequence is not None:
-            self._lost(request, state_lost(request.sequence.id) + why, now_ns)
+        if lost:
+            self._lost(request, lost + why, now_ns)
             return
         request.deaths += 1
         once = runs_once(request.submit.work)

@@ -1,0 +1,55 @@
+"""`python -m tests.simulation [--seeds N] [--first SEED] [--seconds S]`: run seeds; the first that
+breaks a rule is shown with its last 200 events."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+
+from tests.simulation.simulation import Simulation
+from tests.simulation.world import TRACED
+
+
+def main() -> int:
+    """Exit status 1 where a rule was broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: do not")
+    parser.add_argument("--go-on", action="store_true", help="count failing seeds, show none")
+    parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
+    arguments = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    began, requests, failed = time.monotonic(), 0, 0
+    faults: Counter[str] = Counter()
+    seed = arguments.first
+    for seed in range(arguments.first, arguments.first + arguments.seeds):
+        simulation = Simulation(seed, traced=arguments.traced)
+        try:
+            simulation.run()
+        except Exception as error:
+            failed += 1
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            if not arguments.go_on:
+                print(simulation.world.report())
+                print(f"seed {seed}: {type(error).__name__}: {error}")
+                if not isinstance(error, AssertionError):
+                    raise
+                return 1
+        requests += len(simulation.ledger.requests)
+        faults += simulation.world.faults
+        if arguments.seconds and time.monotonic() - began > arguments.seconds:
+            break
+    seconds = time.monotonic() - began
+    print(
+        f"{seed + 1 - arguments.first} seeds, {requests} requests, {sum(faults.values())} faults "
+        f"in {seconds:.1f} s ({requests / seconds:.0f} requests/s), {failed} failed: {dict(faults)}"
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""A simulated client: a gateway, which submits, cancels, reads, stops reading, and vanishes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.credit import FIRST_CREDIT, ReadWindow
+from shmserve.ipc.inflight import ENDED, InflightRequest, InflightTable, Response
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages import supervision
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import Inference, pack_inference, unpack_inferred
+from tests.simulation.memory import SimulatedMemory
+from tests.simulation.models import Model
+from tests.simulation.oracles import Ledger, Request
+from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.world import MS, US, Link, Process, Violation, World
+
+
+class ClientRequest(InflightRequest):
+    """A request in the client's table: the ledger's, and the block that its input is in."""
+
+    __slots__ = ("client", "place", "read", "request", "window")
+
+    def __init__(
+        self, client: Client, request: Request, submit: m.Submit, endpoint: str, place: Place | None
+    ) -> None:
+        super().__init__(submit, endpoint)
+        self.client = client
+        self.request = request
+        self.place = place
+        self.window = ReadWindow()
+        self.read = 0
+
+    def awaited(self) -> bool:
+        """As `InflightRequest` says."""
+        return not self.request.cancelled
+
+    def respond(self, message: Response) -> None:
+        """As `InflightRequest` says."""
+        if self.request.cancelled:
+            self.client.discard(self.endpoint, message)
+        else:
+            if self.responses - self.read > FIRST_CREDIT + 1:
+                self.request.fail(f"{self.responses} responses came, and {self.read} were read")
+            self.client.world_ledger.responded(self.request, message)
+            self.client.read_soon(self, message)
+
+    def free(self) -> None:
+        """As `InflightRequest` says."""
+        self.client.world_ledger.freed(self.request)
+        if self.place is not None:
+            self.client.arena.free(self.place.offset)
+
+
+class Client(Process):
+    """A process that submits requests to whatever endpoint its models have. `slow`: it takes its
+    time to read responses and to give their memory back."""
+
+    def __init__(
+        self,
+        world: World,
+        memory: SimulatedMemory,
+        ledger: Ledger,
+        hosts: dict[str, SchedulerProcess],
+        name: str,
+        slow: bool = False,
+        pid: int = 0,
+    ) -> None:
+        super().__init__(world, f"client-{name}", pid)
+        self.world_ledger = ledger
+        self.arena = memory.arena(self, 1 << 24)
+        self.endpoints: dict[str, str] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
+        self._name = name
+        self._slow = slow
+        self._memory = memory
+        self._hosts = hosts
+        self._table: InflightTable[ClientRequest] = InflightTable()
+        self._links: dict[str, tuple[bytes, Link]] = {}
+        self._successors: dict[str, str] = {}
+        self._lost_for_good: set[str] = set()
+        self._numbers = itertools.count(1)
+        self._identity = world.random.getrandbits(32)
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _latest(self, endpoint: str) -> str:
+        while endpoint in self._successors:
+            endpoint = self._successors[endpoint]
+        return endpoint
+
+    def _link(self, endpoint: str) -> Link:
+        known = self._links.get(endpoint)
+        if known is None:
+            peer = b"%d.%x%d" % (self.pid, self._identity, len(self._links))
+            host = self._hosts[endpoint]
+            link = host.connect_client(
+                peer, self, lambda messages: self._from_scheduler(endpoint, messages)
+            )
+            known = self._links[endpoint] = (peer, link)
+        return known[1]
+
+    def links(self) -> list[Link]:
+        """All links from here."""
+        return [link for _, link in self._links.values()]
+
+    def take(self, messages: list[Any]) -> None:
+        """What the supervisor says."""
+        for message in messages:
+            match message:
+                case supervision.ModelPublished():
+                    self.endpoints[message.name] = message.endpoint
+                    self._link(message.endpoint)
+                case supervision.ModelWithdrawn():
+                    self.endpoints.pop(message.name, None)
+                case supervision.SchedulerLost():
+                    self._lost(message.endpoint, message.successor)
+
+    def _lost(self, endpoint: str, successor: str) -> None:
+        """As the gateways' `RequestDispatcher.lost`."""
+        if endpoint not in self._links or endpoint in self._successors:
+            return
+        peer, _ = self._links[endpoint]
+        self._hosts[endpoint].back(peer).drain()
+        if successor:
+            self._successors[endpoint] = successor
+        else:
+            self._lost_for_good.add(endpoint)
+        for request in self._table.lose(endpoint):
+            if successor:
+                self._send(request, successor)
+            else:
+                request.fail(ENDED)
+
+    def _from_scheduler(self, endpoint: str, messages: list[Any]) -> None:
+        for message in messages:
+            if isinstance(message, m.StatisticsReported):
+                self.reports[endpoint] = message.statistics
+                continue
+            known = self._table.pending.get(message.id) or self._table.settling.get(message.id)
+            if known is not None and known.endpoint != endpoint:
+                known.request.fail(f"told {message} by {endpoint}, and is at {known.endpoint}")
+            if not self._table.take(message):
+                raise Violation(f"{self} is told {message} of no request that it has")
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        model: Model,
+        content: bytes,
+        *,
+        endpoint: str = "",
+        uid: str = "",
+        units: int = 1,
+        in_arena: bool = False,
+        before: tuple[Request, ...] | None = None,
+        timeout_us: int = 0,
+        priority: int = 0,
+        shape_key: bytes = b"",
+        flags: int = 0,
+        correlation_id: int = 0,
+    ) -> ClientRequest | None:
+        """Submit a request; None where its model does not serve, or its arena is full."""
+        endpoint = self._latest(endpoint or self.endpoints.get(model.name, ""))
+        if not endpoint or not self.alive or endpoint in self._lost_for_good:
+            return None
+        data: bytes | Place = content
+        if in_arena:
+            try:
+                data = self.arena.place(content)
+            except ShmserveError:
+                return None
+        number = next(self._numbers)
+        now_ns = self.world.now_ns
+        shape = (1, len(content)) if model.batches else (len(content),)
+        submit = m.Submit(
+            number,
+            units if model.batches else 0,
+            shape_key,
+            now_ns,
+            now_ns + timeout_us * 1000 if timeout_us else 0,
+            timeout_us,
+            priority,
+            pack_inference(Inference((TensorRef("IN", "UINT8", shape, data),))),
+            uid or f"{self._name}:{number}",
+            flags,
+            correlation_id,
+        )
+        request = Request(submit.request_id, model, content, units, submit.deadline_ns, client=self)
+        if before is not None:
+            request.before, request.step = before, len(before)
+        self.world_ledger.add(request)
+        place = data if isinstance(data, Place) else None
+        pending = ClientRequest(self, request, submit, endpoint, place)
+        self._send(pending, endpoint)
+        return pending
+
+    def _send(self, request: ClientRequest, endpoint: str) -> None:
+        request.endpoint = endpoint
+        self._table.add(request)
+        self._link(endpoint).post(request.submit)
+
+    def cancel(self, pending: ClientRequest) -> None:
+        """Nobody waits for it any more."""
+        if not self.alive or pending.request.ending is not None or pending.request.cancelled:
+            return
+        self.world.fault("cancel", pending.request.uid)
+        pending.request.cancelled = True
+        self._link(pending.endpoint).post(m.Cancel(pending.submit.id))
+
+    def ask_statistics(self, endpoint: str) -> None:
+        """Have a scheduler report."""
+        self._link(endpoint).post(m.ReportStatistics(next(self._numbers)))
+
+    # --- responses --------------------------------------------------------------------------------
+
+    def read_soon(self, pending: ClientRequest, message: Response) -> None:
+        """Read a response after a while."""
+        if isinstance(message, m.Failed):
+            return
+        if self._slow:
+            wait_ns = self.world.between(100 * US, 40 * MS)
+        else:
+            wait_ns = self.world.between(US, 100 * US)
+        self.world.after(wait_ns, self._read, pending, message, pending.responses)
+
+    def _read(self, pending: ClientRequest, message: Any, count: int) -> None:
+        if not self.alive:
+            return
+        if message.body:
+            self._check(pending.request, message, count)
+            self.discard(pending.endpoint, message)
+        pending.read += 1
+        credit = pending.window.read(len(message.body))
+        if credit and pending.submit.id in self._table.pending:
+            self._link(pending.endpoint).post(m.Credit(pending.submit.id, credit))
+
+    def _check(self, request: Request, message: Any, count: int) -> None:
+        """A response is made of its request's own input, and by one version."""
+        found: dict[str, bytes] = {}
+        for tensor in unpack_inferred(message.body).outputs:
+            data = tensor.data
+            if isinstance(data, Place):
+                try:
+                    data = self._memory.read(data, self)
+                except ShmserveError:
+                    return  # its worker has ended
+            found[tensor.name] = data
+        made_of = request.made_of(found["OUT"], count - 1)
+        expected = request.model.made(made_of, found["WHO"].decode())
+        if (found["OUT"], found["WHO"]) != expected:
+            request.fail(f"has the response {found}, and should have {expected}")
+
+    def discard(self, endpoint: str, message: Response) -> None:
+        """Give the memory of a response back."""
+        if isinstance(message, m.Failed) or not message.body:
+            return
+        for tensor in unpack_inferred(message.body).outputs:
+            data = tensor.data
+            if isinstance(data, Place):
+                release = m.Release(data.memory.pid, [data.offset])
+                self._link(self._latest(endpoint)).post(release)

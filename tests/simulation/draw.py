@@ -1,0 +1,153 @@
+"""What a seed draws: models, and the requests that clients make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from shmserve.ipc.messages.start import SchedulingLimits
+from tests.simulation.models import IN, OUT, WHO, Model
+
+KINDS = ("plain", "dynamic", "queue", "ordered", "sequences", "decoupled", "cached", "limited")
+
+
+def draw_models(random: Random) -> list[Model]:
+    """One to three models of different kinds."""
+    kinds = random.sample(KINDS, random.randint(1, min(3, len(KINDS))))
+    return [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
+
+
+def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "max_batch_size": max_batch_size,
+        "input": [IN],
+        "output": [OUT, WHO],
+        "parameters": {},
+        "instance_group": [{"kind": "KIND_CPU"}],
+        **more,
+    }
+
+
+def _limits(random: Random, **more: Any) -> SchedulingLimits:
+    return SchedulingLimits(
+        execution_timeout_s=random.choice((0.0, 0.0, 0.03)),
+        max_queue_size=random.choice((0, 10, 40)),
+        **more,
+    )
+
+
+def _behaviour(random: Random) -> dict[str, Any]:
+    least = random.choice((20, 200))
+    return {
+        "instances": random.randint(1, 3),
+        "compute_us": (least, least * random.choice((2, 20, 100))),
+        "large": random.random() < 0.5,
+        "errs": random.choice((0.0, 0.0, 0.05)),
+        "arena_byte_size": random.choice((1 << 13, 1 << 20)),
+    }
+
+
+def _plain(random: Random, name: str) -> Model:
+    return Model(name, _config(name, random.choice((0, 4))), _limits(random), **_behaviour(random))
+
+
+def _dynamic(random: Random, name: str) -> Model:
+    dynamic = {
+        "preferred_batch_size": random.choice(([], [2], [2, 4])),
+        "max_queue_delay_microseconds": random.choice((0, 100, 5000)),
+    }
+    config = _config(name, random.choice((4, 8)), dynamic_batching=dynamic)
+    if random.random() < 0.3:
+        config["parameters"] = {
+            "batching_strategy": {"string_value": "adaptive"},
+            "target_p99_ms": {"string_value": "5"},
+        }
+    return Model(name, config, _limits(random), **_behaviour(random))
+
+
+def _queue(random: Random, name: str) -> Model:
+    policy = {
+        "timeout_action": random.choice(("REJECT", "DELAY")),
+        "default_timeout_microseconds": random.choice((0, 500, 5000)),
+        "allow_timeout_override": random.choice((True, False)),
+        "max_queue_size": random.choice((0, 3, 20)),
+    }
+    dynamic = {
+        "priority_levels": random.choice((2, 5)),
+        "default_priority_level": 2,
+        "default_queue_policy": policy,
+        "priority_queue_policy": {"1": {"max_queue_size": 5}},
+        "max_queue_delay_microseconds": random.choice((0, 1000)),
+    }
+    config = _config(name, 4, dynamic_batching=dynamic)
+    return Model(name, config, _limits(random), **_behaviour(random))
+
+
+def _ordered(random: Random, name: str) -> Model:
+    dynamic = {
+        "preserve_ordering": True,
+        "max_queue_delay_microseconds": random.choice((0, 300)),
+    }
+    config = _config(name, 4, dynamic_batching=dynamic)
+    return Model(name, config, _limits(random), **_behaviour(random))
+
+
+def _sequences(random: Random, name: str) -> Model:
+    batching: dict[str, Any] = {
+        "max_sequence_idle_microseconds": random.choice((5_000, 50_000)),
+        "control_input": [],
+    }
+    if random.random() < 0.5:
+        batching["oldest"] = {
+            "max_candidate_sequences": random.choice((2, 4)),
+            "max_queue_delay_microseconds": random.choice((0, 1000)),
+        }
+    else:
+        batching["direct"] = {
+            "max_queue_delay_microseconds": random.choice((0, 1000)),
+            "minimum_slot_utilization": random.choice((0.0, 0.75)),
+        }
+    config = _config(name, random.choice((0, 4)), sequence_batching=batching)
+    behaviour = {**_behaviour(random), "errs": 0.0}
+    return Model(name, config, _limits(random), **behaviour)
+
+
+def _decoupled(random: Random, name: str) -> Model:
+    config = _config(name, random.choice((0, 4)), model_transaction_policy={"decoupled": True})
+    if random.random() < 0.5:
+        config["parameters"] = {"max_streams": {"string_value": "3"}}
+    if config["max_batch_size"] and random.random() < 0.5:
+        config["dynamic_batching"] = {"max_queue_delay_microseconds": 500}
+    most = random.choice((2, 5, 60))
+    return Model(name, config, _limits(random), **_behaviour(random), most_responses=most)
+
+
+def _cached(random: Random, name: str) -> Model:
+    model = random.choice((_plain, _dynamic))(random, name)
+    byte_size = random.choice((4_000, 100_000))
+    model.config["response_cache"] = {"enable": True, "byte_size": byte_size}
+    model.arena_byte_size = random.choice((1 << 16, 1 << 20))
+    return model
+
+
+def _limited(random: Random, name: str) -> Model:
+    model = random.choice((_plain, _dynamic, _sequences))(random, name)
+    resources = [{"name": "R", "global": True, "count": 1}]
+    limiter = {"resources": resources, "priority": random.choice((1, 2))}
+    model.config["instance_group"] = [{"kind": "KIND_CPU", "rate_limiter": limiter}]
+    model.limits = replace(model.limits, rate_limited=True)
+    return model
+
+
+_DRAWN = {
+    "plain": _plain,
+    "dynamic": _dynamic,
+    "queue": _queue,
+    "ordered": _ordered,
+    "sequences": _sequences,
+    "decoupled": _decoupled,
+    "cached": _cached,
+    "limited": _limited,
+}

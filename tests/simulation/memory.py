@@ -1,0 +1,113 @@
+"""Simulated shared memory: arenas whose every block has an owner and a reader.
+
+The allocator is the real one. Bytes are kept by block, so that a read of what was freed, a second
+release and a leak are seen at once, and not by luck.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.memory.arena import FreeList
+from shmserve.ipc.tensors.descriptors import Memory, Place
+from tests.simulation.world import Process, Violation
+
+
+class SimulatedMemory:
+    """All arenas of the world, by the id of their memory."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, SimulatedArena] = {}
+        self._ids = itertools.count(1)
+
+    def arena(self, owner: Process, capacity: int) -> SimulatedArena:
+        """A new arena of a process."""
+        number = next(self._ids)
+        arena = self._arenas[number] = SimulatedArena(number, owner, capacity)
+        return arena
+
+    def read(self, place: Place, who: object) -> bytes:
+        """The bytes at a place. Raises Violation where they are nobody's any more."""
+        arena = self._arenas[place.memory.id]
+        data = arena.blocks.get(place.offset)
+        if data is None and not arena.owner.alive:
+            raise Unavailable("the memory of a tensor is gone")
+        if data is None or len(data) < place.byte_size:
+            raise Violation(f"{who} reads freed memory of {arena.owner} at {place.offset}")
+        return bytes(data[: place.byte_size])
+
+    def write(self, place: Place, data: bytes, who: object) -> None:
+        """Write at a place. Raises Violation where it is nobody's any more."""
+        arena = self._arenas[place.memory.id]
+        if arena.owner.alive and place.offset not in arena.blocks:
+            raise Violation(f"{who} writes freed memory of {arena.owner} at {place.offset}")
+        arena.blocks[place.offset][: len(data)] = data
+
+    def leaks(self) -> list[str]:
+        """Blocks of living processes that are allocated."""
+        return [
+            f"{arena.owner} at {offset}"
+            for arena in self._arenas.values()
+            if arena.owner.alive
+            for offset in arena.blocks
+        ]
+
+    # What the cores' `Mappings` offer.
+
+    def view(self, place: Place) -> memoryview:
+        """As `Mappings.view`."""
+        return memoryview(self.read(place, "a scheduler"))
+
+    def drop_process(self, pid: int) -> None:
+        """As `Mappings.drop_process`: nothing is mapped here."""
+
+    def drop(self, memory_id: int) -> None:
+        """As `Mappings.drop`."""
+
+    def drop_all(self) -> None:
+        """As `Mappings.drop_all`."""
+
+
+class SimulatedArena:
+    """As `ipc.memory.arena.Arena`, without an object: `blocks` has the bytes of each, by offset.
+    While it is `full` nothing can be allocated."""
+
+    def __init__(self, number: int, owner: Process, capacity: int) -> None:
+        self.owner = owner
+        self.memory = Memory(number, owner.pid, -1, number, capacity, sealed=True)
+        self.blocks: dict[int, bytearray] = {}
+        self.full = False
+        self._list = FreeList(capacity)
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now."""
+        return self._list.used
+
+    def allocate(self, byte_size: int) -> Place:
+        """A block; raises Unavailable when the arena is full."""
+        offset = None if self.full else self._list.allocate(byte_size)
+        if offset is None:
+            raise Unavailable("server memory for tensors is full")
+        self.blocks[offset] = bytearray(byte_size)
+        return Place(self.memory, offset, byte_size)
+
+    def view(self, place: Place) -> memoryview:
+        """The bytes of a place of this arena, writable."""
+        return memoryview(self.blocks[place.offset])[: place.byte_size]
+
+    def place(self, data: bytes) -> Place:
+        """A block with these bytes."""
+        place = self.allocate(len(data))
+        self.blocks[place.offset][:] = data
+        return place
+
+    def free(self, offset: int) -> None:
+        """Take a block back. Raises Violation for one that is free already."""
+        if not self._list.free(offset):
+            raise Violation(f"{self.owner} frees {offset} of its arena twice")
+        del self.blocks[offset]
+
+    def close(self) -> None:
+        """As `Arena.close`."""

@@ -1,0 +1,112 @@
+"""`python -m tests.simulation.mutants [NAME ...]`: defects put into the cores one by one, each in a
+copy of the tree, to see that the simulation finds it within a minute.
+
+A mutant, one of those in `mutants.txt`, is a text that stands once in the code under test, in
+whatever file by now, and what it becomes. One whose text is not there any more, or more than once,
+is stale: it is listed, and counts as a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+_CAUGHT_S = 60
+_SEARCHED = (
+    *("shmserve/scheduler", "ipc/inflight.py", "ipc/memory/lent.py"),
+    "shmserve/supervisor/resources/rate_limiter.py",
+)
+_COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
+
+
+class Mutant(NamedTuple):
+    """A defect: `old` becomes `new`."""
+
+    name: str
+    old: str
+    new: str
+
+
+def read() -> list[Mutant]:
+    """Those of `mutants.txt`: of each its name, and the lines before (-) and after (+)."""
+    found: list[Mutant] = []
+    for block in (HERE / "mutants.txt").read_text().split("== ")[1:]:
+        name, *lines = block.splitlines()
+        old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
+        found.append(Mutant(name, old, new))
+    return found
+
+
+def main() -> int:
+    """Exit status 1 where a mutant lives, or is stale."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of those to try; none: all")
+    arguments = parser.parse_args()
+    tried = [
+        mutant
+        for mutant in read()
+        if not arguments.names or any(name in mutant.name for name in arguments.names)
+    ]
+    results = {mutant.name: _try(mutant) for mutant in tried}
+    bad = {name: result for name, result in results.items() if not result.startswith("caught")}
+    print(f"{len(tried) - len(bad)} of {len(tried)} mutants were caught")
+    for name, result in bad.items():
+        print(f"  {result}: {name}")
+    return int(bool(bad))
+
+
+def _try(mutant: Mutant) -> str:
+    """What became of a mutant, in a word and how long that took."""
+    found = [
+        path
+        for searched in _SEARCHED
+        for path in (
+            [ROOT / searched] if searched.endswith(".py") else (ROOT / searched).rglob("*.py")
+        )
+        if mutant.old in path.read_text()
+    ]
+    if len(found) != 1 or found[0].read_text().count(mutant.old) != 1:
+        print(f"stale   {mutant.name} (in {len(found)} files)", flush=True)
+        return "stale"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:
+        tree = Path(folder)
+        for name in _COPIED:
+            _copy(ROOT / name, tree / name)
+        changed = tree / found[0].relative_to(ROOT)
+        changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
+        command = ("-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S))
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    word = "caught" if done.returncode else "LIVES"
+    last = next((line for line in reversed(done.stdout.splitlines()) if "seed" in line), "")
+    print(f"{word} in {time.monotonic() - began:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
+    return word
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, symlinks=True, ignore=ignored)
+    else:
+        shutil.copy(source, target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A simulated scheduler process: a real core, with simulated links and a loop of turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages import supervision
+from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.settings import Settings
+from tests.simulation import cores
+from tests.simulation.memory import SimulatedMemory
+from tests.simulation.models import Model
+from tests.simulation.oracles import SchedulerTrace
+from tests.simulation.world import US, Link, Process, Violation, World
+
+
+class Outbox:
+    """Where a core posts to peers; `heard` checks each message."""
+
+    malformed = 0
+
+    def __init__(self, title: str, heard: Callable[[bytes, Any], None]) -> None:
+        self._title = title
+        self._heard = heard
+        self.links: dict[bytes, Link] = {}
+
+    def post(self, peer: bytes, message: Any) -> None:
+        """Send a message to one of them; to one that is not connected it is lost."""
+        self._heard(peer, message)
+        link = self.links.get(peer)
+        if link is not None:
+            link.post(message)
+
+
+class SchedulerProcess(Process):
+    """The scheduler of a model version at an endpoint of its own. `control` is its link to the
+    supervisor."""
+
+    def __init__(
+        self,
+        world: World,
+        memory: SimulatedMemory,
+        model: Model,
+        version: str,
+        number: int,
+        control: Callable[[SchedulerProcess, Any], None],
+        kept: list[Any],
+        alive: list[int],
+    ) -> None:
+        super().__init__(world, f"scheduler-{model.name}.{number}")
+        self.model = model
+        self.version = version
+        self.endpoint = f"{model.name}.{number}"
+        self.first = not kept
+        settings = Settings.read(model.config, version, model.limits)
+        self.trace = SchedulerTrace(world, model, settings, self.title)
+        self._clients = Outbox("client", self._told)
+        self._workers = Outbox("worker", self._sent)
+        self._control = control
+        self._timer_ns = NEVER
+        self._turn_due = False
+        self.malformed = 0
+        self.hosted = cores.Scheduler(
+            model,
+            version,
+            self,
+            memory,
+            (self._clients, self._workers, self),
+            kept,
+            alive,
+        )
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def connect_client(self, peer: bytes, client: Process, hear: Callable[..., None]) -> Link:
+        """The link of a client to here; `hear(messages)` takes what comes back."""
+        self._clients.links[peer] = Link(self.world, client, hear)
+        return Link(self.world, self, lambda messages: self._from_clients(peer, messages))
+
+    def connect_worker(self, peer: bytes, worker: Process, hear: Callable[..., None]) -> Link:
+        """The same for a worker."""
+        self._workers.links[peer] = Link(self.world, worker, hear)
+        return Link(self.world, self, lambda messages: self._from_workers(peer, messages))
+
+    def back(self, peer: bytes) -> Link:
+        """The link from here to a client."""
+        return self._clients.links[peer]
+
+    def links(self) -> list[Link]:
+        """All links from here."""
+        return [*self._clients.links.values(), *self._workers.links.values()]
+
+    def post(self, message: Any) -> None:
+        """The core's word to the supervisor."""
+        self.world.note(self.title, "->", "supervisor", message)
+        self._control(self, message)
+
+    def _told(self, peer: bytes, message: Any) -> None:
+        self.world.note(self.title, "->", peer, message)
+        self.trace.told(peer, message)
+
+    def _sent(self, peer: bytes, message: Any) -> None:
+        self.world.note(self.title, "->", peer, message)
+        if isinstance(message, m.Execute):
+            self.trace.executes(peer, message)
+
+    # --- what arrives -----------------------------------------------------------------------------
+
+    def _from_clients(self, peer: bytes, messages: list[Any]) -> None:
+        for message in messages:
+            self.world.note(peer, "->", self.title, message)
+            self.trace.from_client(peer, message)
+            self.hosted.front.from_client(peer, message, self.world.now_ns)
+            self.trace.handled(peer, message)
+        self._turn()
+
+    def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
+        for message in messages:
+            self.world.note(peer, "->", self.title, message)
+            if isinstance(message, m.BatchFinished):
+                self.trace.returned(peer, message)
+            self.hosted.core.from_worker(peer, message, self.world.now_ns)
+        self._turn()
+
+    def from_supervisor(self, messages: list[Any]) -> None:
+        """What the supervisor says."""
+        for message in messages:
+            self.world.note("supervisor", "->", self.title, message)
+            if isinstance(message, supervision.ProcessExited):
+                for peer in list(self._workers.links):
+                    if peer.endswith(b".%d" % message.pid):
+                        self.trace.lost(peer)
+                        del self._workers.links[peer]
+            elif isinstance(message, supervision.InstanceExited):
+                for peer in self._workers.links:
+                    if peer.startswith(b"%d." % message.index):
+                        self.trace.lost(peer)
+            elif isinstance(message, supervision.Stop):
+                self.trace.stopped()
+            self.hosted.front.from_control(message, self.world.now_ns)
+            if isinstance(message, supervision.ProcessExited):
+                self.trace.process_exited(message.pid)
+        self._turn()
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """What has arrived may wait for more before its turn, as in a turn of its loop."""
+        if self.world.chance(0.2):
+            if not self._turn_due:
+                self._turn_due = True
+                self.world.after(self.world.between(1, 20 * US), self._tick)
+        elif not self._turn_due:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._turn_due = False
+        if not self.alive or self.hosted.front.stopped:
+            return
+        now_ns = self.world.now_ns
+        wake_ns = self.hosted.front.tick(now_ns)
+        self.trace.turn_over()
+        if wake_ns < now_ns - 1_000_000:
+            raise Violation(f"{self.title} wants to be woken in the past")
+        if wake_ns != NEVER and not now_ns < self._timer_ns <= wake_ns:
+            self._timer_ns = max(wake_ns, now_ns + 1)
+            self.world.after(self._timer_ns - now_ns, self._woken, self._timer_ns)
+
+    def _woken(self, due_ns: int) -> None:
+        if due_ns == self._timer_ns:
+            self._tick()

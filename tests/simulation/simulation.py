@@ -1,0 +1,266 @@
+"""One run: a server of drawn models under drawn requests and faults, then quiet, and the checks."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from tests.simulation import cores, draw
+from tests.simulation.client import Client
+from tests.simulation.memory import SimulatedMemory
+from tests.simulation.models import Model
+from tests.simulation.oracles import Ledger, Request
+from tests.simulation.supervisor import Supervisor
+from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
+
+_TRAFFIC_NS = 200 * MS
+_LONGEST_QUIET_NS = 120 * SECOND
+
+
+class Simulation:
+    """A run of one seed, with so many requests."""
+
+    def __init__(self, seed: int, requests: int = 400, traced: int = TRACED) -> None:
+        self.seed = seed
+        self.world = World(seed, traced)
+        self.memory = SimulatedMemory()
+        self.ledger = Ledger(self.world)
+        self.supervisor = Supervisor(self.world, self.memory)
+        self.models = draw.draw_models(self.world.random)
+        self._requests = requests
+        self._names = 0
+        self._sequences = 0
+
+    @property
+    def _random(self) -> Random:
+        return self.world.random
+
+    def run(self) -> None:
+        """Raises Violation where a rule was broken."""
+        world = self.world
+        for model in self.models:
+            self.supervisor.load(model)
+        for _ in range(self._random.randint(1, 3)):
+            self._new_client()
+        world.run(world.now_ns + 30 * MS)
+        self._draw_traffic()
+        self._draw_faults()
+        world.run(world.now_ns + _TRAFFIC_NS)
+        self._become_quiet()
+        self._check_quiet()
+        self._check_counters()
+        self._end_clients()
+
+    def _new_client(self, pid: int = 0) -> None:
+        self._names += 1
+        slow = self.world.chance(0.3)
+        client = Client(
+            *(self.world, self.memory, self.ledger, self.supervisor.hosts),
+            f"c{self._names}",
+            slow,
+            pid,
+        )
+        self.supervisor.add_client(client)
+
+    # --- traffic ----------------------------------------------------------------------------------
+
+    def _draw_traffic(self) -> None:
+        bursts = [self._random.randrange(_TRAFFIC_NS) for _ in range(self._random.randint(1, 30))]
+        for _ in range(self._requests):
+            at_ns = self._random.choice(bursts) + self.world.between(US, 20 * MS)
+            self.world.after(
+                min(at_ns, _TRAFFIC_NS), self._submit, self._random.choice(self.models)
+            )
+
+    def _client(self) -> Client | None:
+        clients = [client for client in self.supervisor.clients if client.alive]
+        return self._random.choice(clients) if clients else None
+
+    def _submit(self, model: Model) -> None:
+        client, random = self._client(), self._random
+        if client is None:
+            return
+        if model.sequences:
+            self._submit_step(client, model, [], random.randint(1, 6), "")
+            return
+        content = b"x%d" % random.getrandbits(40)
+        if model.cache_byte_size:
+            content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
+        pending = client.submit(
+            model,
+            content,
+            units=random.randint(1, 2),
+            in_arena=random.random() < 0.4,
+            timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
+            priority=random.randint(0, 3),
+            shape_key=random.choice((b"", b"", b"", b"s")),
+        )
+        if pending is not None and random.random() < 0.06:
+            self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+
+    def _submit_step(
+        self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
+    ) -> None:
+        """Submit the next request of a sequence, and have those behind it follow, whatever becomes
+        of it. All go to where the first went."""
+        random, step = self._random, len(before)
+        if step == 0:
+            self._sequences += 1
+            endpoint = client.endpoints.get(model.name, "")
+        first = before[0].uid if before else ""
+        number = int(first.rpartition("/")[0].rpartition(":s")[2]) if first else self._sequences
+        flags = (SEQUENCE_START if step == 0 else 0) | (SEQUENCE_END if step + 1 == length else 0)
+        pending = client.submit(
+            model,
+            b"x%d" % random.getrandbits(40),
+            endpoint=endpoint,
+            uid=f"{client.title}:s{number}/{step}",
+            in_arena=random.random() < 0.4,
+            before=tuple(before),
+            timeout_us=0 if random.random() < 0.95 else self.world.between(10, 20_000),
+            shape_key=random.choice((b"", b"", b"", b"s")),
+            flags=flags,
+            correlation_id=number,
+        )
+        if pending is None:
+            return
+        if random.random() < 0.03:
+            self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+        if step + 1 < length and random.random() < 0.97:
+            after_ns = self.world.between(US, 10 * MS)
+            steps = [*before, pending.request]
+            self.world.after(after_ns, self._submit_step, client, model, steps, length, endpoint)
+
+    # --- faults -----------------------------------------------------------------------------------
+
+    def _draw_faults(self) -> None:
+        for _ in range(self._random.randint(0, 40)):
+            self.world.after(self._random.randrange(_TRAFFIC_NS), self._fault)
+
+    def _fault(self) -> None:
+        kinds = {
+            self._kill_worker: 6,
+            self._kill_scheduler: 2,
+            self._kill_client: 1,
+            self._reload: 1,
+            self._reconfigure: 1,
+            self._stall: 6,
+            self._fill: 3,
+            self._jump: 2,
+        }
+        self._random.choices(list(kinds), list(kinds.values()))[0]()
+
+    def _kill_worker(self) -> None:
+        workers = [w for v in self.supervisor.versions for w in v.workers.values()]
+        if workers:
+            self.supervisor.kill(self._random.choice(workers))
+
+    def _kill_scheduler(self) -> None:
+        schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
+        if schedulers:
+            self.supervisor.kill(self._random.choice(schedulers))
+
+    def _kill_client(self) -> None:
+        client = self._client()
+        if client is not None:
+            self.supervisor.kill(client)
+            self.world.after(self.world.between(MS, 5 * MS), self._new_client)
+
+    def _reload(self) -> None:
+        model = self._random.choice(self.models)
+        self.world.fault("reload", model.name)
+        self.supervisor.load(model)
+
+    def _reconfigure(self) -> None:
+        model = self._random.choice(self.models)
+        self.world.fault("unload", model.name)
+        self.supervisor.unload(model)
+        self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
+
+    def _stall(self) -> None:
+        links = self.supervisor.links()
+        for client in self.supervisor.clients:
+            links += client.links()
+        for version in self.supervisor.versions:
+            if version.scheduler is not None:
+                links += version.scheduler.links()
+        if not links:
+            return
+        self.world.fault("stall")
+        self._random.choice(links).stall(self.world.between(100 * US, 10 * MS))
+
+    def _fill(self) -> None:
+        owners: list[Any] = [w for v in self.supervisor.versions for w in v.workers.values()]
+        owners += self.supervisor.clients
+        owner = self._random.choice(owners) if owners else None
+        if owner is not None:
+            self.world.fault("full", owner)
+            owner.arena.full = True
+            self.world.after(self.world.between(100 * US, 10 * MS), self._drain, owner.arena)
+
+    @staticmethod
+    def _drain(arena: Any) -> None:
+        arena.full = False
+
+    def _jump(self) -> None:
+        self.world.fault("clock")
+        self.world.skew_ns += self._random.randint(-SECOND, SECOND)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _become_quiet(self) -> None:
+        """No fault happens any more: every request ends."""
+        world = self.world
+        world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
+        for request in self.ledger.open():
+            request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
+        world.run(world.now_ns + 2 * SECOND)  # for what is released late
+
+    def _is_over(self) -> bool:
+        return not self.world.events % 64 and not self.ledger.open()
+
+    def _check_quiet(self) -> None:
+        for version in self.supervisor.versions:
+            scheduler = version.scheduler
+            if scheduler is None or not scheduler.alive:
+                raise Violation(f"no scheduler of {version.model.name} is left")
+            if scheduler.hosted.front.live:
+                raise Violation(
+                    f"{scheduler} has {scheduler.hosted.front.live} requests when all is quiet"
+                )
+            for where, size, bound in cores.tables(scheduler.hosted):
+                if size > bound:
+                    raise Violation(f"{scheduler} has {size} entries left in {where}")
+            for worker in version.workers.values():
+                if worker.slots:
+                    raise Violation(f"{worker} has the states {worker.slots} of ended sequences")
+        # What a scheduler knew that died, its successor cannot give back.
+        if not self.world.faults["kill scheduler"]:
+            self._check_leaks()
+
+    def _check_leaks(self) -> None:
+        leaks = self.memory.leaks()
+        if leaks:
+            raise Violation(f"{len(leaks)} blocks were not given back: {leaks[:5]}")
+
+    def _check_counters(self) -> None:
+        (client, *_) = self.supervisor.clients
+        first = [v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.first]
+        for scheduler in first:
+            client.ask_statistics(scheduler.endpoint)
+        self.world.run(self.world.now_ns + SECOND)
+        for scheduler in first:
+            scheduler.trace.check_counters(client.reports[scheduler.endpoint])
+
+    def _end_clients(self) -> None:
+        """All clients end: what they had is nobody's."""
+        for client in list(self.supervisor.clients):
+            self.supervisor.kill(client)
+        self.world.run(self.world.now_ns + SECOND)
+        self._check_leaks()
+        for version in self.supervisor.versions:
+            assert version.scheduler is not None
+            for where, size, _ in cores.tables(version.scheduler.hosted):
+                if where.endswith("._clients") and size:
+                    raise Violation(f"{version.scheduler} knows {size} clients that are dead")

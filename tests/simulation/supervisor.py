@@ -1,0 +1,280 @@
+"""A simulated supervisor: it starts processes, tells of their ends, and replaces them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.ipc.messages import supervision
+from shmserve.supervisor.resources.rate_limiter import instance_needs
+from shmserve.supervisor.resources.tickets import Tickets
+from tests.simulation.client import Client
+from tests.simulation.memory import SimulatedMemory
+from tests.simulation.models import Model
+from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.worker import Worker
+from tests.simulation.world import MS, SECOND, US, Link, Process, World
+
+
+class Version:
+    """A loaded version of a model: its scheduler and its instances, by index."""
+
+    def __init__(self, model: Model, number: str) -> None:
+        self.model = model
+        self.number = number
+        self.scheduler: SchedulerProcess | None = None
+        self.workers: dict[int, Worker] = {}
+        self.kept: list[Any] = []
+        self.serves = False
+        self.retiring = False
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests are submitted."""
+        assert self.scheduler is not None
+        return self.scheduler.endpoint
+
+
+class Supervisor(Process):
+    """The parent of all processes. `hosts` are all schedulers that there have been, by endpoint."""
+
+    def __init__(self, world: World, memory: SimulatedMemory) -> None:
+        super().__init__(world, "supervisor", 1)
+        self.hosts: dict[str, SchedulerProcess] = {}
+        self.serving: dict[str, Version] = {}
+        self.versions: list[Version] = []
+        self.clients: list[Client] = []
+        self.tickets = Tickets(True, {}, self._send_ticket)
+        self._memory = memory
+        self._links: dict[int, Link] = {}
+        self._numbers = itertools.count(1)
+        self._versions = itertools.count(1)
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def _connect(self, process: Process, take: Callable[[list[Any]], None]) -> None:
+        self._links[process.pid] = Link(self.world, process, take)
+
+    def tell(self, process: Process | None, message: Any) -> None:
+        """Send a message to a process, if it lives."""
+        if process is not None and process.pid in self._links:
+            self._links[process.pid].post(message)
+
+    def _broadcast(self, message: Any, *, clients_only: bool = False) -> None:
+        for client in self.clients:
+            self.tell(client, message)
+        if clients_only:
+            return
+        for version in self.versions:
+            self.tell(version.scheduler, message)
+            for worker in version.workers.values():
+                self.tell(worker, message)
+
+    def _send_ticket(self, pid: Any, message: Any) -> None:
+        if pid in self._links:
+            self._links[pid].post(message)
+
+    def links(self) -> list[Link]:
+        """All links from here."""
+        return list(self._links.values())
+
+    # --- what schedulers say ----------------------------------------------------------------------
+
+    def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
+        """A scheduler's message, which is on its way for a while."""
+        self.world.after(self.world.between(5 * US, 300 * US), self._heard, scheduler, message)
+
+    def _heard(self, scheduler: SchedulerProcess, message: Any) -> None:
+        version = next((v for v in self.versions if v.scheduler is scheduler), None)
+        if version is None:
+            return
+        match message:
+            case supervision.AskTicket() | supervision.TicketReturned():
+                self.tickets.handle(scheduler.pid, message)
+            case supervision.KillInstance(index=index, pid=pid):
+                worker = version.workers.get(index)
+                if worker is not None and worker.pid == pid:
+                    self.kill(worker)
+            case supervision.StatisticsKept():
+                before = version.kept[0] if version.kept else {}
+                version.kept = [{**before, **message.statistics}, message.metrics]
+            case supervision.InstanceRetired(index=index):
+                worker = version.workers.pop(index, None)
+                if worker is not None:
+                    self._end(worker)
+            case supervision.Drained():
+                if version.retiring:
+                    self._stop(version)
+
+    # --- versions ---------------------------------------------------------------------------------
+
+    def load(self, model: Model) -> None:
+        """Load a version of a model; once it is ready it serves instead of what does now."""
+        version = Version(model, str(next(self._versions)))
+        self.versions.append(version)
+        if model.limited:
+            places = [(index, 0, 0) for index in range(model.instances)]
+            self.tickets.join(id(version), instance_needs(model.config, places))
+        self._start_scheduler(version)
+        for index in range(model.instances):
+            self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
+            self._start_worker(version, index)
+        self.world.after(self.world.between(5 * MS, 20 * MS), self._publish, version)
+
+    def _publish(self, version: Version) -> None:
+        if version.retiring or version.scheduler is None or not version.scheduler.alive:
+            self.world.after(MS, self._publish, version)
+            return
+        model = version.model
+        before = self.serving.get(model.name)
+        self.serving[model.name] = version
+        version.serves = True
+        self._announce(version)
+        if before is not None:
+            self.world.after(self.world.between(100 * US, 2 * MS), self._retire, before)
+
+    def _published(self, version: Version) -> supervision.ModelPublished:
+        model = version.model
+        return supervision.ModelPublished(
+            model.name, version.number, model.config, {}, version.endpoint, True, True, 0.0, 0
+        )
+
+    def _announce(self, version: Version) -> None:
+        self._broadcast(self._published(version), clients_only=True)
+
+    def unload(self, model: Model) -> None:
+        """Withdraw a model: what is in flight is finished."""
+        version = self.serving.pop(model.name, None)
+        if version is not None:
+            withdrawn = supervision.ModelWithdrawn(model.name, version.number, 0)
+            self._broadcast(withdrawn, clients_only=True)
+            self._retire(version)
+
+    def _retire(self, version: Version) -> None:
+        version.retiring = True
+        if version.scheduler is not None and version.scheduler.alive:
+            self.tell(version.scheduler, supervision.Drain())
+        else:
+            self._stop(version)
+
+    def _stop(self, version: Version) -> None:
+        """What it had is done, or lost: its processes end."""
+        if version not in self.versions:
+            return
+        self.versions.remove(version)
+        for worker in version.workers.values():
+            self._end(worker)
+        self.tickets.remove(id(version))
+        scheduler = version.scheduler
+        if scheduler is None:
+            return
+        self.tell(scheduler, supervision.Stop())
+        self.world.after(5 * MS, self._stopped, version, scheduler)
+
+    def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
+        self._end(scheduler)
+        now = self.serving.get(version.model.name)
+        successor = "" if now is None else now.endpoint
+        self._broadcast(supervision.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
+
+    # --- processes --------------------------------------------------------------------------------
+
+    def _start_scheduler(self, version: Version) -> None:
+        alive = [worker.pid for worker in version.workers.values() if worker.alive]
+        scheduler = version.scheduler = SchedulerProcess(
+            self.world,
+            self._memory,
+            version.model,
+            version.number,
+            next(self._numbers),
+            self.hear,
+            version.kept,
+            alive,
+        )
+        self.hosts[scheduler.endpoint] = scheduler
+        self._connect(scheduler, scheduler.from_supervisor)
+        if version.model.limited:
+            self.tickets.bind(scheduler.pid, id(version))
+
+    def _start_worker(self, version: Version, index: int) -> None:
+        if version not in self.versions:
+            return
+        pid = self.world.new_pid(reuse=self.world.chance(0.5))
+        model = version.model
+        worker = Worker(self.world, self._memory, model, version.number, index, pid)
+        version.workers[index] = worker
+        self._connect(worker, worker.take)
+        self.tell(version.scheduler, supervision.InstanceExpected(index, worker.pid))
+        self.world.after(self.world.between(100 * US, 5 * MS), self._loaded, version, worker)
+
+    def _loaded(self, version: Version, worker: Worker) -> None:
+        worker.loaded = True
+        if version.scheduler is not None and version.scheduler.alive:
+            self.tell(worker, version.scheduler)
+
+    def add_client(self, client: Client) -> None:
+        """A client has connected: it hears of what serves."""
+        self.clients.append(client)
+        self._connect(client, client.take)
+        for version in self.serving.values():
+            self.tell(client, self._published(version))
+
+    def _end(self, process: Process) -> None:
+        """A process that was told to end does."""
+        if process.alive:
+            process.die()
+            self.world.after(self.world.between(50 * US, MS), self._reap, process)
+
+    def kill(self, process: Process) -> None:
+        """A process dies; after a while that is noticed."""
+        if process.alive:
+            self.world.fault(f"kill {process.title.partition('-')[0]}", process)
+            self._end(process)
+
+    def _reap(self, process: Process) -> None:
+        """A process is seen to have ended."""
+        del self._links[process.pid]
+        if process in self.clients:
+            self.clients.remove(process)
+        self.tickets.exited(process.pid)
+        for version in self.versions:
+            if process is version.scheduler:
+                self._scheduler_died(version)
+            for index, worker in list(version.workers.items()):
+                if worker is process:
+                    del version.workers[index]
+                    self.tell(version.scheduler, supervision.InstanceExited(index, "signal 9"))
+                    self._restart(version, index)
+        self._broadcast(supervision.ProcessExited(process.pid))
+        if isinstance(process, Worker):
+            self.world.after(SECOND // 20, self.world.free_pid, process.pid)
+
+    def _restart(self, version: Version, index: int) -> None:
+        pause_ns = self.world.between(100 * US, 20 * MS)
+        self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
+        self.world.after(pause_ns, self._start_worker, version, index)
+
+    def _scheduler_died(self, version: Version) -> None:
+        if version.retiring:
+            self._stop(version)
+        else:
+            self.world.after(self.world.between(MS, 20 * MS), self._replace, version)
+
+    def _replace(self, version: Version) -> None:
+        if version.retiring or version not in self.versions:
+            self._stop(version)
+            return
+        lost = version.endpoint
+        self._start_scheduler(version)
+        for index in range(version.model.instances):
+            worker = version.workers.get(index)
+            pid = 0 if worker is None or not worker.alive else worker.pid
+            self.tell(version.scheduler, supervision.InstanceExpected(index, pid))
+        for worker in version.workers.values():
+            if worker.loaded:
+                self.tell(worker, version.scheduler)
+        lost_news = supervision.SchedulerLost(lost, version.endpoint)
+        self._broadcast(lost_news, clients_only=True)
+        if version.serves:
+            self._announce(version)

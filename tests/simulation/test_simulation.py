@@ -1,0 +1,45 @@
+"""The simulation in the tests: seeds that once failed, and as many others as fit in a minute."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.simulation.seeds import SEEDS
+from tests.simulation.simulation import Simulation
+
+_PARTS = 6
+_PART_S = 9.0
+
+
+def run(seed: int) -> None:
+    """Run a seed; a failure shows its last events."""
+    simulation = Simulation(seed)
+    try:
+        simulation.run()
+    except Exception as error:
+        report = f"seed {seed}: {type(error).__name__}: {error}\n{simulation.world.report()}"
+        raise AssertionError(report) from error
+
+
+def test_what_failed_once_holds() -> None:
+    for seed in SEEDS:
+        run(seed)
+
+
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_no_rule_is_broken(part: int) -> None:
+    began = time.monotonic()
+    seed = part
+    while time.monotonic() - began < _PART_S:
+        run(seed)
+        seed += _PARTS
+
+
+def test_a_seed_gives_the_same_run() -> None:
+    first, second = Simulation(7), Simulation(7)
+    first.run()
+    second.run()
+    assert first.world.report() == second.world.report()
+    assert first.world.events == second.world.events > 1000

@@ -1,0 +1,300 @@
+"""A simulated worker: it reads what it is given, takes a while, and returns what can be checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.credit import SendWindow
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_END,
+    SEQUENCE_START,
+    Inferred,
+    pack_inferred,
+    unpack_inference,
+)
+from tests.simulation.memory import SimulatedMemory
+from tests.simulation.models import Model
+from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
+
+_MOST_WAIT_NS = 30 * SECOND
+
+
+class _Stream:
+    """A request of a decoupled model that goes on after `execute`."""
+
+    def __init__(self, work: m.Work, count: int) -> None:
+        self.work = work
+        self.count = self.left = count
+        self.sent = 0
+        self.window = SendWindow()
+        self.waits_since_ns = 0
+
+
+class Worker(Process):
+    """Instance `index` of a model version. One batch at a time: what arrives meanwhile waits."""
+
+    def __init__(
+        self,
+        world: World,
+        memory: SimulatedMemory,
+        model: Model,
+        version: str,
+        index: int,
+        pid: int = 0,
+    ) -> None:
+        super().__init__(world, f"worker-{model.name}.{version}[{index}]", pid)
+        self.model = model
+        self.version = version
+        self.index = index
+        self.loaded = False
+        self.arena = memory.arena(self, model.arena_byte_size)
+        self._memory = memory
+        self._inbox: deque[Any] = deque()
+        self._batches: deque[m.Execute] = deque()
+        self._running: m.Execute | None = None
+        self._began_ns = 0
+        self._open: dict[int, m.Work] = {}
+        self._cancelled: set[int] = set()
+        self._streams: dict[int, _Stream] = {}
+        self._lent: dict[int, int] = {}  # offset -> who reads it
+        self._dead: set[int] = set()
+        self.slots: dict[int, bytes] = {}  # the states of sequences
+        self._host: SchedulerProcess | None = None
+        self._up: Link | None = None
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def take(self, messages: list[Any]) -> None:
+        """What the supervisor or the scheduler says."""
+        self._inbox.extend(messages)
+        self._work_off()
+
+    def _work_off(self) -> None:
+        while self._inbox and self._running is None and self.alive:
+            message = self._inbox.popleft()
+            if isinstance(message, SchedulerProcess):
+                self._attach(message)
+            elif isinstance(message, tuple):
+                host, words = message
+                if host is self._host and self._up is not None and self._up.connected:
+                    self._hear(words)
+            else:
+                self._dead.add(message.pid)
+                self._release(message.pid, [at for at, r in self._lent.items() if r == message.pid])
+            self._begin()
+
+    def _attach(self, host: SchedulerProcess) -> None:
+        """Offer itself to a scheduler; what its predecessor gave is forgotten."""
+        self._batches.clear()
+        self._open.clear()
+        self._streams.clear()
+        self._cancelled.clear()
+        self.slots.clear()
+        self._host = host
+        peer = b"%d.%d" % (self.index, self.pid)
+        self._up = host.connect_worker(
+            peer, self, lambda messages: self.take([(host, each) for each in messages])
+        )
+        self._up.post(m.InstanceReady(self.index, self.pid))
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case m.Execute():
+                self._batches.append(message)
+                self._open.update((work.key, work) for work in message.requests)
+            case m.CancelExecution(key=key):
+                if key in self._open:
+                    self._cancelled.add(key)
+                    self._emit_soon(key)
+            case m.CreditExecution(key=key, responses=responses):
+                if key in self._streams:
+                    self._streams[key].window.read(responses)
+                    self._emit_soon(key)
+            case m.EndSequences(slots=slots):
+                for slot in slots:
+                    self.slots.pop(slot, None)
+            case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
+                self._release(reader, offsets)
+
+    def _release(self, reader: int, offsets: list[int]) -> None:
+        for offset in offsets:
+            if self._lent.get(offset) == reader:
+                del self._lent[offset]
+                self.arena.free(offset)
+            elif reader not in self._dead:
+                raise Violation(f"{self}: {reader} releases {offset}, which it does not have")
+
+    # --- batches ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._running is not None or not self._batches:
+            return
+        self._running = self._batches.popleft()
+        self._began_ns = self.world.now_ns
+        for work in self._running.requests:
+            self._input(work)
+        least, most = self.model.compute_us
+        self.world.after(self.world.between(least * US, most * US), self._finish)
+
+    def _input(self, work: m.Work) -> bytes:
+        """The input of a request. While its scheduler lives, nobody has taken its memory back."""
+        (tensor,) = unpack_inference(work.work).inputs[:1]
+        if not isinstance(tensor.data, Place):
+            return tensor.data
+        try:
+            return self._memory.read(tensor.data, f"{self} for {work.request_id}")
+        except Violation:
+            if self._host is not None and self._host.alive:
+                raise
+            return b"stale"
+
+    def _finish(self) -> None:
+        batch = self._running
+        if batch is None or not self.alive:
+            return
+        made: list[int] = []
+        if self.model.decoupled:
+            replies = self._open_streams(batch)
+        else:
+            replies = [self._reply(work, batch, made) for work in batch.requests]
+            if self.world.chance(0.1):
+                self.world.random.shuffle(replies)
+        now_ns = self.world.now_ns
+        times = (self._began_ns, self._began_ns, now_ns, now_ns)
+        finished = m.BatchFinished(batch.batch, *times, replies)
+        for work in batch.requests:
+            if work.key not in self._streams:
+                self._open.pop(work.key, None)
+                self._cancelled.discard(work.key)
+        if self._up is not None and self._up.connected:
+            self._up.post(finished)
+        else:
+            for offset in made:
+                if offset in self._lent:
+                    self._release(self._lent[offset], [offset])
+        self._running = None
+        self._begin()
+        self._work_off()
+
+    def _reply(self, work: m.Work, batch: m.Execute, made: list[int]) -> m.Reply:
+        data = self._input(work)
+        state = self._advance(work, batch) if self.model.sequences else b""
+        if work.key in self._cancelled or work.client_pid in self._dead:
+            return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
+        if self.model.errs and self.world.chance(self.model.errs):
+            return m.Reply(work.key, "INTERNAL", "the model failed", b"")
+        try:
+            return m.Reply(work.key, "", "", self._body(work, data + state, made))
+        except ShmserveError as error:
+            return m.Reply(work.key, error.code, error.message, b"")
+
+    def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
+        """The state of a request's sequence, which is in its slot."""
+        (row,) = (row for row in batch.rows if row.key == work.key)
+        step = work.request_id.rpartition("/")[2].encode()
+        if row.flags & SEQUENCE_START:
+            self.slots[row.slot] = b""
+        state = self.slots[row.slot] = self.slots.get(row.slot, b"?") + b"." + step
+        if row.flags & SEQUENCE_END:
+            del self.slots[row.slot]
+        return state
+
+    def _body(self, work: m.Work, data: bytes, made: list[int]) -> bytes:
+        """A packed response; `made` gets the offsets of its outputs in the arena."""
+        places = {out.name: out.place for out in unpack_inference(work.work).outputs}
+        outputs: list[TensorRef] = []
+        for name, output in zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True):
+            if places and name not in places:
+                continue
+            where: bytes | Place = output
+            place = places.get(name)
+            if place is not None:
+                where = Place(place.memory, place.offset, len(output))
+                self._memory.write(where, output, self)
+            elif self.model.large and name == "OUT":
+                where = self.arena.place(output)
+                self._lent[where.offset] = work.client_pid
+                made.append(where.offset)
+            shape = (1, len(output)) if self.model.batches else (len(output),)
+            outputs.append(TensorRef(name, "UINT8", shape, where))
+        return pack_inferred(Inferred(tuple(outputs)))
+
+    # --- responses of a decoupled model -----------------------------------------------------------
+
+    def _open_streams(self, batch: m.Execute) -> list[m.Reply]:
+        replies: list[m.Reply] = []
+        for work in batch.requests:
+            count = self.world.random.randint(0, self.model.most_responses)
+            if self.model.errs and self.world.chance(self.model.errs):
+                replies.append(m.Reply(work.key, "INTERNAL", "the model failed", b""))
+                continue
+            self._streams[work.key] = _Stream(work, count)
+            self._emit_soon(work.key)
+        return replies
+
+    def _emit_soon(self, key: int) -> None:
+        if key in self._streams:
+            stream = self._streams[key]
+            self.world.after(self.world.between(5 * US, MS), self._emit, stream)
+
+    def _emit(self, stream: _Stream) -> None:
+        key = stream.work.key
+        if not self.alive or self._streams.get(key) is not stream:
+            return
+        if self._up is None or not self._up.connected:
+            del self._streams[key]
+            return
+        cancelled = key in self._cancelled or stream.work.client_pid in self._dead
+        if stream.left and not cancelled:
+            if not stream.window.is_open:
+                stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
+                if self.world.now_ns - stream.waits_since_ns >= _MOST_WAIT_NS:
+                    self._end(stream, "UNAVAILABLE")
+                else:
+                    self.world.after(_MOST_WAIT_NS, self._emit, stream)
+                return
+            final = stream.left == 1 and self.world.chance(0.5)
+            self._respond(stream, final)
+            self._emit_soon(key)
+        else:
+            self._end(stream, "")
+
+    def _respond(self, stream: _Stream, final: bool) -> None:
+        stream.waits_since_ns = 0
+        stream.left -= 1
+        code = ""
+        body = b""
+        number = b"#%d/%d" % (stream.sent, stream.count)
+        try:
+            body = self._body(stream.work, self._input(stream.work) + number, [])
+        except ShmserveError as error:
+            code = error.code
+        stream.sent += 1
+        stream.window.sent(len(body))
+        if final:
+            self._close(stream)
+        self._post_response(stream, code, body, final)
+
+    def _end(self, stream: _Stream, code: str) -> None:
+        self._close(stream)
+        self._post_response(stream, code, b"", final=True)
+
+    def _close(self, stream: _Stream) -> None:
+        key = stream.work.key
+        del self._streams[key]
+        self._open.pop(key, None)
+        self._cancelled.discard(key)
+
+    def _post_response(self, stream: _Stream, code: str, body: bytes, final: bool) -> None:
+        assert self._up is not None
+        now_ns = self.world.now_ns
+        self._up.post(
+            m.ExecutionResponded(
+                stream.work.key, code, "", body, final, now_ns, now_ns, 0, failed=bool(code)
+            )
+        )
