@@ -45,7 +45,7 @@ def test_the_best_size_is_that_which_does_most_rows_in_a_time(
 
 def test_a_cliff_is_found_by_bisection() -> None:
     times, timer = learned(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
-    tries = []
+    tries: list[int] = []
     while (size := times.untried(32)[0]) and len(tries) < 32:
         tries.append(size)
         times.observe(size, timer[size - 1] * MS)
