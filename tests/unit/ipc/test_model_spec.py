@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor
-
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.model_config import from_json, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
@@ -22,12 +20,12 @@ def _records(kind: Any) -> Iterator[type[Any]]:
         yield from _records(inner)
 
 
-def _unknown(cls: type[Any], message: Descriptor) -> Iterator[str]:
+def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
     """The paths of a record's fields that a message of the schema does not have."""
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         path = each.metadata.get("path", each.name)
-        found: Descriptor | None = message
+        found: Any = message
         for name in path.split("."):
             if found is None or name not in found.fields_by_name:
                 yield f"{cls.__name__}.{path}"
