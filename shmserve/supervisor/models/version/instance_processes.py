@@ -52,7 +52,8 @@ class Instances:
     """The instances that a version's configuration asks for. `on_change` is called when one becomes
     ready, dies, or is given up.
 
-    `failure`: why none will come back, or empty. What loads raises ShmserveError, with a text for
+    `failure`: why none will come back, or empty; `labels`: the texts for the indices of each output
+    that has any. What loads raises ShmserveError, with a text for
     the operator, when the model or its process fails.
     """
 
@@ -73,6 +74,7 @@ class Instances:
         self.config = spec.config
         self.completed: dict[str, Any] = {}  # by the model, of its configuration
         self.failure = ""
+        self.labels = spec.labels
 
     @property
     def any_ready(self) -> bool:
@@ -113,11 +115,6 @@ class Instances:
     def checks_ready(self) -> bool:
         """Whether the model says itself whether it is ready."""
         return any(instance.checks_ready for instance in self._all)
-
-    @property
-    def labels(self) -> dict[str, list[str]]:
-        """The texts for the indices of each output that has any."""
-        return self._spec.labels
 
     # --- start
 

@@ -64,9 +64,10 @@ class Instance:
 
 
 def expand_instances(config: dict[str, Any]) -> list[Instance]:
-    """The instances that `instance_group` of a normalised configuration asks for, in order."""
+    """The instances that `instance_group` of a normalised configuration asks for, in order; none of
+    an ensemble's."""
     made: list[Instance] = []
-    for place, group in enumerate(config["instance_group"]):
+    for place, group in enumerate(config.get("instance_group", ())):
         gpu = group["kind"] == "KIND_GPU"
         others = {key: value for key, value in group.items() if key not in _OF_EACH}
         for device_id in group["gpus"] if gpu else [0]:

@@ -11,7 +11,8 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.step_models import StepModels
+from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.step_models import EnsembleInstances
 
 CONFIG: dict[str, Any] = {
     "name": "e",
@@ -41,10 +42,11 @@ class Serving:
         return step.name in self._ready
 
 
-def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> StepModels:
+def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     folder = Path("/tmp")
     spec = VersionSpec("e", "1", folder, folder, CONFIG, lambda found: CONFIG, labels or {})
-    return StepModels(spec, MagicMock(), models)
+    nothing = MagicMock()
+    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models)
 
 
 @pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
