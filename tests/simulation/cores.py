@@ -8,6 +8,7 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache import ResponseCache
@@ -56,7 +57,7 @@ class Scheduler:
     ) -> None:
         clients, workers, control = outboxes
         world = process.world
-        settings = Settings.read(model.config, version, model.limits)
+        settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         cache = None
         if settings.cached and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)

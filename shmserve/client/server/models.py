@@ -30,8 +30,7 @@ class ClientModel:
         self.version = published.version
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
-        policy = published.config.get("model_transaction_policy") or {}
-        self.decoupled = bool(policy.get("decoupled", False))
+        self.decoupled = published.config.decoupled
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
             _MOST_PREPARED, RequestTemplate.close
         )

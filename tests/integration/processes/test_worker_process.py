@@ -28,6 +28,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
@@ -115,9 +116,9 @@ class Worker:
 
     def load(self, **changes: Any) -> None:
         """Complete the configuration, load, and take the instance's offer."""
-        self.tell(m.CompleteConfig(model_config([], [], backend="native", **changes)))
+        self.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
         self.config = self.expect(m.ConfigCompleted).config
-        self.tell(m.LoadInstance(self.config, self.scheduler("w1")))
+        self.tell(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
         self.expect(m.InstanceLoaded)
         self.expect_offer("w1")
 
@@ -327,7 +328,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
     (worker.version_dir / "model.py").write_text(spoil)
     worker.start()
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, shown)
     assert worker.wait() == 0
@@ -340,16 +341,16 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     )
     (worker.version_dir / "model.py").write_text(model)
     worker.start()
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     config = worker.expect(m.ConfigCompleted).config
-    worker.tell(m.LoadInstance(config, worker.scheduler("w1")))
+    worker.tell(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", "RuntimeError: boom")
     assert worker.wait() == 0
 
 
 def test_a_device_that_is_not_there(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert failed.code == "UNAVAILABLE"
     assert "torch_npu" in failed.message

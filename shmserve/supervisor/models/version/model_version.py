@@ -19,10 +19,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from shmserve.common.model_settings import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
@@ -73,7 +73,7 @@ class ModelVersion:
         )
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ModelSpec:
         """The configuration; the final one once the model has completed it."""
         return self.instances.config
 
@@ -150,7 +150,7 @@ class ModelVersion:
             config = spec.complete(self.instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = immutable_config(config) == immutable_config(self.config)
+        same_rest = config.immutable_config == self.config.immutable_config
         if not same_rest or config == self.config:
             return None
         return InstanceUpdate(self.instances, spec, config)
@@ -165,8 +165,8 @@ class ModelVersion:
         or tickets, which cannot change over, stays where it is until it is loaded again."""
         config = self.config
         stays = (
-            "sequence_batching" in config
-            or (config.get("model_transaction_policy") or {}).get("decoupled", False)
+            config.sequence_batching is not None
+            or config.decoupled
             or self._scheduler.is_limited(config)
         )
         if self.ready and not stays and self._scheduler.misplaced(group):
@@ -207,7 +207,7 @@ class ModelVersion:
 
     async def finish_sequences(self) -> None:
         """Begin no sequence any more; returns when those that are open have ended."""
-        if self.loaded and self._scheduler.serves and "sequence_batching" in self.config:
+        if self.loaded and self._scheduler.serves and self.config.sequence_batching:
             await self._scheduler.drain(sequences=True)
 
     async def stop(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
@@ -61,15 +62,15 @@ class EnsembleInstances(Instances):
                 self._scheduler.tell(model)
 
 
-def _inherited(
-    config: dict[str, Any], models: Sequence[ModelPublished | None]
-) -> dict[str, list[str]]:
+def _inherited(config: ModelSpec, models: Sequence[ModelPublished | None]) -> dict[str, list[str]]:
     """The labels of an ensemble's outputs: those that the model has which makes one."""
-    outputs = {each["name"] for each in config["output"]}
+    scheduling = config.ensemble_scheduling
+    assert scheduling is not None
+    outputs = {each.name for each in config.output}
     found: dict[str, list[str]] = {}
-    for step, model in zip(config["ensemble_scheduling"]["step"], models, strict=True):
+    for step, model in zip(scheduling.step, models, strict=True):
         labels = {} if model is None else model.metadata.get("labels", {})
-        for name, tensor in step["output_map"].items():
+        for name, tensor in step.output_map.items():
             if tensor in outputs and name in labels:
                 found[tensor] = labels[name]
     return found
