@@ -13,10 +13,9 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order, timers
                         priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
-batchers/               base.py, default.py, dynamic.py, adaptive.py
+batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
-                        batch_time.py, arrivals.py, trial.py
-                                        what the adaptive one learns
+                        estimates.py    what the adaptive one learns
                         dispatcher.py, dispatch.py
                                         from the queue to the instances
                         recovery.py     workers that died, overran or talked nonsense: retries
@@ -24,7 +23,7 @@ batchers/               base.py, default.py, dynamic.py, adaptive.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
                         service_time.py moving averages of how long executions take
-response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
+response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the core of an ensemble: its steps are other models
 waiting.py              waiting for sockets, or for a time in microseconds

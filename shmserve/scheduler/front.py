@@ -40,7 +40,7 @@ from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 _DEAD_REMEMBERED = 64
@@ -203,6 +203,8 @@ class Front(Generic[R]):
                     return
             core.admit(client, submit, lookup, now_ns)
         except ShmserveError as error:
+            if lookup is not None:
+                lookup.cancel()
             self._refuse(client, submit, error, now_ns)
 
     def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:
