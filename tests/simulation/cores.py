@@ -11,7 +11,7 @@ from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
@@ -22,6 +22,7 @@ _SUPERVISOR_PID = 1
 # (instances, settings), counters, and the few that are kept from growing by a bound of their own.
 _KEPT = {
     "ClientTable": 1024,
+    "LruCache._entries": 1 << 20,
     "Front._dead": 64,
     "Sequences._lost": 4096,
     "Sequences._free": 1 << 20,
@@ -37,7 +38,7 @@ _KEPT = {
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
 # Rooms whose objects hold nothing of requests.
-_SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "lru", "batch_time")
+_SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "batch_time")
 
 
 class Scheduler:
