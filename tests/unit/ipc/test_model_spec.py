@@ -35,7 +35,7 @@ def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
                 found = found.fields_by_name["value"].message_type
         else:
             for record in _records(hints[each.name]):
-                if found is not None and record.__name__ != "Accelerator":
+                if found is not None and record.__name__ != "ExecutionAccelerator":
                     yield from _unknown(record, found)
 
 
