@@ -10,6 +10,7 @@ from shmserve.ipc.messages import supervision
 from shmserve.supervisor.resources.rate_limiter import instance_needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
+from tests.simulation.ensemble import EnsembleProcess
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.scheduler import SchedulerProcess
@@ -65,6 +66,9 @@ class Supervisor(Process):
         for client in self.clients:
             self.tell(client, message)
         if clients_only:
+            for version in self.versions:
+                if version.model.steps and not isinstance(message, supervision.ModelWithdrawn):
+                    self.tell(version.scheduler, message)
             return
         for version in self.versions:
             self.tell(version.scheduler, message)
@@ -182,7 +186,8 @@ class Supervisor(Process):
 
     def _start_scheduler(self, version: Version) -> None:
         alive = [worker.pid for worker in version.workers.values() if worker.alive]
-        scheduler = version.scheduler = SchedulerProcess(
+        kind = EnsembleProcess if version.model.steps else SchedulerProcess
+        scheduler = version.scheduler = kind(
             self.world,
             self._memory,
             version.model,
@@ -191,9 +196,13 @@ class Supervisor(Process):
             self.hear,
             version.kept,
             alive,
+            self.hosts,
         )
         self.hosts[scheduler.endpoint] = scheduler
         self._connect(scheduler, scheduler.from_supervisor)
+        for step in version.model.steps:
+            if step.name in self.serving:
+                self.tell(scheduler, self._published(self.serving[step.name]))
         if version.model.limited:
             self.tickets.bind(scheduler.pid, id(version))
 
