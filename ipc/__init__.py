@@ -7,7 +7,7 @@ Its rooms:
     tensors/            datatypes, descriptors, packed requests and responses, signatures
     memory/             arenas, mappings, POSIX shared memory, CUDA IPC
     inflight.py         the in-flight table: requests submitted and not settled (sans IO)
-    scheduler_links.py  whoever submits to several schedulers: a link to each
+    link_table.py       whoever submits to several schedulers: a link to each
     capabilities.py     the MACs by which local clients prove who they are and what they own
     endpoints.py        where a server's sockets are
     processes.py        parents and children: names, death signals, orphans

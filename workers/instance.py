@@ -13,9 +13,10 @@ from typing import Any
 
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
-from shmserve.workers.backends import Backend, ModelContext, is_decoupled
+from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.padding import Padder
@@ -37,7 +38,7 @@ class WorkerInstance:
         self,
         context: ModelContext,
         backend: Backend,
-        config: dict[str, Any],
+        config: ModelSpec,
         index: int,
         pid: int,
     ) -> None:
@@ -68,10 +69,10 @@ class WorkerInstance:
         )
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
-        given = (context, backend, unpacker, self._writer, is_decoupled(config), padder)
+        given = (context, backend, unpacker, self._writer, config.decoupled, padder)
         self._executor = (
             SequenceExecutor(*given, config)
-            if config.get("sequence_batching") is not None
+            if config.sequence_batching is not None
             else Executor(*given)
         )
         self._warm_up = partial(

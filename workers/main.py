@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from shmserve import logs
 from shmserve.errors import ShmserveError
@@ -36,6 +35,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
     WorkerStarted,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
@@ -113,11 +113,11 @@ class _Worker:
                     case message:
                         logger.warning("unexpected %s", type(message).__name__)
 
-    def _complete(self, config: dict[str, Any]) -> None:
-        completed = self._made(config).complete_config(config)
+    def _complete(self, config: ModelSpec) -> None:
+        completed = self._made(config).complete_config(config.source)
         self._control.send(ConfigCompleted(completed))
 
-    def _load(self, config: dict[str, Any]) -> None:
+    def _load(self, config: ModelSpec) -> None:
         began = time.monotonic()
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
@@ -129,7 +129,7 @@ class _Worker:
         gc.freeze()
         self._control.send(InstanceLoaded(time.monotonic() - began, backend.checks_ready))
 
-    def _made(self, config: dict[str, Any]) -> Backend:
+    def _made(self, config: ModelSpec) -> Backend:
         if self._backend is None:
             self._backend = backends.find(config)(self._context)
         return self._backend

@@ -20,12 +20,10 @@ from shmserve.workers.backends.python.request import (
     ReceivedRequest,
 )
 from shmserve.workers.backends.python.response import (
-    InferenceResponse,
-    ResponseIterator,
-)
-from shmserve.workers.backends.python.sender import (
     RESPONSE_COMPLETE_FINAL,
+    InferenceResponse,
     InferenceResponseSender,
+    ResponseIterator,
 )
 from shmserve.workers.backends.python.server import (
     Logger,

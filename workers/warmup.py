@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.model_spec import ModelSpec, WarmupInput
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -41,30 +41,30 @@ class Sample:
     tensors: list[TensorRef]
 
 
-def read(config: dict[str, Any], model_dir: Path) -> list[Sample]:
+def read(config: ModelSpec, model_dir: Path) -> list[Sample]:
     """The samples of a configuration; none for those of batch size 0.
 
     Raises InvalidArgument, with Triton's texts, for a tensor without fixed dimensions or data, and
     for a file that is missing or too short.
     """
-    batch = (1,) if config["max_batch_size"] > 0 else ()
+    batch = (1,) if config.max_batch_size > 0 else ()
     return [
         Sample(
-            given.get("name", ""),
-            given["batch_size"],
-            given.get("count") or 1,
+            given.name,
+            given.batch_size,
+            given.count or 1,
             [
                 _tensor(name, tensor, batch, model_dir / _FOLDER)
-                for name, tensor in sorted((given.get("inputs") or {}).items())
+                for name, tensor in sorted(given.inputs.items())
             ],
         )
-        for given in config.get("model_warmup") or ()
-        if given.get("batch_size")
+        for given in config.model_warmup
+        if given.batch_size
     ]
 
 
-def _tensor(name: str, given: dict[str, Any], batch: tuple[int, ...], folder: Path) -> TensorRef:
-    datatype, dims = FROM_CONFIG[given["data_type"]], tuple(map(int, given.get("dims") or ()))
+def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path) -> TensorRef:
+    datatype, dims = given.datatype, given.dims
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(
             f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
@@ -75,18 +75,18 @@ def _tensor(name: str, given: dict[str, Any], batch: tuple[int, ...], folder: Pa
             f"warmup setting of input '{name}' has dims {list(dims)}, which are {size} bytes: at "
             f"most {_MOST_BYTES} may be"
         )
-    if given.get("input_data_file"):
-        data = _file(folder, given["input_data_file"], name)
+    if given.input_data_file:
+        data = _file(folder, given.input_data_file, name)
         if ITEM_SIZE[datatype]:
             if len(data) < size:
                 raise InvalidArgument(
                     f"warmup setting expects {size} bytes, but the data provided from "
-                    f"{given['input_data_file']} only has {len(data)} bytes"
+                    f"{given.input_data_file} only has {len(data)} bytes"
                 )
             data = data[:size]
-    elif given.get("random_data") and ITEM_SIZE[datatype]:
+    elif given.random_data and ITEM_SIZE[datatype]:
         data = _random(name, datatype, dims)
-    elif "zero_data" in given or "random_data" in given:
+    elif given.zero_data is not None or given.random_data is not None:
         data = bytes(size)  # of texts: empty ones
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")

@@ -13,6 +13,7 @@ from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.messages.supervision import InstanceExpected, ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -94,8 +95,8 @@ class Chain:
 
         steps = StepSchedulers(Waiter(), links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
-        settings = Settings.read(config, "1", SchedulingLimits())
-        core = EnsembleCore(settings, config, self._clients, steps, _Outbox(), memory)
+        settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
+        core = EnsembleCore(settings, ModelSpec.of(config), self._clients, steps, _Outbox(), memory)
         self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns)
         self._fronts.append(self._ensemble)
         self._add("a", _SMALL, elements, core)
@@ -112,7 +113,7 @@ class Chain:
         }
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         core = BatchingCore(
-            Settings.read(config, "1", SchedulingLimits()), clients, workers, control
+            Settings.read(ModelSpec.of(config), "1", SchedulingLimits()), clients, workers, control
         )
         front = Front(core, clients, control, time.time_ns)
         self._fronts.append(front)
@@ -127,7 +128,7 @@ class Chain:
         core.from_worker(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         ensemble.from_control(
-            ModelPublished(name, "1", config, {}, name, True, True, 0.0, 0), now_ns
+            ModelPublished(name, "1", ModelSpec.of(config), {}, name, True, True, 0.0, 0), now_ns
         )
 
     def run(self) -> None:

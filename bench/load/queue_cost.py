@@ -11,6 +11,7 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
@@ -61,7 +62,7 @@ class BusyQueue:
 
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
         self._worker = _Outbox()
-        settings = Settings.read(config or CONFIG, "1", SchedulingLimits())
+        settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         outboxes = (_Outbox(), self._worker, _Outbox())
         clients, _, control = outboxes
         self.core = BatchingCore(settings, *outboxes)

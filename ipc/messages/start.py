@@ -6,14 +6,14 @@ A gateway's is shmserve.gateway.settings.GatewayStart: its settings are the gate
 
 from __future__ import annotations
 
-import types
-import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
 
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.transport.records import Document, from_map
 from shmserve.logs import LogSettings
 
 T = TypeVar("T")
@@ -55,8 +55,7 @@ class HostStart:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStart:
-    """A scheduler of a `kind` ("scheduler" or "ensemble"): `number` is its endpoints', `config`
-    normalised.
+    """A scheduler of a `kind` ("scheduler" or "ensemble"): `number` is its endpoints'.
 
     `kept` is what a predecessor that died had counted, the last `StatisticsKept` (empty for the
     first), `alive` the worker processes that there were. Local clients prove who they are by
@@ -66,7 +65,7 @@ class SchedulerStart:
     kind: str
     number: int
     version: str
-    config: dict[str, Any]
+    config: ModelSpec
     run_dir: Path
     capability_key: bytes
     group: int = -1
@@ -120,29 +119,11 @@ def encode(start: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Document):
+        return value.source
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def decode(cls: type[T], data: bytes) -> T:
     """The record that `encode` was given; it is from our supervisor, and trusted."""
-    made: T = _made(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))
-    return made
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """`value` as its annotation has it: records of maps, tuples of lists, paths of texts."""
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
-    if kind is Path:
-        return Path(value)
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        (only,) = (each for each in of if each is not type(None))
-        return None if value is None else _made(only, value)
-    if origin is tuple:
-        kinds = of[:1] * len(value) if of[-1] is Ellipsis else of
-        return tuple(map(_made, kinds, value))
-    if origin is dict:
-        return {key: _made(of[1], each) for key, each in value.items()}
-    return value
+    return from_map(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import message
 
 
@@ -104,7 +105,7 @@ class ModelPublished:
 
     name: str
     version: str
-    config: dict[str, Any]
+    config: ModelSpec
     metadata: dict[str, Any]
     endpoint: str
     ready: bool
@@ -304,7 +305,7 @@ class WorkerStarted:
 class CompleteConfig:
     """Derive what the configuration leaves open, then say `ConfigCompleted`."""
 
-    config: dict[str, Any]
+    config: ModelSpec
 
 
 @message
@@ -318,7 +319,7 @@ class ConfigCompleted:
 class LoadInstance:
     """Load the model with this final configuration, connect to the scheduler's worker endpoint."""
 
-    config: dict[str, Any]
+    config: ModelSpec
     endpoint: str
 
 

@@ -55,19 +55,14 @@ class Padding:
         self._read = lru_cache(1024)(self._split)
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Padding | None:
-        """That of a configuration; None: nothing is padded."""
-        said = entries(config)
+    def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
+        """What the text of a model's parameter `padding` says; None: nothing is padded. `dims` are
+        those of its inputs, by name."""
+        said = entries(text)
         if not said:
             return None
-        pads = []
-        likes = {}
-        dims = {each["name"]: tuple(each["dims"]) for each in config["input"]}
-        for name, entry in said.items():
-            if "like" in entry:
-                likes[name] = entry["like"]
-            else:
-                pads.append(_pad(name, dims[name], entry))
+        pads = [_pad(name, dims[name], each) for name, each in said.items() if "like" not in each]
+        likes = {name: each["like"] for name, each in said.items() if "like" in each}
         return cls(pads, likes)
 
     def key(self, rest: bytes, shapes: Mapping[str, Shape]) -> bytes:
@@ -151,29 +146,15 @@ class PaddedBatch:
         return found
 
 
-def entries(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The parameter `padding` of a configuration; nothing where it is none."""
-    parameter = (config.get("parameters") or {}).get(PARAMETER) or {}
+def entries(text: str) -> dict[str, dict[str, Any]]:
+    """The entries of the parameter `padding`; nothing where the text is none."""
     try:
-        said = json.loads(parameter.get("string_value") or "{}")
+        said = json.loads(text or "{}")
     except ValueError:
         return {}
     if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
         return {}
     return said
-
-
-def made_inputs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lengths and masks that a model gets, as inputs of a configuration."""
-    padding = Padding.of(config)
-    made: list[dict[str, Any]] = []
-    for pad in padding.pads.values() if padding else ():
-        if pad.lengths:
-            dims = [len(pad.dims)]
-            made.append({"name": pad.lengths, "data_type": "TYPE_INT64", "dims": dims})
-        if pad.mask:
-            made.append({"name": pad.mask, "data_type": "TYPE_BOOL", "dims": list(pad.dims)})
-    return made
 
 
 def _pad(name: str, dims: Shape, entry: dict[str, Any]) -> Pad:

@@ -1,20 +1,20 @@
 """A model's signature, its inputs and outputs, and the check of requests against it: one for every
 listener.
 
-Built from the model's configuration (the dict that `GET /v2/models/NAME/config` shows), used by
-the gateway and by models that call other models. Pure. The texts are Triton's.
+Used by gateways, local clients, and models that call other models. Pure. The texts are
+Triton's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
-from shmserve.ipc.tensors.padding import Pad, Padding
+from shmserve.ipc.tensors.padding import Pad
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.transport.records import record
 
@@ -27,24 +27,6 @@ _BATCH_NOTE = (
     "in your input dims config, try setting max_batch_size to zero. See the model configuration "
     "docs for more info on max_batch_size."
 )
-
-
-@record
-class TensorSpec:
-    """One input or output as the client sees it: `dims` without the batch dimension, -1 for any
-    size."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    optional: bool = False
-    ragged: bool = False
-    reshape: tuple[int, ...] | None = None
-
-    @property
-    def static(self) -> bool:
-        """Whether every dimension is fixed."""
-        return -1 not in self.dims
 
 
 @record
@@ -74,15 +56,15 @@ class Signature:
         "version",
     )
 
-    def __init__(self, config: dict[str, Any], version: str) -> None:
-        self.name: str = config["name"]
+    def __init__(self, config: ModelSpec, version: str) -> None:
+        self.name = config.name
         self.version = version
-        self.max_batch_size: int = config["max_batch_size"]
-        self.inputs = {spec.name: spec for spec in map(_spec, config["input"])}
-        self.outputs = {spec.name: spec for spec in map(_spec, config["output"])}
+        self.max_batch_size = config.max_batch_size
+        self.inputs = {spec.name: spec for spec in config.input}
+        self.outputs = {spec.name: spec for spec in config.output}
         self.required = frozenset(s.name for s in self.inputs.values() if not s.optional)
         self.any_optional = len(self.required) != len(self.inputs)
-        self.padding = Padding.of(config)
+        self.padding = config.padding
 
     def check(
         self,
@@ -280,15 +262,3 @@ def _check_size(tensor: TensorRef, model: str) -> None:
 def _extent(shape: tuple[int, ...]) -> int:
     # An array may have a dimension of 0 and still be refused for its others.
     return element_count([dim for dim in shape if dim])
-
-
-def _spec(raw: dict[str, Any]) -> TensorSpec:
-    reshape = raw.get("reshape")
-    return TensorSpec(
-        name=raw["name"],
-        datatype=FROM_CONFIG[raw["data_type"]],
-        dims=tuple(raw["dims"]),
-        optional=bool(raw.get("optional", False)),
-        ragged=bool(raw.get("allow_ragged_batch", False)),
-        reshape=None if reshape is None else tuple(reshape.get("shape", ())),
-    )

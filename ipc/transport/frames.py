@@ -17,7 +17,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 import msgpack
 
-from shmserve.ipc.transport.records import MalformedMessage, record
+from shmserve.ipc.transport.records import Document, MalformedMessage, record
 
 VERSION = 2
 _LARGE = 64 * 1024
@@ -26,27 +26,32 @@ _PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
 T = TypeVar("T")
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-# the types of a class's fields, how many of them must be there, closer checks, lists of records
-_Kind = tuple[type[Any], list[type[Any]], int, _Checks, tuple[tuple[int, "_Record"], ...]]
+# the types of a class's fields, how many of them must be there, closer checks, records in fields
+_Within = tuple[tuple[int, "_Records | _Document"], ...]
+_Kind = tuple[type[Any], list[type[Any]], int, _Checks, _Within]
 _BY_TAG: dict[str, _Kind] = {}
 _GETTERS: dict[type[Any], tuple[str, Callable[[Any], Any]]] = {}  # tag, field values
 
 
 def _plain(kind: Any) -> type[Any]:
-    plain = typing.get_origin(kind) or kind
+    plain = dict if _is_document(kind) else typing.get_origin(kind) or kind
     if plain not in (int, str, bytes, bool, float, list, dict):
         raise TypeError(f"a message field cannot be {kind}")
-    return plain  # type: ignore[no-any-return]
+    return plain
 
 
-class _Record:
-    """Records within a message, as the lists of their fields."""
+class _Records:
+    """A list of records within a message, as the lists of their fields."""
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
         self._cls = cls
         self._kinds = [_plain(hints[each.name]) for each in fields(cls)]
-        self.fields = attrgetter(*(each.name for each in fields(cls)))
+        self._fields = attrgetter(*(each.name for each in fields(cls)))
+
+    def packed(self, records: list[Any]) -> list[Any]:
+        """What is sent of them."""
+        return list(map(self._fields, records)) if records else records
 
     def typed(self, items: list[Any]) -> list[Any]:
         """The records; raises MalformedMessage where one has fields of other types."""
@@ -59,12 +64,32 @@ class _Record:
         return records
 
 
-def _record_of(kind: Any) -> _Record | None:
-    """The records of a field that is a list of them."""
+class _Document:
+    """A document within a message, as its source."""
+
+    packed = attrgetter("source")
+
+    def __init__(self, cls: type[Document]) -> None:
+        self._cls = cls
+
+    def typed(self, source: dict[str, Any]) -> Document:
+        """The document; raises MalformedMessage where it is none."""
+        try:
+            return self._cls.of(source)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise MalformedMessage(f"no {self._cls.__name__}: {error}") from error
+
+
+def _is_document(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Document)
+
+
+def _within(kind: Any) -> _Records | _Document | None:
+    """The records of a field that is a list of them, or a document."""
     of = (*typing.get_args(kind), None)[0]
     if typing.get_origin(kind) is list and isinstance(of, type) and is_dataclass(of):
-        return _Record(of)
-    return None
+        return _Records(of)
+    return _Document(kind) if _is_document(kind) else None
 
 
 def _checker(kind: Any) -> Callable[[Any], bool]:
@@ -81,13 +106,13 @@ def _checker(kind: Any) -> Callable[[Any], bool]:
 @dataclass_transform(frozen_default=True)
 def message(cls: type[T]) -> type[T]:
     """A record that frames carry; its fields are int, str, bytes, bool, float, dict, or lists, also
-    of records whose fields are all but the last of these. Fields with a default may be left out
-    at the end. Its tag is its name, or `TAG` where the wire has another one."""
+    of records whose fields are all but the last of these, or documents. Fields with a default may
+    be left out at the end. Its tag is its name, or `TAG` where the wire has another one."""
     made = record(cls)
     hints = typing.get_type_hints(made)
     names = [f.name for f in fields(made)]  # type: ignore[arg-type]
     kinds = [hints[name] for name in names]
-    records = tuple((i, found) for i, kind in enumerate(kinds) if (found := _record_of(kind)))
+    records = tuple((i, found) for i, kind in enumerate(kinds) if (found := _within(kind)))
     nested = {index for index, _ in records}
     closer = tuple(
         (index, _checker(kind))
@@ -110,14 +135,11 @@ def _getter(names: list[str]) -> Callable[[Any], Any]:
     return lambda message: (only(message),)
 
 
-def _with_records(
-    getter: Callable[[Any], Any], records: tuple[tuple[int, _Record], ...]
-) -> Callable[[Any], Any]:
+def _with_records(getter: Callable[[Any], Any], within: _Within) -> Callable[[Any], Any]:
     def values(message: Any) -> list[Any]:
         found = list(getter(message))
-        for index, kind in records:
-            if found[index]:
-                found[index] = list(map(kind.fields, found[index]))
+        for index, kind in within:
+            found[index] = kind.packed(found[index])
         return found
 
     return values

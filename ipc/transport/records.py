@@ -1,9 +1,14 @@
-"""Records: dataclasses that travel between processes."""
+"""Records: dataclasses that travel between processes, and their decoding from plain values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Self, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 
@@ -18,5 +23,84 @@ def record(cls: type[T]) -> type[T]:
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
+class Document:
+    """Base of records that are sent as the document which they were decoded from: `source`."""
+
+    __slots__ = ()
+    source: dict[str, Any]
+
+    @classmethod
+    def of(cls, source: Mapping[str, Any]) -> Self:
+        """The record of a document; raises TypeError, ValueError and the like for another one."""
+        raise NotImplementedError
+
+
 class MalformedMessage(Exception):
     """Bytes from a socket are not a message; the text is for our log only."""
+
+
+@cache
+def decoder(kind: Any) -> Callable[[Any], Any]:
+    """The function that makes a value of an annotated type of plain ones: records of maps, tuples
+    of lists, paths of texts, None of None.
+
+    A field's metadata may name the `path` of its value in the map, as "outer.inner" (its name by
+    default), and how to `convert` that. Other keys are left out, and fields without a value have
+    their defaults.
+    """
+    if isinstance(kind, type) and issubclass(kind, Document):
+        return kind.of
+    if isinstance(kind, type) and is_dataclass(kind):
+        return partial(from_map, kind)
+    if kind is Path:
+        return Path
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        (only,) = (each for each in of if each is not type(None))
+        return decoder(only)
+    if origin is tuple:
+        return partial(_tuple, decoder(of[0])) if of[-1] is Ellipsis else tuple
+    if origin is dict:
+        return partial(_dict, int if of[0] is int else _same, decoder(of[1]))
+    return _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tuple(decode: Callable[[Any], Any], values: list[Any]) -> tuple[Any, ...]:
+    return tuple(values if decode is _same else map(decode, values))
+
+
+def _dict(
+    key: Callable[[Any], Any], decode: Callable[[Any], Any], values: dict[Any, Any]
+) -> dict[Any, Any]:
+    return {key(name): decode(value) for name, value in values.items()}
+
+
+def from_map(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The record of a map, as `decoder` makes it."""
+    given = {}
+    kind: Any = cls
+    for name, path, decode in _fields(kind):
+        value: Any = values
+        for key in path:
+            value = None if value is None else value.get(key)
+        if value is not None:
+            given[name] = decode(value)
+    return cls(**given)
+
+
+@cache
+def _fields(cls: type[Any]) -> list[tuple[str, list[str], Callable[[Any], Any]]]:
+    hints = typing.get_type_hints(cls)
+    return [
+        (
+            each.name,
+            each.metadata.get("path", each.name).split("."),
+            each.metadata.get("convert") or decoder(hints[each.name]),
+        )
+        for each in fields(cls)
+        if each.init
+    ]

@@ -14,6 +14,7 @@ from shmserve import logs
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import name_process
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -103,7 +104,8 @@ def _verdict(failure: str, seconds: float) -> str:
 
 
 def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
-    signature = Signature(where["config"], where["version"])
+    config = ModelSpec.of(where["config"])
+    signature = Signature(config, where["version"])
     try:
         inputs = tuple(_zeros(signature, name) for name in signature.inputs)
         work = pack_inference(Inference(inputs))
@@ -112,7 +114,7 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
     fit = signature.check("check", inputs, ())
     dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
     began = time.monotonic()
-    text = _ids_are_texts(where["config"])
+    text = _ids_are_texts(config)
     try:
         dealer.send(
             Submit(
@@ -146,11 +148,10 @@ def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
         dealer.close()
 
 
-def _ids_are_texts(config: dict[str, Any]) -> bool:
+def _ids_are_texts(config: ModelSpec) -> bool:
     """Whether a model with sequences takes texts as their ids."""
-    tensors = (config.get("sequence_batching") or {}).get("control_input") or ()
-    controls = [control for tensor in tensors for control in tensor.get("control") or ()]
-    return any(control.get("data_type") == "TYPE_STRING" for control in controls)
+    sequences = config.sequence_batching
+    return sequences is not None and sequences.correlation_id[1] == "BYTES"
 
 
 def _zeros(signature: Signature, name: str) -> TensorRef:

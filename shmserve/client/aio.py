@@ -281,7 +281,7 @@ class Server:
         await asyncio.to_thread(self._session.close)
 
     def __del__(self) -> None:
-        self._session.abandon(self._session.close)
+        self._session.close_later(self._session.close)
         if self._turns is not None and not self._session.inherited:
             self._turns.close_soon()
 

@@ -133,7 +133,7 @@ class Session:
             cuda = self._cuda
         return Region(self.memories, tensors, partial(DeviceSegment, cuda, number))
 
-    def abandon(self, close: Callable[[], None]) -> None:
+    def close_later(self, close: Callable[[], None]) -> None:
         """Close a client that is collected and was not closed. Where an object is collected, and in
         which thread, is not known, so the connection's own thread does it."""
         if self._closed or self.inherited:

@@ -221,7 +221,7 @@ class Server:
         self.close()
 
     def __del__(self) -> None:
-        self._session.abandon(self.close)
+        self._session.close_later(self.close)
 
 
 def _keep(session: Session, ended: Future[Result]) -> None:

@@ -1,12 +1,11 @@
 """Settings in a model's configuration that several rooms read: the parameters of the batching
-strategy, the buckets of the first-response histogram, and what a deployment is made for."""
+strategy, and the buckets of the first-response histogram."""
 
 from __future__ import annotations
 
 import math
 import re
 from enum import StrEnum
-from typing import Any
 
 STRATEGY = "batching_strategy"
 TARGET = "target_p99_ms"
@@ -18,7 +17,6 @@ LONGEST_TARGET_MS = 86_400_000.0
 # its family and gives other buckets.
 FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
-_CHANGES_IN_PLACE = frozenset({"instance_group", "version_policy"})
 _NUMBER = re.compile(r"[-+.0-9eE]+")  # no more of what Python takes for one
 
 
@@ -49,9 +47,3 @@ def max_streams(text: str) -> int | None:
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_STREAMS))):
         return None
     return int(text) if 1 <= int(text) <= MOST_STREAMS else None
-
-
-def immutable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration, as `model_config.to_dict` gives it, that a deployment is made
-    for: how many instances there are and where, and which versions are loaded, can change later."""
-    return {key: value for key, value in config.items() if key not in _CHANGES_IN_PLACE}

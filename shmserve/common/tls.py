@@ -33,7 +33,7 @@ class Tls:
 
     server_cert: str
     server_key: str
-    root_cert: str | None
+    root_cert: str | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument naming the flag when a file cannot be read, or is not what it must

@@ -8,7 +8,6 @@ from typing import Any, Never
 
 import orjson
 
-from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages.supervision import ModelPublished
@@ -34,8 +33,8 @@ class GatewayModel:
         self.published = True
         self.name = published.name
         self.version = published.version
-        self.config: bytes = orjson.dumps(published.config)
-        self.deployed = orjson.dumps(immutable_config(published.config))
+        self.config: bytes = orjson.dumps(published.config.source)
+        self.immutable_config = orjson.dumps(published.config.immutable_config)
         self.metadata = published.metadata
         self.labels: dict[str, list[str]] = published.metadata.get("labels", {})
         self.ready = published.ready
@@ -44,16 +43,13 @@ class GatewayModel:
         self.scheduler = scheduler
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
-        self.stateful = published.config.get("sequence_batching") is not None
-        self.tags = _tags(published.config)
-        policy = published.config.get("model_transaction_policy") or {}
-        self.decoupled = bool(policy.get("decoupled", False))
-
-
-def _tags(config: dict[str, Any]) -> dict[str, str]:
-    # A key that is no label would make all of the metrics unreadable.
-    tags = config.get("metric_tags") or {}
-    return {"_" + _NO_LABEL.sub("_", key): str(value) for key, value in tags.items()}
+        self.stateful = published.config.sequence_batching is not None
+        # A key that is no label would make all of the metrics unreadable.
+        self.tags = {
+            "_" + _NO_LABEL.sub("_", key): value
+            for key, value in published.config.metric_tags.items()
+        }
+        self.decoupled = published.config.decoupled
 
 
 _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of errors
@@ -124,7 +120,7 @@ class ModelTable:
         now = self._models.get(model.name, {}).get(model.version)
         if now is None:
             self._absent(model.name, model.version)
-        if now.deployed != model.deployed:
+        if now.immutable_config != model.immutable_config:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
                 "arrived"

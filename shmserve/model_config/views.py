@@ -1,9 +1,8 @@
-"""Views of a configuration: its JSON, the model metadata, the labels of outputs, the fields without
-effect."""
+"""Views of a configuration: its JSON, the labels of outputs, the fields without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ from shmserve.common import model_settings
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
-    DataType,
     ModelConfig,
-    ModelInput,
     ModelOptimizationPolicy,
-    ModelOutput,
 )
 
 _GROUP_FIELDS = ("secondary_devices", "profile", "passive", "host_policy")
@@ -49,26 +45,6 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     where set.
     """
     return message_to_dict(config)
-
-
-def metadata(config: ModelConfig, versions: Iterable[int]) -> dict[str, Any]:
-    """The object of GET /v2/models/NAME; shapes start with -1 where the model batches."""
-    batch = [-1] if config.max_batch_size >= 1 else []
-
-    def tensor(io: ModelInput | ModelOutput) -> dict[str, Any]:
-        return {
-            "name": io.name,
-            "datatype": _protocol_name(io.data_type),
-            "shape": [*batch, *io.dims],
-        }
-
-    return {
-        "name": config.name,
-        "versions": [str(version) for version in sorted(versions)],
-        "platform": config.platform or config.backend,
-        "inputs": [tensor(io) for io in config.input],
-        "outputs": [tensor(io) for io in config.output],
-    }
 
 
 def ignored_fields(config: ModelConfig) -> list[str]:
@@ -111,11 +87,6 @@ def _ignored_optimization(
 
 def _is_set(message: Any, name: str) -> bool:
     return any(target.name == name for target, _ in message.ListFields())
-
-
-def _protocol_name(data_type: int) -> str:
-    name = DataType.Name(data_type).removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
 
 
 _LARGEST_LABEL_FILE = 4 * 1024 * 1024

@@ -6,13 +6,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shmserve.common import model_settings
 from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG
+from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec
 from shmserve.ipc.tensors.padding import Padding
 
 logger = logging.getLogger(__name__)
@@ -135,78 +134,71 @@ class Settings:
     cached: bool = False  # its responses may be kept and given again
 
     @classmethod
-    def read(cls, config: dict[str, Any], version: str, limits: SchedulingLimits) -> Settings:
-        """From a normalised configuration and what the server sets for all models."""
-        dynamic = config.get("dynamic_batching")
-        max_batch_size: int = config["max_batch_size"]
+    def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
+        """From a model's configuration and what the server sets for all models."""
+        dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
-        decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled", False))
-        ordered = bool((dynamic or {}).get("preserve_ordering", False))
+        ordered = dynamic is not None and dynamic.preserve_ordering
+        streams = max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
         return cls(
-            name=config["name"],
+            name=config.name,
             version=version,
-            max_batch_size=max_batch_size,
-            batching=None if dynamic is None else _strategy(config, dynamic),
-            policies=_policies(dynamic or {}, limits.max_queue_size, ordered),
+            max_batch_size=config.max_batch_size,
+            batching=None if dynamic is None else _strategy(config, dynamic, padding),
+            policies=_policies(dynamic or DynamicBatching(), limits.max_queue_size),
             # What may never end cannot be waited for.
-            preserve_ordering=ordered and not decoupled,
+            preserve_ordering=ordered and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
             # The hook belongs to the dynamic batcher: the default scheduler has no thread to hold.
             hold_until=0 if dynamic is None else limits.delay_scheduler,
             request_limit_ns=limits.request_timeout_us * _NS_PER_US,
             sequences=_sequencing(config, limits),
-            decoupled=decoupled,
-            most_open=_most_open(config) if decoupled else 0,
+            decoupled=config.decoupled,
+            most_open=streams if config.decoupled else 0,
             quantiles=limits.quantiles,
             first_response_buckets_ms=_buckets(config),
-            padding=Padding.of(config),
+            padding=padding,
             rate_limited=limits.rate_limited,
-            cached=bool((config.get("response_cache") or {}).get("enable", False)),
+            cached=config.cached,
         )
 
 
-def _strategy(config: dict[str, Any], dynamic: dict[str, Any]) -> Batching:
-    rules = replace(_batching(dynamic, config["max_batch_size"]), padding=Padding.of(config))
-    match _parameter(config, model_settings.STRATEGY):
+def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | None) -> Batching:
+    rules = replace(_batching(dynamic, config.max_batch_size), padding=padding)
+    match config.parameters.get(model_settings.STRATEGY):
         case Strategy.PREFER_LATENCY:
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
-            target_ms = model_settings.target_ms(_parameter(config, model_settings.TARGET))
+            target_ms = model_settings.target_ms(config.parameters.get(model_settings.TARGET, ""))
             return replace(rules, target_ns=round((target_ms or 0) * 1e6))
         case _:
             return rules
 
 
-def _batching(dynamic: dict[str, Any], max_batch_size: int) -> Batching:
+def _batching(dynamic: DynamicBatching, max_batch_size: int) -> Batching:
     largest = max(1, max_batch_size)
-    preferred = frozenset(size for size in dynamic.get("preferred_batch_size") or () if size > 0)
+    preferred = frozenset(size for size in dynamic.preferred_batch_size if size > 0)
     return Batching(
         max_batch_size=largest,
         preferred=preferred or frozenset({largest}),
-        delay_ns=int(dynamic.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
+        delay_ns=dynamic.max_queue_delay_microseconds * _NS_PER_US,
     )
 
 
-def _parameter(config: dict[str, Any], name: str) -> str:
-    parameter = (config.get("parameters") or {}).get(name) or {}
-    return str(parameter.get("string_value") or "")
-
-
-def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing | None:
-    given = config.get("sequence_batching")
+def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | None:
+    given = config.sequence_batching
     if given is None:
         return None
-    direct, oldest = given.get("direct") or {}, given.get("oldest")
-    rows = max(1, config["max_batch_size"])
-    candidates = int((oldest or {}).get("max_candidate_sequences") or 0)
-    name, datatype = _id_control(given)
+    oldest = given.oldest
+    candidates = 0 if oldest is None else oldest.max_candidate_sequences
+    name, datatype = given.correlation_id
     return Sequencing(
-        slots=candidates or rows,
-        idle_ns=int(given.get("max_sequence_idle_microseconds") or 0) * _NS_PER_US or _IDLE_NS,
-        oldest=None if oldest is None else _batching(oldest, config["max_batch_size"]),
-        delay_ns=int(direct.get("max_queue_delay_microseconds") or 0) * _NS_PER_US,
-        minimum_utilization=float(direct.get("minimum_slot_utilization") or 0.0),
-        iterative=bool(given.get("iterative_sequence")),
+        slots=candidates or max(1, config.max_batch_size),
+        idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
+        oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
+        delay_ns=given.direct_delay_microseconds * _NS_PER_US,
+        minimum_utilization=given.minimum_slot_utilization,
+        iterative=given.iterative_sequence,
         id_name=name,
         id_datatype=datatype,
         # Not so many that one client's fill the queue.
@@ -216,66 +208,44 @@ def _sequencing(config: dict[str, Any], limits: SchedulingLimits) -> Sequencing 
     )
 
 
-def _id_control(sequences: dict[str, Any]) -> tuple[str, str]:
-    for tensor in sequences.get("control_input") or ():
-        for control in tensor.get("control") or ():
-            if control.get("kind") == "CONTROL_SEQUENCE_CORRID":
-                return tensor["name"], FROM_CONFIG[control["data_type"]]
-    return "", ""
-
-
-def _most_open(config: dict[str, Any]) -> int:
-    parameter = (config.get("parameters") or {}).get(MAX_STREAMS) or {}
-    return max_streams(parameter.get("string_value", "")) or 0
-
-
-def _buckets(config: dict[str, Any]) -> tuple[float, ...]:
-    for control in (config.get("model_metrics") or {}).get("metric_control") or ():
-        identifier = control.get("metric_identifier") or {}
-        buckets = (control.get("histogram_options") or {}).get("buckets")
-        if identifier.get("family") == model_settings.FIRST_RESPONSE_FAMILY and buckets:
-            return tuple(map(float, buckets))
+def _buckets(config: ModelSpec) -> tuple[float, ...]:
+    for control in config.metric_control:
+        if control.family == model_settings.FIRST_RESPONSE_FAMILY and control.buckets:
+            return control.buckets
     return model_settings.FIRST_RESPONSE_BUCKETS_MS
 
 
-def _policies(dynamic: dict[str, Any], default_bound: int, ordered: bool) -> QueuePolicies:
-    default = dynamic.get("default_queue_policy") or {}
-    levels = int(dynamic.get("priority_levels") or 0)
-    by_level = (dynamic.get("priority_queue_policy") or {}) if levels else {}
+def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
+    levels, ordered = dynamic.priority_levels, dynamic.preserve_ordering
+    default = dynamic.default_queue_policy
+    by_level = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
         default=_policy(default, default_bound, ordered),
         levels=levels,
-        default_level=int(dynamic.get("default_priority_level") or 0) if levels else 0,
-        by_level={
-            int(level): _policy(each, default_bound, ordered) for level, each in by_level.items()
-        },
-        limited=levels > 1 or any(map(_limits, (default, *by_level.values()))),
+        default_level=dynamic.default_priority_level if levels else 0,
+        by_level={level: _policy(each, default_bound, ordered) for level, each in by_level.items()},
+        limited=levels > 1 or any(each.limits for each in (default, *by_level.values())),
     )
 
 
-def _policy(policy: dict[str, Any], default_bound: int, ordered: bool) -> QueuePolicy:
-    delays = policy.get("timeout_action") == "DELAY"
+def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> QueuePolicy:
+    delays = policy.timeout_action == "DELAY"
     return QueuePolicy(
-        max_size=int(policy.get("max_queue_size") or 0) or default_bound,
-        timeout_ns=int(policy.get("default_timeout_microseconds") or 0) * _NS_PER_US,
+        max_size=policy.max_queue_size or default_bound,
+        timeout_ns=policy.default_timeout_microseconds * _NS_PER_US,
         # A request that is put behind the others would hold up the responses of all of them.
-        override=bool(policy.get("allow_timeout_override", False)) and not (ordered and delays),
+        override=policy.allow_timeout_override and not (ordered and delays),
         delays=delays,
     )
 
 
-def _limits(policy: dict[str, Any]) -> bool:
-    bounds = ("max_queue_size", "default_timeout_microseconds", "allow_timeout_override")
-    return any(policy.get(name) not in (None, 0, "0", False) for name in bounds)
-
-
-def _execution_limit_s(config: dict[str, Any], default: float) -> float:
-    parameter = (config.get("parameters") or {}).get("execution_timeout_seconds")
-    if parameter is None:
+def _execution_limit_s(config: ModelSpec, default: float) -> float:
+    text = config.parameters.get("execution_timeout_seconds")
+    if text is None:
         return default
     try:
-        seconds = float(parameter["string_value"])
-    except (KeyError, TypeError, ValueError):
+        seconds = float(text)
+    except ValueError:
         seconds = math.nan
     if math.isfinite(seconds) and seconds >= 0:
         return seconds

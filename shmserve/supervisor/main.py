@@ -150,7 +150,7 @@ def compose(
     """
     found = accelerators.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
-    registry = ModelRegistry(planner.metadata)
+    registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
     events = EventPublisher()
     processes = ProcessTable(partial(_publish_start, events))

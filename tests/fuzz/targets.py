@@ -32,6 +32,7 @@ from shmserve.ipc.capabilities import FIRST, KEY_SIZE, Capabilities
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import memory as messages
 from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -52,9 +53,12 @@ _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object a
 _TENSOR = {"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1], "optional": False}
 _MODEL = {"name": "m", "backend": "python", "max_batch_size": 4, "output": []}
 _SIGNATURES = [
-    Signature({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}, "1"),
-    Signature({**_MODEL, "input": [_TENSOR]}, "1"),
-    Signature({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}, "1"),
+    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR, {**_TENSOR, "name": "INPUT1"}]}), "1"),
+    Signature(ModelSpec.of({**_MODEL, "input": [_TENSOR]}), "1"),
+    Signature(
+        ModelSpec.of({**_MODEL, "input": [{**_TENSOR, "data_type": "TYPE_STRING", "dims": [1]}]}),
+        "1",
+    ),
 ]
 
 

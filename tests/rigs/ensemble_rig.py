@@ -10,6 +10,7 @@ from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import CacheStart, SchedulingLimits
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -103,12 +104,13 @@ class EnsembleRig:
             "ensemble_scheduling": {"step": list(steps), "max_inflight_requests": max_inflight},
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
+        spec = ModelSpec.of(config)
         lent = LentMemory(1 << 27)
         self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
         cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
         self.core = EnsembleCore(
-            Settings.read(config, "1", SchedulingLimits(max_queue_size=max_queue_size)),
-            config,
+            Settings.read(spec, "1", SchedulingLimits(max_queue_size=max_queue_size)),
+            spec,
             self.clients,
             self.steps,
             self.control,
@@ -124,7 +126,9 @@ class EnsembleRig:
         """A model serves, at its own name unless it says otherwise."""
         name = config["name"]
         self.control_says(
-            ModelPublished(name, "1", config, {}, endpoint or name, True, True, 0.0, 0)
+            ModelPublished(
+                name, "1", ModelSpec.of(config), {}, endpoint or name, True, True, 0.0, 0
+            )
         )
 
     def submit(

@@ -1,13 +1,15 @@
-"""A process with a gateway's imports done, from which the gateways of tests are forked.
+"""A process with an entry point's imports done, from which gateways or workers of tests are forked.
 
-The imports take a new interpreter most of a second, and a gateway that is forked milliseconds: in
-the server itself zygotes do the same. One runs beside each pytest process that asks for one.
+The imports of a gateway take a new interpreter most of a second, and those of a worker two; one
+that is forked takes milliseconds: in the server itself zygotes do the same. One for each entry
+point runs beside each pytest process that asks for one.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import select
 import signal
@@ -21,6 +23,8 @@ from pathlib import Path
 import msgpack
 
 ROOT = Path(__file__).resolve().parents[2]
+GATEWAY = "shmserve.gateway.http.main:run"
+WORKER = "shmserve.workers.main:run"
 _LARGEST = 1 << 16
 _MOST_FDS = 16
 
@@ -56,9 +60,10 @@ class Forked:
 class Forker:
     """Asks the process, which ends when its socket does."""
 
-    def __init__(self) -> None:
+    def __init__(self, entry: str) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-W", "error", "-m", "tests.rigs.forker", str(theirs.fileno())]
+        strict = ["-W", "error"] if entry == GATEWAY else []  # torch warns when it is imported
+        command = [sys.executable, *strict, "-m", "tests.rigs.forker", str(theirs.fileno()), entry]
         self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -68,29 +73,30 @@ class Forker:
         self._process.wait()
 
     def fork(self, start: bytes, stderr: int, fds: Sequence[int]) -> Forked:
-        """An HTTP gateway for an encoded `GatewayStart`, with listening sockets."""
+        """A process that runs the entry point with an encoded start record, and descriptors."""
         return Forked(self, self.ask(["fork", start], [stderr, *fds]))
 
     def ask(self, request: list[object], fds: Sequence[int] = ()) -> int:
         """The response to a request."""
         socket.send_fds(self._link, [msgpack.packb(request)], fds)
         response = self._link.recv(_LARGEST)
-        assert response, "the process that forks gateways has ended"
+        assert response, "the process that forks others has ended"
         return int(msgpack.unpackb(response))
 
 
 @functools.cache
-def forker() -> Forker:
-    """This process's forker, started when it is first needed."""
-    made = Forker()
+def forker(entry: str = GATEWAY) -> Forker:
+    """This process's forker for an entry point, "module:function", started when it is first
+    needed."""
+    made = Forker(entry)
     atexit.register(made.close)
     return made
 
 
-def main(link_fd: int) -> None:
+def main(link_fd: int, entry: str) -> None:
     """Import, then do what is asked until the socket ends; what was forked ends then, too."""
-    from shmserve.gateway.http.main import run
-
+    module, _, function = entry.partition(":")
+    run = getattr(importlib.import_module(module), function)
     link = socket.socket(fileno=link_fd)
     running: set[int] = set()
     while True:
@@ -121,6 +127,8 @@ def _run(run: functools.partial[None]) -> None:
     try:
         run()
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -129,4 +137,4 @@ def _run(run: functools.partial[None]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

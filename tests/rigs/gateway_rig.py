@@ -26,10 +26,12 @@ from shmserve.ipc.messages.supervision import (
     ModelPublished,
     Refused,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
+from shmserve.supervisor.models.registry import describe
 from tests.rigs.forker import ROOT, Forked, forker
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
@@ -314,23 +316,6 @@ def model_config(
     }
 
 
-def metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """GET /v2/models/NAME, as the supervisor would derive it."""
-    batch = [-1] if config["max_batch_size"] else []
-
-    def shown(tensor: dict[str, Any]) -> dict[str, Any]:
-        datatype = tensor["data_type"].removeprefix("TYPE_")
-        datatype = "BYTES" if datatype == "STRING" else datatype
-        return {"name": tensor["name"], "datatype": datatype, "shape": [*batch, *tensor["dims"]]}
-
-    return {
-        "name": config["name"],
-        "platform": config["backend"],
-        "inputs": [shown(tensor) for tensor in config["input"]],
-        "outputs": [shown(tensor) for tensor in config["output"]],
-    }
-
-
 SIMPLE = model_config(
     "simple",
     8,
@@ -348,11 +333,12 @@ def publication(
     acknowledge: int = 0,
 ) -> ModelPublished:
     """What the supervisor says of a model version."""
+    spec = ModelSpec.of(config)
     return ModelPublished(
         name=config["name"],
         version=version,
-        config=config,
-        metadata=metadata(config),
+        config=spec,
+        metadata=describe(spec, []),
         endpoint=scheduler.endpoint,
         ready=ready,
         latest=latest,

@@ -17,6 +17,7 @@ from shmserve.config.server import from_flags
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import SchedulerStart, decode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
@@ -41,7 +42,7 @@ _HIGHEST_PID = 1 << 22
 def plan(version: str = "1") -> VersionSpec:
     """A version of the model "m"."""
     folder = Path("/tmp")
-    return VersionSpec("m", version, folder, folder, CONFIG, lambda completed: completed)
+    return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG), ModelSpec.of)
 
 
 class Made(Child):
@@ -109,7 +110,7 @@ class Processes:
         elif isinstance(message, m.Stop) and isinstance(address, SchedulerAddress):
             answer, address = m.SchedulerClosed(address.number, ""), pid
         elif isinstance(message, m.CompleteConfig):
-            answer = m.ConfigCompleted(message.config)
+            answer = m.ConfigCompleted(message.config.source)
         elif isinstance(message, m.LoadInstance) and not self.hanging:
             answer = m.InstanceLoaded(0.0)
         elif isinstance(message, m.Drain):

@@ -8,6 +8,7 @@ from shmserve.common import model_settings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -84,7 +85,7 @@ class Rig:
             config["dynamic_batching"] = dynamic
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.core = BatchingCore(
-            Settings.read(config, "1", SchedulingLimits(**server)),
+            Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
             self.clients,
             self.workers,
             self.control,

@@ -22,6 +22,7 @@ from shmserve.ipc.messages.inference import (
     ReleaseOutputs,
     Work,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -164,8 +165,9 @@ class Rig:
 
     def serve(self, backend: Backend, config: dict[str, Any]) -> Rig:
         """Load a model into the instance."""
-        backend.load(config)
-        self.instance = WorkerInstance(self.context, backend, config, 0, os.getpid())
+        decoded = ModelSpec.of(config)
+        backend.load(decoded)
+        self.instance = WorkerInstance(self.context, backend, decoded, 0, os.getpid())
         self._timers.append(self.instance.link._timer)
         return self.attach()
 
@@ -262,7 +264,7 @@ class FunctionBackend(Backend):
         super().__init__(context)
         self._call = execute
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Nothing to load."""
 
     def execute(self, requests: list[Request]) -> list[Response]:

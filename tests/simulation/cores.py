@@ -8,6 +8,7 @@ from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
@@ -66,7 +67,8 @@ class Scheduler:
     ) -> None:
         clients, peers, control = outboxes
         world = process.world
-        settings = Settings.read(model.config, version, model.limits)
+        spec = ModelSpec.of(model.config)
+        settings = Settings.read(spec, version, model.limits)
         cache, lent = None, _lent(model, process, memory)
         if settings.cached and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
@@ -75,7 +77,7 @@ class Scheduler:
         core: Any
         if model.steps:
             held = _EnsembleMemory(lent, memory)
-            core = EnsembleCore(settings, model.config, clients, peers, control, held, cache)
+            core = EnsembleCore(settings, spec, clients, peers, control, held, cache)
             self.from_peer: Any = core.from_step
         else:
             core = BatchingCore(settings, clients, peers, control, cache)

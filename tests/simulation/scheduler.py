@@ -7,6 +7,7 @@ from typing import Any
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Settings
 from tests.simulation import cores
@@ -55,7 +56,7 @@ class SchedulerProcess(Process):
         self.version = version
         self.endpoint = f"{model.name}.{number}"
         self.first = not kept
-        settings = Settings.read(model.config, version, model.limits)
+        settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
         self._clients = Outbox("client", self._told)
         self._workers = Outbox("worker", self._sent)

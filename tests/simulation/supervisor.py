@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.messages import supervision
-from shmserve.supervisor.resources.rate_limiter import instance_needs
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.resources.rate_limiter import Needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
 from tests.simulation.ensemble import EnsembleProcess
@@ -118,8 +119,9 @@ class Supervisor(Process):
         version = Version(model, str(next(self._versions)))
         self.versions.append(version)
         if model.limited:
-            places = [(index, 0, 0) for index in range(model.instances)]
-            self.tickets.join(id(version), instance_needs(model.config, places))
+            (group,) = ModelSpec.of(model.config).instance_group
+            needs = Needs.of(group.rate_limiter, 0)
+            self.tickets.join(id(version), dict.fromkeys(range(model.instances), needs))
         self._start_scheduler(version)
         for index in range(model.instances):
             self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
@@ -141,7 +143,15 @@ class Supervisor(Process):
     def _published(self, version: Version) -> supervision.ModelPublished:
         model = version.model
         return supervision.ModelPublished(
-            model.name, version.number, model.config, {}, version.endpoint, True, True, 0.0, 0
+            model.name,
+            version.number,
+            ModelSpec.of(model.config),
+            {},
+            version.endpoint,
+            True,
+            True,
+            0.0,
+            0,
         )
 
     def _announce(self, version: Version) -> None:

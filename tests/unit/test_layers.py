@@ -24,8 +24,14 @@ STARTS = {
 LAYERS: dict[str, tuple[str, ...]] = {
     # the words and the memory that processes share
     "ipc.transport": (),
-    "ipc.messages": ("ipc.transport",),
-    "ipc.tensors": ("ipc.transport",),
+    "ipc.messages": (
+        "ipc",
+        "ipc.transport",
+    ),
+    "ipc.tensors": (
+        "ipc",
+        "ipc.transport",
+    ),
     "ipc.memory": ("ipc.messages", "ipc.tensors", "ipc.transport"),
     "ipc": ("ipc.*",),
     # a worker's process

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
@@ -100,8 +101,7 @@ class ModelContext:
 class Backend(ABC):
     """Runs one kind of model. One object an instance, used from one thread.
 
-    The order of calls is complete_config (perhaps), load, execute (many), unload. `config` is the
-    model's configuration as `GET /v2/models/NAME/config` shows it.
+    The order of calls is complete_config (perhaps), load, execute (many), unload.
 
     `strict_outputs`: an output must have the datatype and shape that the configuration says.
     Triton's Python backend lets any pass to the client as it is, and so must whoever runs its
@@ -125,14 +125,15 @@ class Backend(ABC):
         self.context = context
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`config`, completed with what the model's files say; may run the user's code.
+        """`config`, as `GET /v2/models/NAME/config` shows it, completed with what the model's files
+        say; may run the user's code.
 
         Raises ShmserveError, or anything: the model fails to load with its text.
         """
         return config
 
     @abstractmethod
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Make the instance ready.
 
         Raises ShmserveError, or anything: the model fails to load with its text.
@@ -188,44 +189,27 @@ class Backend(ABC):
         """The instance ends: let the model clean up."""
 
 
-def backend_name(config: dict[str, Any]) -> str:
+def backend_name(config: ModelSpec) -> str:
     """The name of the backend that a model's configuration asks for; "" when it names none."""
-    name: str = config.get("backend") or _PLATFORMS.get(config.get("platform") or "", "")
-    return name
+    return config.backend or _PLATFORMS.get(config.platform, "")
 
 
-def parameters(config: dict[str, Any]) -> dict[str, str]:
-    """The texts of a configuration's `parameters`, by key."""
-    return {key: value["string_value"] for key, value in (config.get("parameters") or {}).items()}
-
-
-def has_scheduler(config: dict[str, Any]) -> bool:
-    """Whether a configuration says how requests are scheduled."""
-    kinds = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
-    return any(config.get(kind) is not None for kind in kinds)
-
-
-def is_decoupled(config: dict[str, Any]) -> bool:
-    """Whether a configuration says that requests may have any number of responses."""
-    return bool((config.get("model_transaction_policy") or {}).get("decoupled"))
-
-
-def find(config: dict[str, Any]) -> type[Backend]:
+def find(config: ModelSpec) -> type[Backend]:
     """The backend class for a model's configuration.
 
     Raises InvalidArgument when there is none of that name, or what provides it cannot be imported,
     Unsupported for a decoupled model where it runs none.
     """
     found = _named(config)
-    if is_decoupled(config) and found.execute_decoupled is Backend.execute_decoupled:
+    if config.decoupled and found.execute_decoupled is Backend.execute_decoupled:
         raise Unsupported(
             f"backend '{backend_name(config)}' does not support the 'decoupled' transaction "
-            f"policy, required by model '{config.get('name', '')}'"
+            f"policy, required by model '{config.name}'"
         )
     return found
 
 
-def _named(config: dict[str, Any]) -> type[Backend]:
+def _named(config: ModelSpec) -> type[Backend]:
     name = backend_name(config)
     target = _BUILT_IN.get(name)
     if target is not None:
@@ -234,7 +218,7 @@ def _named(config: dict[str, Any]) -> type[Backend]:
     for entry in entry_points(group=GROUP, name=name):
         return _checked(name, entry.load())
     raise InvalidArgument(
-        f"unable to find backend '{name}' for model '{config.get('name', '')}', "
+        f"unable to find backend '{name}' for model '{config.name}', "
         f"known are {', '.join(sorted(names()))}"
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.workers.backends import has_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def complete(
     completed = dict(config)
     if not config.get("input") and not config.get("output") and not config.get("max_batch_size"):
         completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
-        if completed["max_batch_size"] > 1 and not has_scheduler(config):
+        if completed["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:
             completed["dynamic_batching"] = {}
     batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):

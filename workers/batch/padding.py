@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import Internal
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, shape_text
+from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
 
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.errors import Internal
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, NUMPY, element_count
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.ipc.tensors.datatypes import NUMPY, element_count
 from shmserve.workers.batch.request import Array, Request
 
 Shape = tuple[int, ...]
@@ -47,18 +48,18 @@ class _Cut(NamedTuple):
 class Ragged:
     """The rules of one model's configuration for ragged batches."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._batched = config["max_batch_size"] > 0
+    def __init__(self, config: ModelSpec) -> None:
+        self._batched = config.max_batch_size > 0
         self._made = [
-            _Made(name, each["source_input"][0], _VALUES[each["kind"]], _kind(each))
-            for each in config.get("batch_input") or ()
-            for name in each["target_name"]
+            _Made(name, each.source_input[0], _VALUES[each.kind], np.dtype(NUMPY[each.datatype]))
+            for each in config.batch_input
+            for name in each.target_name
         ]
-        dims = {output["name"]: _dims(output) for output in config["output"]}
+        dims = {output.name: output.model_dims for output in config.output}
         self._cuts = {
-            name: _Cut(each["source_input"][0], dims[name])
-            for each in config.get("batch_output") or ()
-            for name in each["target_name"]
+            name: _Cut(each.source_input[0], dims[name])
+            for each in config.batch_output
+            for name in each.target_name
         }
 
     @property
@@ -98,32 +99,20 @@ class Ragged:
         return (*head, *(size if dim == -1 else dim for dim, size in sizes))
 
 
-def made_inputs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tensors that a model gets by `batch_input`, as inputs of a configuration: ragged, so that
-    nobody looks for a row of them for each of the batch's."""
-    ranks = {each["name"]: len(_dims(each)) for each in config["input"]}
+def made_inputs(config: ModelSpec) -> list[TensorSpec]:
+    """The tensors that a model gets by `batch_input`, as inputs: ragged, so that nobody looks for a
+    row of them for each of the batch's."""
+    ranks = {each.name: len(each.model_dims) for each in config.input}
     return [
-        {
-            "name": name,
-            "data_type": each["data_type"],
-            "dims": [ranks[each["source_input"][0]]]
-            if each["kind"] == "BATCH_ITEM_SHAPE"
-            else [-1],
-            "allow_ragged_batch": True,
-        }
-        for each in config.get("batch_input") or ()
-        for name in each["target_name"]
+        TensorSpec(
+            name,
+            each.datatype,
+            (ranks[each.source_input[0]] if each.kind == "BATCH_ITEM_SHAPE" else -1,),
+            ragged=True,
+        )
+        for each in config.batch_input
+        for name in each.target_name
     ]
-
-
-def _dims(tensor: dict[str, Any]) -> Shape:
-    """As the model sees it."""
-    reshape = tensor.get("reshape")
-    return tuple(tensor["dims"] if reshape is None else reshape.get("shape", ()))
-
-
-def _kind(batch_input: dict[str, Any]) -> np.dtype[Any]:
-    return np.dtype(NUMPY[FROM_CONFIG[batch_input["data_type"]]])
 
 
 def _counts(shapes: Sequence[Shape], batched: bool) -> Array:

@@ -16,10 +16,11 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.packing import Ready, ResponsePacker
 from shmserve.workers.batch.request import Array, Copied, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
@@ -112,7 +113,7 @@ class Scatterer:
                 f"unexpected datatype {TO_CONFIG[output.datatype]} for inference output "
                 f"'{output.name}', expecting {TO_CONFIG[spec.datatype]}"
             )
-        dims = spec.dims if spec.reshape is None else spec.reshape
+        dims = spec.model_dims
         expected = (request.batch_size, *dims) if self._batched else dims
         if not agree(expected, shape):
             raise Internal(

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, id_prefix
+from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.tensors.template_cache import TemplateCache
 from shmserve.workers.batch.request import Copied, Input, Request, never_cancelled
 

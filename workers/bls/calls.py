@@ -14,20 +14,21 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections import deque
+from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
+from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
 from shmserve.ipc.messages.supervision import ModelWithdrawn, ProcessExited, SchedulerLost
-from shmserve.ipc.scheduler_links import SchedulerLinks
 from shmserve.ipc.tensors.inference import unpack_inferred
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
@@ -138,7 +139,8 @@ class CallRouter:
         self._ids = count(1)
         self.waiting = SharedWait(self._take)
         self._lock = self.waiting.lock
-        self._links = SchedulerLinks(self.waiting.add, self.waiting.remove)
+        identity = f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
         self._left: deque[Call] = deque()  # to be cancelled
         self._doubtful: list[_Doubt] = []
@@ -152,9 +154,9 @@ class CallRouter:
         """Close every socket; calls in flight get no response."""
         self._control.on_models_changed = ignore
         with self._lock:
+            self._links.close_all()
             self.waiting.close()
             os.close(self._wakeup)
-            self._links.close()
 
     # --- out
 
@@ -199,7 +201,7 @@ class CallRouter:
         call.endpoint = target.endpoint
         link = self._links.open(target.endpoint)
         self._table.add(call)
-        link.post(call.submit)
+        self._links.queue(link, call.submit, len(work))
 
     def flush(self) -> None:
         """Send what is queued: calls, credit, cancellations."""
@@ -236,7 +238,8 @@ class CallRouter:
         self._control.pump()
         with self._lock:
             for link in self._links:
-                self._drain(link)
+                for message in link.receive():
+                    self._receive(link.endpoint, message)
             doubtful, self._doubtful = self._doubtful, []
             if self._woken:
                 self._woken = False
@@ -246,12 +249,11 @@ class CallRouter:
             self._look_again(doubt)
         self.flush()
 
-    def _drain(self, link: Dealer) -> None:
-        for message in link.receive():
-            if not isinstance(message, Finished | Responded | Failed | Settled):
-                logger.warning("unexpected %s", type(message).__name__)
-            elif not self._table.take(message) and isinstance(message, Finished | Responded):
-                self.discard(link.endpoint, message.body)
+    def _receive(self, endpoint: str, message: Any) -> None:
+        if not isinstance(message, Finished | Responded | Failed | Settled):
+            logger.warning("unexpected %s", type(message).__name__)
+        elif not self._table.take(message) and isinstance(message, Finished | Responded):
+            self.discard(endpoint, message.body)
 
     def discard(self, endpoint: str, body: bytes) -> None:
         """Release the outputs of a response that nobody reads; with the lock."""
@@ -293,7 +295,7 @@ class CallRouter:
 
     def _lose(self, endpoint: str, successor: str) -> None:
         self._directory.lose(endpoint)
-        self._links.lose(endpoint, successor, self._drain)
+        self._links.lose(endpoint, successor, partial(self._receive, endpoint))
         for call in self._table.lose(endpoint):
             self.doubt(call, Unavailable("the scheduler of the model was lost"))
 

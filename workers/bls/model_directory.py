@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.ipc.messages.supervision import FindModel
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.links.supervisor import ControlLink
 
@@ -73,7 +74,5 @@ class ModelDirectory:
 
 
 def _target(found: dict[str, Any]) -> BlsTarget:
-    config = found["config"]
-    policy = config.get("model_transaction_policy") or {}
-    signature = Signature(config, found["version"])
-    return BlsTarget(found["endpoint"], signature, bool(policy.get("decoupled", False)))
+    config = ModelSpec.of(found["config"])
+    return BlsTarget(found["endpoint"], Signature(config, found["version"]), config.decoupled)

@@ -6,16 +6,16 @@ One element each, shape [1], or [1, 1] where the model batches.
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 from shmserve.ipc.messages.inference import SequenceRow
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE
+from shmserve.ipc.model_spec import CORRELATION_ID, ModelSpec
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.request import Input
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
-_END, _CORRID = "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_CORRID"
+_END = "CONTROL_SEQUENCE_END"
 # Of each pair [false, true] its datatype, and how struct packs one.
 _PAIRS = {
     "int32_false_true": ("INT32", "<i"),
@@ -35,7 +35,7 @@ class ControlInput:
 
     def data(self, row: SequenceRow) -> bytes:
         """Its bytes for a row."""
-        if self.kind == _CORRID:
+        if self.kind == CORRELATION_ID:
             return self._id(row)
         ready = row.key != 0
         says = {
@@ -53,20 +53,18 @@ class ControlInput:
         return (row.correlation_id % 2**64).to_bytes(8, "little")[: ITEM_SIZE[self.datatype]]
 
 
-def read(config: dict[str, Any]) -> list[ControlInput]:
+def read(config: ModelSpec) -> list[ControlInput]:
     """The control inputs of a model's configuration."""
-    batching = config.get("sequence_batching") or {}
+    batching = config.sequence_batching
     found: list[ControlInput] = []
-    for tensor in batching.get("control_input") or ():
-        for control in tensor.get("control") or ():
-            kind = control.get("kind") or _START
-            if kind == _CORRID:
-                found.append(ControlInput(tensor["name"], kind, FROM_CONFIG[control["data_type"]]))
-                continue
-            for field, (datatype, packing) in _PAIRS.items():
-                if control.get(field):
-                    false, true = (struct.pack(packing, value) for value in control[field])
-                    found.append(ControlInput(tensor["name"], kind, datatype, (false, true)))
+    for name, control in batching.controls if batching is not None else ():
+        if control.kind == CORRELATION_ID:
+            found.append(ControlInput(name, control.kind, control.datatype))
+            continue
+        for field, (datatype, packing) in _PAIRS.items():
+            if pair := getattr(control, field):
+                false, true = (struct.pack(packing, value) for value in pair)
+                found.append(ControlInput(name, control.kind, datatype, (false, true)))
     return found
 
 

@@ -19,6 +19,7 @@ from shmserve.ipc.messages.inference import (
     SequenceRow,
     Work,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
 from shmserve.workers.backends import Backend, ModelContext
@@ -48,16 +49,17 @@ class SequenceExecutor(Executor):
         writer: ResponseWriter,
         decoupled: bool,
         padder: Padder | None,
-        config: dict[str, Any],
+        config: ModelSpec,
     ) -> None:
         super().__init__(context, backend, unpacker, writer, decoupled, padder)
         self._controls = controls.read(config)
-        self._batched = config["max_batch_size"] > 0
+        self._batched = config.max_batch_size > 0
         self._policy.copies = True  # no second try would find out that a model needs them
         self._states = States(read(config, context.model_dir), backend.read_only_inputs)
         # Those that clients get, too.
-        self._returned = frozenset(output["name"] for output in config["output"])
-        self._keeps_rows = config["sequence_batching"].get("oldest") is None
+        self._returned = frozenset(output.name for output in config.output)
+        sequences = config.sequence_batching
+        self._keeps_rows = sequences is not None and sequences.oldest is None
         self._largest_part = 1 << 63  # rows stay together
         self._rows: list[SequenceRow] = []
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import SequenceRow
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count, encode_bytes
+from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.request import Input, Output, Request, Response
@@ -155,39 +156,38 @@ def _torch() -> Any:
     return torch
 
 
-def read(config: dict[str, Any], model_dir: Path) -> list[StateSpec]:
+def read(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
     """The states of a model's configuration, with what they begin with.
 
     Raises InvalidArgument for a file that cannot be read or is too short.
     """
-    batching = config.get("sequence_batching") or {}
-    batched = config["max_batch_size"] > 0
-    return [_spec(state, model_dir, batched) for state in batching.get("state") or ()]
+    batching = config.sequence_batching
+    states = batching.state if batching is not None else ()
+    return [_spec(state, model_dir, config.max_batch_size > 0) for state in states]
 
 
-def _spec(state: dict[str, Any], model_dir: Path, batched: bool) -> StateSpec:
-    datatype = FROM_CONFIG[state["data_type"]]
-    given = (state.get("initial_state") or [{}])[0]
-    dims = given.get("dims") or state.get("dims") or ()
-    shape = tuple(1 if dim == -1 else int(dim) for dim in dims)
+def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
+    datatype = state.datatype
+    given = (*state.initial_state, InitialState())[0]
+    shape = tuple(1 if dim == -1 else dim for dim in given.dims or state.dims)
     size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
     initial = bytes(size)
-    if given.get("data_file"):
-        initial = _file(model_dir / _FOLDER, given["data_file"], state["input_name"])
+    if given.data_file:
+        initial = _file(model_dir / _FOLDER, given.data_file, state.input_name)
         if ITEM_SIZE[datatype]:
             if len(initial) < size:
                 raise InvalidArgument(
                     f"initial_state setting expects {size} bytes, but the data provided from "
-                    f"{given['data_file']} only has {len(initial)} bytes"
+                    f"{given.data_file} only has {len(initial)} bytes"
                 )
             initial = initial[:size]
     return StateSpec(
-        state["input_name"],
-        state["output_name"],
+        state.input_name,
+        state.output_name,
         datatype,
         (1, *shape) if batched else shape,
         initial,
-        bool(state.get("use_same_buffer_for_input_output")),
+        state.use_same_buffer_for_input_output,
     )
 
 

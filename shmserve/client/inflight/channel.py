@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight.links import Links
 from shmserve.client.inflight.pending import ClientRequest
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.server.state import ServerState
@@ -27,6 +26,7 @@ from shmserve.errors import (
 from shmserve.ipc.capabilities import LARGEST_WORK
 from shmserve.ipc.inflight import ENDED as NOBODY_SERVES
 from shmserve.ipc.inflight import InflightTable, make_submit
+from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import (
     Cancel,
     Credit,
@@ -58,7 +58,7 @@ class RequestChannel:
         self.server = server
         self._unwatch = unwatch
         identity = f"{server.identity}.{server.next_link_name()}"
-        self._links = Links(identity, watch, unwatch)
+        self._links = LinkTable(identity, watch, unwatch)
         self._table: InflightTable[ClientRequest] = InflightTable()
         self._numbers = itertools.count(1)
         self._losses = 0
@@ -184,7 +184,7 @@ class RequestChannel:
                     self._handle(message)
                 if not link.connected:
                     self._cut_off(link)
-        if self._links.busy:
+        if self._links.unsent:
             self.flush()
 
     def _handle(self, message: Any) -> None:
@@ -219,12 +219,8 @@ class RequestChannel:
             self._drop_all()
             return
         self._losses = server.losses
-        for endpoint in self._links.among(server.lost):
-            link = self._links.take_out(endpoint)
-            while link.wait(0):  # its last words
-                for message in link.receive():
-                    self._handle(message)
-            self._links.close(link)
+        for endpoint in [each.endpoint for each in self._links if each.endpoint in server.lost]:
+            self._links.lose(endpoint, "", self._handle)
             self._lose(endpoint, server.lost[endpoint])
 
     def _lose(self, endpoint: str, successor: str) -> None:
@@ -242,7 +238,7 @@ class RequestChannel:
         if not again.connected:
             again.close()
             return
-        self._links.close(self._links.take_out(link.endpoint))
+        self._links.drop(link)
         left = self._table.lose(link.endpoint)
         if all(pending.again for pending in left):
             again.close()

@@ -41,8 +41,8 @@ class Region(Mapping[str, Any]):
 
         >>> Region(memories, {"image": ((8, 1, 8, 8), "FP32")})  # doctest: +SKIP
         """
-        self._forms = _forms(tensors)
-        total = sum(aligned(max(1, form.byte_size)) for form in self._forms.values())
+        self._templates = _templates(tensors)
+        total = sum(aligned(max(1, template.byte_size)) for template in self._templates.values())
         if make is None:
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
@@ -51,9 +51,9 @@ class Region(Mapping[str, Any]):
         self._memories = memories
         self._offsets: dict[str, int] = {}
         at = block.offset
-        for form in self._forms.values():
-            self._offsets[form.name] = at
-            at += aligned(max(1, form.byte_size))
+        for template in self._templates.values():
+            self._offsets[template.name] = at
+            at += aligned(max(1, template.byte_size))
         # What a request of a model with these tensors comes to.
         self.requests: dict[ClientModel, tuple[bytes, int, bytes]] = {}
 
@@ -66,10 +66,10 @@ class Region(Mapping[str, Any]):
         return self.view(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._forms)
+        return iter(self._templates)
 
     def __len__(self) -> int:
-        return len(self._forms)
+        return len(self._templates)
 
     def remember(self, model: ClientModel, request: tuple[bytes, int, bytes]) -> None:
         """Keep what a request of `model` comes to; nothing of models that are not there any more,
@@ -85,31 +85,35 @@ class Region(Mapping[str, Any]):
         Raises KeyError, Released, or InvalidArgument when the shape is none, or has more than there
         is.
         """
-        form = self._forms[name]
+        template = self._templates[name]
         if self.lease.released:
             raise Released("this region was released")
         if shape is not None:
-            form, room = _form(name, shape, form.datatype), form
-            if form.byte_size > room.byte_size:
-                raise InvalidArgument(f"'{name}' has room for {room.shape}, not for {form.shape}")
-        return self._block.segment.view(self._offsets[name], form.shape, form.datatype, self.lease)
+            template, room = _template(name, shape, template.datatype), template
+            if template.byte_size > room.byte_size:
+                raise InvalidArgument(
+                    f"'{name}' has room for {room.shape}, not for {template.shape}"
+                )
+        return self._block.segment.view(
+            self._offsets[name], template.shape, template.datatype, self.lease
+        )
 
     def ref(self, name: str) -> TensorRef:
         """The tensor as it travels. Raises Released."""
-        form = self._forms[name]
-        return form.ref(self.place(name))
+        template = self._templates[name]
+        return template.ref(self.place(name))
 
     def room(self, name: str, signature: Signature) -> Place:
         """The place for an output of a model. Raises Released, or InvalidArgument when another type
         was allocated."""
-        check_room(name, self._forms[name].datatype, signature)
+        check_room(name, self._templates[name].datatype, signature)
         return self.place(name)
 
     def place(self, name: str) -> Place:
         """The place of a tensor, for the server. Raises Released."""
         if self.lease.released:
             raise Released("this region was released")
-        place: Place = self.segment.place(self._offsets[name], self._forms[name].byte_size)
+        place: Place = self.segment.place(self._offsets[name], self._templates[name].byte_size)
         return place
 
     def release(self) -> None:
@@ -139,20 +143,20 @@ def check_room(name: str, given: str, signature: Signature) -> None:
         )
 
 
-def _forms(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, TensorTemplate]:
+def _templates(tensors: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, TensorTemplate]:
     if not isinstance(tensors, Mapping):
         raise InvalidArgument(
             f"what to allocate is a mapping of names to (shape, datatype), got {tensors!r:.80}"
         )
-    forms: dict[str, TensorTemplate] = {}
+    templates: dict[str, TensorTemplate] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
             raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is no (shape, datatype) by name")
-        forms[name] = _form(name, *spec)
-    return forms
+        templates[name] = _template(name, *spec)
+    return templates
 
 
-def _form(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
+def _template(name: str, shape: Sequence[int], datatype: str) -> TensorTemplate:
     item = ITEM_SIZE.get(datatype) if isinstance(datatype, str) else 0
     if not item:
         allowed = ", ".join(name for name, size in ITEM_SIZE.items() if size)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, to_bf16
-from shmserve.ipc.tensors.signature import TensorSpec
 
 Array = np.ndarray[Any, Any]
 

@@ -1,6 +1,6 @@
 """A program's tensors -> a request that can be sent.
 
-inputs of a known form     by a prepared request (prepared.py)
+inputs seen before         by a template of requests (prepared.py)
 inputs in a region         where they are: nothing is copied
 strings, and mixtures      packed as they come
 """
@@ -173,19 +173,21 @@ class _Loose:
         self._arrays = arrays
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
-        self._forms: list[TensorTemplate] = []
+        self._templates: list[TensorTemplate] = []
         self._places: list[Place | None] = []
         specs = model.signature.inputs
         for index, (name, value) in enumerate(inputs.items()):
             if type(value) is DeviceView:
-                self._forms.append(TensorTemplate(name, value.datatype, value.shape, value.nbytes))
+                self._templates.append(
+                    TensorTemplate(name, value.datatype, value.shape, value.nbytes)
+                )
                 self._places.append(self._on_device(value))
                 continue
             array, datatype = from_program(value, specs.get(name), name)
             shape = array.shape
             if datatype == "BYTES":
                 array = arrays[index] = np.frombuffer(_encoded(array, name), np.uint8)
-            self._forms.append(TensorTemplate(name, datatype, shape, array.nbytes))
+            self._templates.append(TensorTemplate(name, datatype, shape, array.nbytes))
             self._places.append(self._found(value, array))
 
     def _on_device(self, view: DeviceView) -> Place:
@@ -211,7 +213,7 @@ class _Loose:
     @property
     def plain(self) -> bool:
         """Whether a prepared request can serve it."""
-        strings = any(form.datatype == "BYTES" for form in self._forms)
+        strings = any(template.datatype == "BYTES" for template in self._templates)
         return not strings and not any(self._places)
 
     def prepared(self, key: tuple[Any, ...], outputs: Sequence[str]) -> RequestTemplate:
@@ -220,7 +222,7 @@ class _Loose:
         # Each of many responses would go over the one before it.
         rooms = not model.decoupled
         prepared = RequestTemplate(
-            model.signature, tuple(self._forms), outputs, self._memories, rooms=rooms
+            model.signature, tuple(self._templates), outputs, self._memories, rooms=rooms
         )
         return self._model.remember(key, prepared)
 
@@ -228,14 +230,14 @@ class _Loose:
         """The request, packed as it is."""
         signature = self._model.signature
         asked = [self._output(name, outputs) for name in outputs or ()]
-        pairs = list(zip(self._forms, self._arrays, self._places, strict=True))
+        pairs = list(zip(self._templates, self._arrays, self._places, strict=True))
         loose = [array.nbytes for _, array, place in pairs if place is None]
         block: MemoryBlock | None = None
         if sum(loose) > INLINE_LIMIT:
             block = self._memories.allocate(sum(map(aligned, loose)))
         at = block.offset if block else 0
         refs: list[TensorRef] = []
-        for form, array, place in pairs:
+        for template, array, place in pairs:
             data: bytes | Place
             if place is not None:
                 data = place
@@ -246,7 +248,7 @@ class _Loose:
                 np.copyto(np.ndarray(array.shape, array.dtype, segment.bytes, at), array)
                 data = segment.place(at, array.nbytes)
                 at += aligned(array.nbytes)
-            refs.append(form.ref(data))
+            refs.append(template.ref(data))
         end = nothing if block is None else block.give_back
         try:
             fit = signature.check(self._options.request_id, refs, asked)

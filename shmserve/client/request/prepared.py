@@ -75,12 +75,12 @@ class Buffer:
 
 
 class RequestTemplate:
-    """Requests with inputs of these forms."""
+    """The template of requests with inputs of these names, types and shapes."""
 
     def __init__(
         self,
         signature: Signature,
-        forms: Sequence[TensorTemplate],
+        templates: Sequence[TensorTemplate],
         outputs: Sequence[str],
         memories: Memories,
         *,
@@ -88,13 +88,13 @@ class RequestTemplate:
     ) -> None:
         """`rooms`: large outputs have room in the slots. Raises InvalidArgument when the inputs do
         not fit the model."""
-        self._forms = forms
+        self._templates = templates
         self._memories = memories
         self._asked = tuple(map(RequestedOutput, outputs))
-        refs = [form.ref(Place(_NOWHERE, 0, form.byte_size)) for form in forms]
+        refs = [template.ref(Place(_NOWHERE, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, self._asked)
         self.batch_size, self.shape_key = fit.batch_size, fit.shape_key
-        self._inline = sum(form.byte_size for form in forms) <= INLINE_LIMIT
+        self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         wanted = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, self.batch_size) for name in wanted}
         placed = rooms and sum(filter(None, sizes.values())) > INLINE_LIMIT
@@ -119,7 +119,7 @@ class RequestTemplate:
         return b"".join(parts)
 
     def _cut(self) -> list[bytes]:
-        refs = [form.ref(bytes(form.byte_size)) for form in self._forms]
+        refs = [template.ref(bytes(template.byte_size)) for template in self._templates]
         return InferenceTemplate(Inference(tuple(refs), self._asked)).pieces()
 
     # --- large
@@ -132,17 +132,19 @@ class RequestTemplate:
             return self._new_slot()
 
     def _new_slot(self) -> Buffer:
-        inside = [] if self._inline else self._forms
+        inside = [] if self._inline else self._templates
         rooms = [size for size in self._rooms.values() if size is not None]
-        sizes = [form.byte_size for form in inside] + rooms
+        sizes = [template.byte_size for template in inside] + rooms
         block = self._memories.allocate(sum(map(aligned, sizes)))
         at, segment = block.offset, block.segment
         arrays: list[Array] = []
         places: list[Place] = []
-        for form in inside:
-            arrays.append(np.ndarray(form.shape, dtype_of(form.datatype), segment.bytes, at))
-            places.append(segment.place(at, form.byte_size))
-            at += aligned(form.byte_size)
+        for template in inside:
+            arrays.append(
+                np.ndarray(template.shape, dtype_of(template.datatype), segment.bytes, at)
+            )
+            places.append(segment.place(at, template.byte_size))
+            at += aligned(template.byte_size)
         outputs: list[RequestedOutput] = []
         for name, size in self._rooms.items():
             place = None if size is None else segment.place(at, size)
@@ -165,7 +167,7 @@ class RequestTemplate:
         """The request, packed from its parts; inputs with a place in the slot are there."""
         places = slot.places if slot is not None else []
         datas: Sequence[bytes | Place] = places or [array.tobytes() for array in arrays]
-        refs = [form.ref(data) for form, data in zip(self._forms, datas, strict=True)]
+        refs = [template.ref(data) for template, data in zip(self._templates, datas, strict=True)]
         return pack(refs, self._asked if slot is None else slot.outputs, parameters)
 
     def close(self) -> None:

@@ -19,9 +19,9 @@ _LONGEST_RESPONSE = INLINE_LIMIT + 4096
 class ClientModel:
     """One version of a model: where its scheduler is, and what it takes.
 
-    `prepared` is what the client remembers of requests it has made, `responses` the forms of those
-    it has read; `source` are the models of which it is one. `decoupled`: it gives any number of
-    responses to a request. `closed`: another has taken its place, or none.
+    `prepared` is what the client remembers of requests it has made, `responses` the templates of
+    those it has read; `source` are the models of which it is one. `decoupled`: it gives any number
+    of responses to a request. `closed`: another has taken its place, or none.
     """
 
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
@@ -30,8 +30,7 @@ class ClientModel:
         self.version = published.version
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
-        policy = published.config.get("model_transaction_policy") or {}
-        self.decoupled = bool(policy.get("decoupled", False))
+        self.decoupled = published.config.decoupled
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
             _MOST_PREPARED, RequestTemplate.close
         )

@@ -38,7 +38,7 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 class Submitted:
     """A request in flight for one response, as a future; every one must be left, when that is
-    sent, or abandoned."""
+    sent, or cancelled."""
 
     __slots__ = (
         *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_built"),
@@ -66,20 +66,20 @@ class Submitted:
     async def wait(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
 
-        Cancelled, it is abandoned.
+        A caller that is cancelled cancels it.
         """
         try:
             await self._pending.future
         except asyncio.CancelledError:
-            self.abandon()
+            self.cancel()
             raise
         return self.response()
 
     def when_done(self, action: Callable[[Submitted], None]) -> None:
-        """Call this once there is a response, to take with `response`; never if it is abandoned."""
+        """Call this once there is a response, to take with `response`; never if it is cancelled."""
 
         def resolved(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
-            # The response may have come just before it was abandoned.
+            # The response may have come just before it was cancelled.
             if not self._given_up:
                 action(self)
 
@@ -87,7 +87,7 @@ class Submitted:
 
     def taken_by(self, action: Callable[[Response], None]) -> None:
         """Call this as soon as there is a response, which it takes at once with `response`; never
-        if the request is abandoned."""
+        if the request is cancelled."""
         self._pending.on_response = action
 
     def response(self) -> bytes:
@@ -125,7 +125,7 @@ class Submitted:
         """Whether there is a response to take with `response`."""
         return self._pending.future.done() and not self._given_up
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel it: the response is waited for no longer."""
         self._given_up = True
         self._pending.future.cancel()

@@ -65,7 +65,7 @@ class InferenceCalls:
             return
         finally:
             self._trim.soon(len(raw))
-        call.on_gone = submitted.abandon
+        call.on_gone = submitted.cancel
         call.on_over = submitted.leave
         submitted.taken_by(responded)
 

@@ -85,7 +85,7 @@ async def stream_infer(
     finally:
         # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()
-        stream.abandon()
+        stream.cancel()
         await asyncio.wait((reader,))
 
 
@@ -232,17 +232,17 @@ class _Stream:
         async with asyncio.timeout(stall_s):
             await self._write_all(responses)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel all that is in flight: the client is gone, or the call ends with an error."""
         while self._ordered:
             item, _ = self._ordered.popleft()
             if isinstance(item, Submitted):
-                item.abandon()
+                item.cancel()
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
         for streamed_request in self._open.values():
-            streamed_request.request.abandon()
+            streamed_request.request.cancel()
             streamed_request.leave()
         self._open.clear()
 

@@ -1,7 +1,7 @@
 """A request that gets any number of responses: a state machine with credit-based flow control.
 
     opened ──> response* ──> the last one: a final `Responded`, or a `Failed`
-       └──> abandoned: cancelled at the scheduler, what comes after that is discarded
+       └──> cancelled, at the scheduler too: what comes after that is discarded
 
 The scheduler may send a response only for credit. When one has gone on to the client its credit is
 given back, for several small ones at a time.
@@ -31,7 +31,7 @@ class StreamingRequest:
     event loop.
 
     Each that has gone on to the client is to be followed by a `credit`. Where the client is gone,
-    those whose outputs are not released are to be discarded, and the request abandoned.
+    those whose outputs are not released are to be discarded, and the request cancelled.
     """
 
     __slots__ = (
@@ -53,7 +53,7 @@ class StreamingRequest:
         self._window = ReadWindow(placed)
         self.model = model
         self.infer_request = built.infer_request
-        self.over = False  # the last response is here, or it is abandoned
+        self.over = False  # the last response is here, or it is cancelled
 
         def responded(message: Response) -> None:
             if not self.over:
@@ -98,7 +98,7 @@ class StreamingRequest:
         if isinstance(message, m.Responded):
             self._pending.scheduler.discard(message)
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel it: no more responses are waited for."""
         if not self.over:
             self.over = True

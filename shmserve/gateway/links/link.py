@@ -43,13 +43,10 @@ class Link:
         self._dealer.post(message)
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
 
-    def hurry(self) -> None:
-        """Flush now: nothing else will come this turn that could be coalesced."""
-        self._flush()
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send now what is posted: nothing else will come this turn that could be coalesced."""
         if not self._flushing:
             return  # done already
         self._flushing = False
@@ -68,7 +65,7 @@ class Link:
         """Whether the other end is there, as far as is known."""
         return self._dealer.connected
 
-    def hear_out(self) -> None:
+    def receive_remaining(self) -> None:
         """Handle all messages that are here: the other end is gone."""
         while self._dealer.wait(0):
             self._receive()
@@ -76,7 +73,7 @@ class Link:
     def retire(self) -> None:
         """Receive no more; close once the last posts are on their way."""
         if not self._closed:
-            self._flush()
+            self.flush()
             self._stop_reading()
             self._loop.call_later(_CLOSE_DELAY_S, self._dealer.close)
 

@@ -229,7 +229,7 @@ class RequestDispatcher:
         )
         scheduler.submit(pending)
         if len(scheduler.inflight.pending) == 1:
-            scheduler.link.hurry()
+            scheduler.link.flush()
         return pending
 
     def credit(self, pending: GatewayRequest, responses: int) -> None:
@@ -254,7 +254,7 @@ class RequestDispatcher:
         if old is None or old.successor is not None:
             return
         old.use()
-        old.link.hear_out()
+        old.link.receive_remaining()
         new: SchedulerHandle | None = None
         if successor:
             new = self.scheduler(successor)

@@ -15,6 +15,7 @@ from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.admission import RequestAdmission
@@ -46,14 +47,14 @@ class EnsembleCore(Core[EnsembleRequest]):
     def __init__(
         self,
         settings: Settings,
-        config: dict[str, Any],
+        config: ModelSpec,
         clients: Peers,
         links: StepLinks,
         control: ControlLink,
         memory: EnsembleMemory,
         cache: ResponseCache | None = None,
     ) -> None:
-        graph = Graph.read(config)
+        graph = Graph.of(config)
         signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
         responses = Responses(signature, settings.decoupled, clients, memory, statistics, cache)

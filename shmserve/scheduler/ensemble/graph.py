@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+
+from shmserve.ipc.model_spec import ModelSpec
 
 ONCE = -1  # the origin of tensors of which there is one a request
 
@@ -45,30 +46,26 @@ class Graph:
     max_inflight: int = 0  # requests of a step, of all requests of the ensemble; 0: any number
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Graph:
-        """From a normalised configuration."""
-        scheduling = config["ensemble_scheduling"]
-        parameters = config.get("parameters") or {}
-        steps = []
-        for index, step in enumerate(scheduling["step"]):
-            condition = parameters.get(_CONDITION.format(index)) or {}
-            version = int(step.get("model_version") or -1)
-            steps.append(
+    def of(cls, config: ModelSpec) -> Graph:
+        """The graph of an ensemble's configuration."""
+        scheduling = config.ensemble_scheduling
+        assert scheduling is not None
+        return cls(
+            config.name,
+            tuple(
                 Step(
                     index,
-                    step["model_name"],
-                    str(version) if version > 0 else "",
-                    dict(step["input_map"]),
-                    dict(step["output_map"]),
-                    condition.get("string_value", ""),
+                    step.model_name,
+                    step.version,
+                    step.input_map,
+                    step.output_map,
+                    config.parameters.get(_CONDITION.format(index), ""),
                 )
-            )
-        return cls(
-            config["name"],
-            tuple(steps),
-            tuple(each["name"] for each in config["input"]),
-            tuple(each["name"] for each in config["output"]),
-            int(scheduling.get("max_inflight_requests") or 0),
+                for index, step in enumerate(scheduling.step)
+            ),
+            tuple(each.name for each in config.input),
+            tuple(each.name for each in config.output),
+            scheduling.max_inflight_requests,
         )
 
     @cached_property

@@ -33,6 +33,7 @@ from shmserve.ipc.messages.local_clients import (
     Welcome,
     WithdrawMemory,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import LocalClient, LocalClientConnections
@@ -158,11 +159,12 @@ class LocalClientServer:
 def _for_local_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
-            told = {key: config[key] for key in _MODEL_FIELDS if key in config}
+            source = config.source
+            told = {key: source[key] for key in _MODEL_FIELDS if key in source}
             for which in ("input", "output"):
-                told[which] = [_brief(tensor) for tensor in config.get(which, ())]
-            local_clients = endpoints.for_local_clients(endpoint)
-            return replace(message, config=told, metadata={}, endpoint=local_clients)
+                told[which] = [_brief(tensor) for tensor in source.get(which, ())]
+            brief, local_clients = ModelSpec.of(told), endpoints.for_local_clients(endpoint)
+            return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
             return m.SchedulerLost(
                 endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)

@@ -18,6 +18,7 @@ from google.protobuf import text_format
 from shmserve import model_config
 from shmserve.common.model_names import check_model_name, is_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import read_json
 from shmserve.supervisor.models import repository
 from shmserve.supervisor.models.repository import CONFIG_FILE
@@ -111,7 +112,7 @@ class LoadPlanner:
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
-        as_dict = model_config.to_dict(config)
+        spec = ModelSpec.of(model_config.to_dict(config))
         ensemble = config.HasField("ensemble_scheduling")
         complete = partial(
             self._complete_ensemble if ensemble else self._complete, config, folder, source
@@ -122,7 +123,7 @@ class LoadPlanner:
                 version=str(version),
                 model_dir=folder.path,
                 repository=folder.path.parent,
-                config=as_dict,
+                config=spec,
                 complete=complete,
                 labels=labels,
                 files=repository.version_fingerprint(folder, version),
@@ -170,7 +171,7 @@ class LoadPlanner:
 
     def _complete(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> ModelSpec:
         """The final configuration, after the model said its part; raises InvalidArgument."""
         count = self._accelerators.count
         merged = config
@@ -183,16 +184,17 @@ class LoadPlanner:
             logger.info(
                 "model %s: accepted and without effect here: %s", folder.name, ", ".join(ignored)
             )
-        return model_config.to_dict(merged)
+        return ModelSpec.of(model_config.to_dict(merged))
 
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> ModelSpec:
         """The final configuration of an ensemble, after a look at its steps' models; raises
         InvalidArgument."""
         self._validate(config, folder, source, complete=True)
-        steps = [each and model_config.from_json(each) for each in completed["steps"]]
-        return model_config.to_dict(model_config.compose(config, steps, completed["elsewhere"]))
+        steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
+        composed = model_config.compose(config, steps, completed["elsewhere"])
+        return ModelSpec.of(model_config.to_dict(composed))
 
     def steps(self, name: str, override: str) -> list[StepModel]:
         """The models that an ensemble needs, and that are to be loaded before it; none of any other
@@ -204,12 +206,7 @@ class LoadPlanner:
             config, _ = self._read(folder, override)
         except ShmserveError:
             return []
-        return steps_of(model_config.to_dict(config))
-
-    @staticmethod
-    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
-        """The object of GET /v2/models/NAME."""
-        return model_config.metadata(model_config.from_json(config), map(int, versions))
+        return steps_of(ModelSpec.of(model_config.to_dict(config)))
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:

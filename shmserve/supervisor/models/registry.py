@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.model_settings import immutable_config
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
@@ -74,10 +74,9 @@ class ModelEntry:
 
 
 class ModelRegistry:
-    """The models by name. `metadata(config, versions)` gives what GET /v2/models/NAME shows."""
+    """The models by name."""
 
-    def __init__(self, metadata: Callable[[dict[str, Any], list[str]], dict[str, Any]]) -> None:
-        self._metadata = metadata
+    def __init__(self) -> None:
         self._models: dict[str, ModelEntry] = {}
         self._live: set[ModelVersion] = set()  # from creation to the end of its last process
 
@@ -152,7 +151,7 @@ class ModelRegistry:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
             "endpoint": found.endpoint,
-            "config": found.config,
+            "config": found.config.source,
             "version": found.spec.version,
             "ready": found.ready,
             "checks_ready": found.instances.checks_ready,
@@ -174,7 +173,7 @@ class ModelRegistry:
         """Of the versions that serve, apart from what may change while they do."""
         model = self._models.get(name)
         serving = {} if model is None else model.serving
-        return {v: immutable_config(each.config) for v, each in serving.items()}
+        return {v: each.config.immutable_config for v, each in serving.items()}
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""
@@ -241,13 +240,12 @@ class ModelRegistry:
         self, model: ModelEntry, version: ModelVersion, number: int
     ) -> m.ModelPublished:
         """The message about a version that serves; `number` asks for an acknowledgement."""
-        metadata = self._metadata(version.config, sorted(model.serving, key=int))
         return m.ModelPublished(
             name=model.name,
             version=version.spec.version,
             config=version.config,
             metadata={
-                **metadata,
+                **describe(version.config, sorted(model.serving, key=int)),
                 "labels": version.instances.labels,
                 "checks_ready": version.instances.checks_ready,
             },
@@ -257,6 +255,26 @@ class ModelRegistry:
             load_seconds=version.load_seconds,
             acknowledge=number,
         )
+
+
+def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
+    """The metadata of a model, as GET /v2/models/NAME shows it; shapes start with -1 where it
+    batches."""
+    batch = [-1] if config.max_batch_size >= 1 else []
+
+    def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {"name": each.name, "datatype": each.datatype, "shape": [*batch, *each.dims]}
+            for each in tensors
+        ]
+
+    return {
+        "name": config.name,
+        "versions": versions,
+        "platform": config.platform or config.backend,
+        "inputs": shown(config.input),
+        "outputs": shown(config.output),
+    }
 
 
 def _number(version: str) -> int:

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from shmserve.common.model_settings import immutable_config
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
@@ -170,5 +169,5 @@ class Rollout:
 
 def _lost(model: ModelEntry, version: ModelVersion) -> m.SchedulerLost:
     now = model.serving.get(version.spec.version)
-    same = now is not None and immutable_config(now.config) == immutable_config(version.config)
+    same = now is not None and now.config.immutable_config == version.config.immutable_config
     return m.SchedulerLost(version.endpoint, now.endpoint if now and same else "")

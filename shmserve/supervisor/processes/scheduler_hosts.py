@@ -93,9 +93,7 @@ class SchedulerHosts:
             host.awaited -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
-        hosted = host.hosted[start.number] = HostedScheduler(
-            host, start.config["name"], start.number
-        )
+        hosted = host.hosted[start.number] = HostedScheduler(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
         return hosted

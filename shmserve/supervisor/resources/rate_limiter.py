@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import RateLimit
 
 PATIENCE = 64
 GLOBAL = -1  # in the place of a device
@@ -29,6 +30,16 @@ class Needs(NamedTuple):
 
     resources: Mapping[Resource, int]
     priority: int
+
+    @classmethod
+    def of(cls, limit: RateLimit, device: int) -> Needs:
+        """The needs of an instance on a device."""
+        resources = {
+            (each.name, GLOBAL if each.is_global else device): each.count
+            for each in limit.resources
+            if each.count
+        }
+        return cls(resources, limit.priority or 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -222,30 +233,3 @@ class RateLimiter:
         for other in self._waiting:
             if other.number < waiting.number or other.rank < waiting.rank:
                 other.passed += not needs.keys().isdisjoint(other.instance.needs.resources)
-
-
-def instance_needs(
-    config: Mapping[str, Any], instances: Iterable[tuple[int, int, int]]
-) -> dict[int, Needs]:
-    """The needs of instances of a normalised configuration; `instances` has the index of each, the
-    number of its group, and its device."""
-    found: dict[int, Needs] = {}
-    for index, group, device in instances:
-        limiter = config["instance_group"][group].get("rate_limiter") or {}
-        resources: dict[Resource, int] = {}
-        for name, is_global, count in _resources(limiter):
-            resources[name, GLOBAL if is_global else device] = count
-        found[index] = Needs(resources, limiter.get("priority") or 1)
-    return found
-
-
-def _resources(limiter: Mapping[str, Any]) -> Iterator[tuple[str, bool, int]]:
-    for each in limiter.get("resources") or ():
-        if each.get("count"):
-            yield each.get("name", ""), bool(each.get("global")), each["count"]
-
-
-def limits(config: Mapping[str, Any]) -> bool:
-    """Whether any instance of a configuration needs a resource."""
-    groups = config.get("instance_group") or ()
-    return any(any(_resources(group.get("rate_limiter") or {})) for group in groups)

@@ -31,6 +31,7 @@ from shmserve.ipc.messages.supervision import (
     Stop,
     UnloadModel,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.transport import frames, zmtp
@@ -312,7 +313,15 @@ def test_the_client_in_c_where_a_scheduler_leaves(client_in_c: Path) -> None:
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
         versions = [
             ModelPublished(
-                "simple", version, {}, {}, f"ipc://{run_dir}/guests/{n}", True, last, 0.0, 0
+                "simple",
+                version,
+                ModelSpec.of({}),
+                {},
+                f"ipc://{run_dir}/guests/{n}",
+                True,
+                last,
+                0.0,
+                0,
             )
             for version, n, last in (("3", 1, True), ("2", 2, False))
         ]

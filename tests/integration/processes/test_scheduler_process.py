@@ -34,6 +34,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsKept,
     Stop,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -80,7 +81,7 @@ class Stage:
             kind="scheduler",
             number=NUMBER,
             version="1",
-            config=MODEL,
+            config=ModelSpec.of(MODEL),
             run_dir=run_dir,
             capability_key=bytes(KEY_SIZE),
             limits=SchedulingLimits(max_queue_size=4),

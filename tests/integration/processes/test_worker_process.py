@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -30,20 +28,17 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
 from tests.rigs.arrivals import arrived, send_raw
+from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
 from tests.support.waiting import until
 
 T = TypeVar("T")
 _PATIENCE_MS = 20_000
-_START = """
-import sys
-from shmserve.workers.main import run
-run(sys.stdin.buffer.read())
-"""
 MODEL = """
 import os, sys, time
 import torch
@@ -78,7 +73,7 @@ class Worker:
         self.control = Router(f"ipc://{run_dir}/control")
         self.schedulers: dict[str, Router] = {}
         self.log = folder / "stderr"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
         self.batches = 0
 
     def start(self, **changes: Any) -> None:
@@ -101,12 +96,7 @@ class Worker:
             **changes,
         }
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _START], stdin=subprocess.PIPE, stderr=log
-            )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(WorkerStart(**args)))
-        self.process.stdin.close()
+            self.process = forker(WORKER).fork(encode(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
         assert self.expect(m.WorkerStarted).pid == self.pid
 
@@ -126,9 +116,9 @@ class Worker:
 
     def load(self, **changes: Any) -> None:
         """Complete the configuration, load, and take the instance's offer."""
-        self.tell(m.CompleteConfig(model_config([], [], backend="native", **changes)))
+        self.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native", **changes))))
         self.config = self.expect(m.ConfigCompleted).config
-        self.tell(m.LoadInstance(self.config, self.scheduler("w1")))
+        self.tell(m.LoadInstance(ModelSpec.of(self.config), self.scheduler("w1")))
         self.expect(m.InstanceLoaded)
         self.expect_offer("w1")
 
@@ -176,15 +166,21 @@ class Worker:
 
     def close(self) -> None:
         """End it, whatever it does."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
         for router in (self.control, *self.schedulers.values()):
             router.close()
 
 
+@pytest.fixture(scope="module")
+def zygote() -> None:
+    """The process from which workers are forked, which outlives the tests."""
+    forker(WORKER)
+
+
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
+def worker(zygote: None, tmp_path: Path) -> Iterator[Worker]:
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as run_dir:
         made = Worker(tmp_path, Path(run_dir))
@@ -332,7 +328,7 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 def test_a_model_that_does_not_load(worker: Worker, spoil: str, code: str, shown: str) -> None:
     (worker.version_dir / "model.py").write_text(spoil)
     worker.start()
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, shown)
     assert worker.wait() == 0
@@ -345,16 +341,16 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     )
     (worker.version_dir / "model.py").write_text(model)
     worker.start()
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     config = worker.expect(m.ConfigCompleted).config
-    worker.tell(m.LoadInstance(config, worker.scheduler("w1")))
+    worker.tell(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
     assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", "RuntimeError: boom")
     assert worker.wait() == 0
 
 
 def test_a_device_that_is_not_there(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
-    worker.tell(m.CompleteConfig(model_config([], [], backend="native")))
+    worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     failed = worker.expect(m.LoadFailed)
     assert failed.code == "UNAVAILABLE"
     assert "torch_npu" in failed.message

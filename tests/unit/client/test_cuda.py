@@ -35,6 +35,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.local_clients import ShareDeviceMemory
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import HealthChanged, ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -71,7 +72,7 @@ class SupervisorContext:
         self._thread.start()
         assert self._ready.wait(10)
         self.listener = LocalClientListener(
-            endpoints.local_clients(folder, 1), SEALS, Signature(CONFIG, "1")
+            endpoints.local_clients(folder, 1), SEALS, Signature(ModelSpec.of(CONFIG), "1")
         )
         self.link = self.listener.link
 
@@ -89,7 +90,7 @@ class SupervisorContext:
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
-            yield ModelPublished("m", "1", CONFIG, {}, endpoint, True, True, 0.0, 0)
+            yield ModelPublished("m", "1", ModelSpec.of(CONFIG), {}, endpoint, True, True, 0.0, 0)
             yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(

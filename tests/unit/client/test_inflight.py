@@ -28,6 +28,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.local_clients import Welcome
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, UntrustedRouter
@@ -69,7 +70,9 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 def built(connection: ServerConnection) -> PackedRequest:
     """A request of a model whose scheduler nobody reaches."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
-    published = m.ModelPublished("m", "1", config, {}, "ipc://nowhere", True, True, 0.0, 0)
+    published = m.ModelPublished(
+        "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
+    )
     return PackedRequest(ClientModel(published, connection.models), b"work", 0, b"", PLAIN)
 
 

@@ -32,9 +32,10 @@ from shmserve.client.server.models import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inference
-from shmserve.ipc.tensors.signature import Signature, TensorSpec
+from shmserve.ipc.tensors.signature import Signature
 
 CONFIG = {
     "name": "m",
@@ -61,7 +62,9 @@ def memories() -> Iterator[Memories]:
 
 def published(name: str = "m", version: str = "1", latest: bool = True) -> m.ModelPublished:
     config = {**CONFIG, "name": name}
-    return m.ModelPublished(name, version, config, {}, f"ipc:///{version}", True, latest, 0.0, 0)
+    return m.ModelPublished(
+        name, version, ModelSpec.of(config), {}, f"ipc:///{version}", True, latest, 0.0, 0
+    )
 
 
 def test_blocks_come_back_and_empty_segments_go(memories: Memories) -> None:
@@ -310,7 +313,7 @@ def test_what_a_call_alone_says_is_not_packed(memories: Memories, large: bool) -
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
-    model = ClientModel(replace(published(), config=config))
+    model = ClientModel(replace(published(), config=ModelSpec.of(config)))
     x = np.zeros((1, 16), np.float32)
     works = set()
     for number in range(3):
@@ -557,7 +560,7 @@ def test_one_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
 def test_a_plan_joins_small_inputs_to_what_packing_gives(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     form = TensorTemplate("x", "FP32", (1, size), 4 * size)
-    prepared = RequestTemplate(Signature(config, "1"), [form], (), memories)
+    prepared = RequestTemplate(Signature(ModelSpec.of(config), "1"), [form], (), memories)
     array = np.arange(size, dtype=np.float32).reshape(1, size)
     assert not prepared.slotted
     assert prepared.joined([array]) == prepared.packed([array], None, None)

@@ -21,6 +21,7 @@ from shmserve.ipc import credit
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inference, pack_inferred
 from shmserve.ipc.transport.router import Router
@@ -49,7 +50,7 @@ def opened(way: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN)
     """A stream of a model whose scheduler is the test's; `ended` hears when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
-    published = ModelPublished("m", "1", config, {}, endpoint, True, True, 0.0, 0)
+    published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, way.connection.models)
     built = PackedRequest(model, WORK, 0, b"", options, end=lambda: ended.append("free"))
     return ResponseStream(way, way.open(built), None)

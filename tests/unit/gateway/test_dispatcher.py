@@ -30,10 +30,10 @@ class Link:
     def post(self, message: Any) -> None:
         self.posted.append(message)
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         pass
 
-    def hear_out(self) -> None:
+    def receive_remaining(self) -> None:
         for message in self.last_words:
             self.take(message)
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import LoadFailed
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -45,6 +46,14 @@ EXAMPLES: dict[Any, Any] = {
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
     list[m.Reply]: [m.Reply(1, "", "", b"x")],
     dict[str, Any]: {"a": 1},
+    ModelSpec: ModelSpec.of(
+        {
+            "name": "m",
+            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [1], "reshape": None}],
+            "dynamic_batching": {"priority_queue_policy": {"1": {"max_queue_size": 2}}},
+            "parameters": {"a": {"string_value": "b"}},
+        }
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.padding import Padding
 from shmserve.ipc.tensors.signature import Signature
@@ -32,7 +33,7 @@ def config(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> dict[s
 
 
 def padding(entry: dict[str, Any], dims: tuple[int, ...] = (3, -1, -1)) -> Padding:
-    made = Padding.of(config(entry, dims))
+    made = ModelSpec.of(config(entry, dims)).padding
     assert made is not None
     return made
 
@@ -54,7 +55,7 @@ def admit(entry: dict[str, Any], image: tuple[int, ...], words: int = 1) -> byte
         TensorRef("WORDS", "UINT8", (1, words), bytes(words)),
         TensorRef("IMAGE", "UINT8", (1, *image), bytes(prod(image))),
     ]
-    return Signature(config(entry), "1").check("", tensors, []).shape_key
+    return Signature(ModelSpec.of(config(entry)), "1").check("", tensors, []).shape_key
 
 
 def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:

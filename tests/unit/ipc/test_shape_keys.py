@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
 
@@ -16,7 +17,7 @@ def signature(**more: Any) -> Signature:
     free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **more}
     last = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
     config = {"name": "m", "max_batch_size": 8, "input": [fixed, free, last], "output": []}
-    return Signature(config, "1")
+    return Signature(ModelSpec.of(config), "1")
 
 
 def key(model: Signature, rows: int, free: int, last: int = 0) -> bytes:
@@ -50,14 +51,17 @@ def test_the_sets_of_supplied_inputs_must_be_alike() -> None:
     model = signature(allow_ragged_batch=True)
     assert key(model, 1, 3) != key(model, 1, 3, 4)
     model = Signature(
-        {
-            "name": "m",
-            "max_batch_size": 8,
-            "input": [
-                {"name": n, "data_type": "TYPE_UINT8", "dims": [1], "optional": True} for n in "AB"
-            ],
-            "output": [],
-        },
+        ModelSpec.of(
+            {
+                "name": "m",
+                "max_batch_size": 8,
+                "input": [
+                    {"name": n, "data_type": "TYPE_UINT8", "dims": [1], "optional": True}
+                    for n in "AB"
+                ],
+                "output": [],
+            }
+        ),
         "1",
     )
     keys = {

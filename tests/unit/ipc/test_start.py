@@ -16,6 +16,7 @@ from shmserve.ipc.messages.start import (
     decode,
     encode,
 )
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.logs import LogSettings
 
 LOG = LogSettings(log_verbose_level=2)
@@ -27,7 +28,7 @@ STARTS = [
         kind="scheduler",
         number=3,
         version="1",
-        config={"name": "m", "input": [{"dims": [1, -1]}]},
+        config=ModelSpec.of({"name": "m", "input": [{"dims": [1, -1]}]}),
         run_dir=RUN_DIR,
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),

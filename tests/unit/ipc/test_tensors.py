@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
@@ -70,15 +71,16 @@ def tensor(name: str, datatype: str, *shape: int) -> TensorRef:
     return TensorRef(name, datatype, shape, bytes(size))
 
 
+SPEC = ModelSpec.of(config())
 A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
 def test_a_request_that_fits() -> None:
-    fit = Signature(config(), "1").check("", [A, B], [RequestedOutput("Y")])
+    fit = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
     assert fit.batch_size == 2
-    assert fit.shape_key == Signature(config(), "1").check("", [B, A], []).shape_key
+    assert fit.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
     other = tensor("A", "FP32", 2, 4, 2)
-    assert fit.shape_key != Signature(config(), "1").check("", [other, B], []).shape_key
+    assert fit.shape_key != Signature(SPEC, "1").check("", [other, B], []).shape_key
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_a_request_that_fits() -> None:
 )
 def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: str) -> None:
     with pytest.raises(InvalidArgument) as error:
-        Signature(config(), "1").check("r", inputs, [RequestedOutput(name) for name in outputs])
+        Signature(SPEC, "1").check("r", inputs, [RequestedOutput(name) for name in outputs])
     assert text in error.value.message
     prefixed = error.value.message.startswith("[request id: r] ")
     assert prefixed != text.startswith("unexpected inference")
@@ -136,7 +138,7 @@ def test_what_does_not_fit(inputs: list[TensorRef], outputs: list[str], text: st
 
 
 def test_optional_inputs() -> None:
-    signature = Signature(config(optional=True), "1")
+    signature = Signature(ModelSpec.of(config(optional=True)), "1")
     without = signature.check("", [A], [])
     with_b = signature.check("", [A, B], [])
     assert without.shape_key != with_b.shape_key

@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import (
     ModelConfig,
     ModelDefaults,
@@ -22,7 +23,6 @@ from shmserve.model_config import (
     from_json,
     ignored_fields,
     merge_autocomplete,
-    metadata,
     normalise,
     parse_pbtxt,
     to_dict,
@@ -31,6 +31,7 @@ from shmserve.model_config import (
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
 from shmserve.proto import model_config_pb2
 from shmserve.proto.loader import load
+from shmserve.supervisor.models.registry import describe
 
 DATA = Path(__file__).with_name("data")
 RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())
@@ -89,8 +90,8 @@ def test_prints_what_a_real_triton_printed(name: str) -> None:
         expected["ensemble_scheduling"]["max_inflight_requests"] = 0
         del expected["model_transaction_policy"]
     assert to_dict(config) == expected
-    versions = [int(version) for version in recorded["metadata"]["versions"]]
-    assert metadata(config, reversed(versions)) == recorded["metadata"]
+    metadata = recorded["metadata"]
+    assert describe(ModelSpec.of(to_dict(config)), metadata["versions"]) == metadata
 
 
 def test_the_schema_is_tritons() -> None:

@@ -15,6 +15,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.routes import ROUTES
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.signature import Signature
 from tests.rigs.gateway_rig import SIMPLE
@@ -71,7 +72,7 @@ def test_requests_are_parsed_by_the_parser_that_smuggles_nothing() -> None:
 def read(header: Any, tail_size: int = 0) -> None:
     wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
-    Signature(SIMPLE, "1").check(wire.id, tensors, [])
+    Signature(ModelSpec.of(SIMPLE), "1").check(wire.id, tensors, [])
 
 
 def tensor(name: str, **members: Any) -> dict[str, Any]:

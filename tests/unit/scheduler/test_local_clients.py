@@ -7,6 +7,7 @@ import pytest
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -39,7 +40,7 @@ def test_when_a_request_arrived_is_believed_within_a_second(
 ) -> None:
     """One whole day, said of one request, would be the mean of all of them for months."""
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
-    rules = LocalClientRules(Capabilities(bytes(32)), Signature(CONFIG, "1"))
+    rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"))
     submit = m.Submit(1, 0, b"", said, 0, 0, 0, work, "mine")
     checked = rules.checked(FIRST, submit, NOW)
     if told:  # what it counts as in a batch was right already
@@ -65,13 +66,15 @@ def test_when_a_request_arrived_is_believed_within_a_second(
 )
 def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit_us: int, end: int) -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
-    rules = LocalClientRules(Capabilities(bytes(32)), Signature(CONFIG, "1"), limit_us)
+    rules = LocalClientRules(
+        Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit_us
+    )
     submit = m.Submit(1, 0, b"", NOW - 7, deadline, timeout_us, 0, work, "")
     assert rules.checked(FIRST, submit, NOW).deadline_ns == end
 
 
 def test_who_says_to_arrive_later_has_no_longer() -> None:
     work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
-    rules = LocalClientRules(Capabilities(bytes(32)), Signature(CONFIG, "1"), 400)
+    rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
     submit = m.Submit(1, 0, b"", NOW + SECOND, 0, 0, 0, work, "")
     assert rules.checked(FIRST, submit, NOW).deadline_ns == NOW + 400_000

@@ -9,6 +9,7 @@ import pytest
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Event, Request, State
@@ -28,7 +29,7 @@ def backlog(
         "dynamic_batching": {"default_queue_policy": policy or {}},
     }
     limits = SchedulingLimits(max_queue_size=max_queue_size, delay_scheduler=delay_scheduler)
-    return RequestQueue(Settings.read(config, "1", limits))
+    return RequestQueue(Settings.read(ModelSpec.of(config), "1", limits))
 
 
 def submit(**fields: Any) -> Submit:
@@ -128,7 +129,7 @@ def test_no_request_is_put_behind_those_whose_order_is_kept() -> None:
     for ordered, limit_us in ((False, 40), (True, 0)):
         dynamic = {"default_queue_policy": policy, "preserve_ordering": ordered}
         config = {"name": "m", "max_batch_size": 8, "dynamic_batching": dynamic}
-        queue = RequestQueue(Settings.read(config, "1", SchedulingLimits()))
+        queue = RequestQueue(Settings.read(ModelSpec.of(config), "1", SchedulingLimits()))
         request = admit(queue, timeout_us=40)
         assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.settings import Batching, QueuePolicies, QueuePolicy, Settings
 
 
 def read(config: dict[str, Any], **server: Any) -> Settings:
     """Decode a configuration with a name and a maximum of 8."""
     return Settings.read(
-        {"name": "m", "max_batch_size": 8, **config}, "3", SchedulingLimits(**server)
+        ModelSpec.of({"name": "m", "max_batch_size": 8, **config}), "3", SchedulingLimits(**server)
     )
 
 

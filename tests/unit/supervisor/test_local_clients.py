@@ -21,6 +21,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.local_clients import Hello, ShareMemory
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
@@ -126,11 +127,13 @@ def test_what_local_clients_are_told_of_tensors() -> None:
     """All that is set, of what a request must fit."""
     tensor = {"name": "x", "data_type": "TYPE_FP32", "dims": [], "reshape": {"shape": [1]}}
     unset = {"format": "FORMAT_NONE", "optional": False, "allow_ragged_batch": False}
-    model = replace(_model("m", 0), config={"name": "m", "input": [{**tensor, **unset}]})
-    assert _for_local_clients(model).config == {"name": "m", "input": [tensor], "output": []}
+    model = replace(
+        _model("m", 0), config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset}]})
+    )
+    assert _for_local_clients(model).config.source == {"name": "m", "input": [tensor], "output": []}
     optional = {**tensor, **unset, "optional": True}
-    model = replace(model, config={"name": "m", "output": [optional]})
-    assert _for_local_clients(model).config["output"] == [{**tensor, "optional": True}]
+    model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))
+    assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
 
 
 def _model(name: str, tensors: int) -> m.ModelPublished:
@@ -142,7 +145,7 @@ def _model(name: str, tensors: int) -> m.ModelPublished:
         for n in range(tensors)
     ]
     config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
-    return m.ModelPublished(name, "1", config, {}, "ipc:///run/1", True, True, 0.0, 0)
+    return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
 
 
 def _names(told: list[Any]) -> set[str]:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
     PATIENCE,
     Needs,
     RateLimiter,
-    instance_needs,
-    limits,
 )
 from shmserve.supervisor.resources.tickets import Tickets
 
@@ -66,13 +65,12 @@ def test_a_resource_is_global_or_a_devices(apart: bool) -> None:
 def test_a_configuration_gives_the_needs_of_each_instance() -> None:
     resources = [{"name": "R", "count": 2}, {"name": "S", "count": 1, "global": True}]
     limited = {"rate_limiter": {"resources": resources, "priority": 3}}
-    config: dict[str, Any] = {"instance_group": [limited, {}]}
-    assert limits(config) and not limits({"instance_group": [{}]})
-    assert instance_needs(config, [(0, 0, 0), (4, 0, 1), (2, 1, 0)]) == {
-        0: Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3),
-        4: Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3),
-        2: Needs({}, 1),
-    }
+    config = ModelSpec.of({"instance_group": [limited, {}]})
+    first, second = (group.rate_limiter for group in config.instance_group)
+    assert first.limits and not second.limits
+    assert Needs.of(first, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(first, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(second, 0) == Needs({}, 1)
 
 
 def test_the_one_that_has_executed_least_times_its_priority_goes_first() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import backends
 from shmserve.workers.backends.ascend import AscendBackend
 from shmserve.workers.backends.ascend.offline_model import AclError, OfflineModel, layout
@@ -92,7 +93,7 @@ def test_without_cann_the_error_says_what_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "acl", None)
     with pytest.raises(Unavailable, match=r"needs pyACL.* install CANN .* set_env.sh"):
-        AscendBackend(worker.context).load(config())
+        AscendBackend(worker.context).load(ModelSpec.of(config()))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_configuration_that_promises_too_much(
     acl: FakeAcl, worker: Rig, given: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        AscendBackend(worker.context).load(given)
+        AscendBackend(worker.context).load(ModelSpec.of(given))
 
 
 def test_dynamic_shapes_are_refused(acl: FakeAcl, worker: Rig) -> None:
@@ -125,4 +126,4 @@ def test_the_plan_is_aligned() -> None:
 
 
 def test_it_is_found_by_name() -> None:
-    assert backends.find({"backend": "ascend"}) is AscendBackend
+    assert backends.find(ModelSpec.of({"backend": "ascend"})) is AscendBackend

@@ -20,6 +20,7 @@ from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
@@ -81,7 +82,7 @@ def one_tensor(
 def gatherer(
     config: dict[str, Any], mappings: Mappings
 ) -> tuple[Unpacker, Gatherer, list[memoryview]]:
-    signature = Signature(config, "1")
+    signature = Signature(ModelSpec.of(config), "1")
     buffers: list[memoryview] = []
 
     def allocate(byte_size: int) -> memoryview:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable
-from shmserve.ipc import scheduler_links
+from shmserve.ipc import link_table
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
@@ -272,7 +272,7 @@ def test_no_descriptor_for_a_link_to_the_successor(
     running = others.run(call, calls, request())
     others.found("s1")
     scheduler.next(m.Submit)
-    monkeypatch.setattr(scheduler_links, "Dealer", full)
+    monkeypatch.setattr(link_table, "Dealer", full)
     others.supervisor.say(SchedulerLost(others.endpoint("s1"), others.endpoint("s2")))
     others.found("s2")
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):

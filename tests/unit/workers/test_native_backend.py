@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model import FP32, INT64, TensorType
 from shmserve.workers.backends.native import NativeBackend
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
@@ -415,7 +416,7 @@ def test_a_configuration_that_contradicts_the_annotations(
     backend = NativeBackend(worker.context)
     config = backend.complete_config(model_config(inputs, outputs))
     with pytest.raises(ShmserveError) as caught:
-        backend.load(config)
+        backend.load(ModelSpec.of(config))
     assert shown in caught.value.message
 
 

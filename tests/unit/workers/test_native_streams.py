@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends.native import NativeBackend
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
@@ -335,4 +336,4 @@ def test_configuration_and_predict_must_agree(worker: Rig, streams: bool) -> Non
     tensors = [tensor_config("x", "FP32", [-1])], [tensor_config("output", "FP32", [-1])]
     config = model_config(*tensors, model_transaction_policy={"decoupled": not streams})
     with pytest.raises(InvalidArgument, match="transaction policy"):
-        NativeBackend(worker.context).load(config)
+        NativeBackend(worker.context).load(ModelSpec.of(config))

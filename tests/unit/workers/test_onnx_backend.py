@@ -13,6 +13,7 @@ import torch
 from onnx import TensorProto
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.onnx import OnnxBackend, OnnxRuntimeError
@@ -229,7 +230,7 @@ def test_a_configuration_that_promises_too_much(
     both = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
     config = model_config(both, [tensor_config("s", "FP32", [2, 4])], 0) | change
     with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
-        OnnxBackend(worker.context).load(config)
+        OnnxBackend(worker.context).load(ModelSpec.of(config))
 
 
 def test_a_missing_package_is_named(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_a_missing_or_broken_file(worker: Rig) -> None:
 
 
 def test_the_platform_of_older_configurations() -> None:
-    assert backends.find({"platform": "onnxruntime_onnx"}) is OnnxBackend
+    assert backends.find(ModelSpec.of({"platform": "onnxruntime_onnx"})) is OnnxBackend
 
 
 def parameters(**given: str) -> dict[str, Any]:
@@ -265,14 +266,14 @@ def test_options_of_a_configuration() -> None:
     ) | {"optimization": {"graph": {"level": 2}}}
     config["parameters"]["session.disable_prepacking"] = {"string_value": "1"}
     config["parameters"]["enable_mem_pattern"] = {"string_value": "0"}
-    options = session_options(runtime, config, 8)
+    options = session_options(runtime, ModelSpec.of(config), 8)
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 2)
     assert options.execution_mode == runtime.ExecutionMode.ORT_PARALLEL
     assert not options.enable_mem_pattern and options.enable_cpu_mem_arena
     level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     assert options.graph_optimization_level == level
     assert options.get_session_config_entry("session.disable_prepacking") == "1"
-    assert session_options(runtime, {"name": "m"}, 8).intra_op_num_threads == 8
+    assert session_options(runtime, ModelSpec.of({"name": "m"}), 8).intra_op_num_threads == 8
 
 
 @pytest.mark.parametrize(
@@ -284,26 +285,26 @@ def test_options_of_a_configuration() -> None:
 )
 def test_an_option_that_is_none(key: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=f"parameter '{key}' {text}"):
-        session_options(import_onnxruntime(), parameters(**{key: "x"}), 1)
+        session_options(import_onnxruntime(), ModelSpec.of(parameters(**{key: "x"})), 1)
 
 
 def test_providers_by_kind_and_accelerator() -> None:
     cuda = {"device_id": "1"}
-    assert providers(BARE, "CPU", 0) == [("CPUExecutionProvider", {})]
-    assert providers(BARE, "GPU", 1) == [
+    assert providers(ModelSpec.of(BARE), "CPU", 0) == [("CPUExecutionProvider", {})]
+    assert providers(ModelSpec.of(BARE), "GPU", 1) == [
         ("CUDAExecutionProvider", cuda),
         ("CPUExecutionProvider", {}),
     ]
     accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"x": "1"}}]}
     config = BARE | {"optimization": {"execution_accelerators": accelerators}}
-    assert [name for name, _ in providers(config, "GPU", 0)] == [
+    assert [name for name, _ in providers(ModelSpec.of(config), "GPU", 0)] == [
         "TensorrtExecutionProvider",
         "CUDAExecutionProvider",
         "CPUExecutionProvider",
     ]
     accelerators["gpu_execution_accelerator"] = [{"name": "magic"}]
     with pytest.raises(InvalidArgument, match="unknown execution accelerator 'magic'"):
-        providers(config, "GPU", 0)
+        providers(ModelSpec.of(config), "GPU", 0)
 
 
 def test_the_binding_of_a_device_takes_and_makes_tensors(worker: Rig) -> None:

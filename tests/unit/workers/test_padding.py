@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.python import PythonBackend
@@ -132,9 +132,9 @@ def padder(padding: dict[str, Any], data_type: str = "FP32", dims: Any = (-1,)) 
     made = config(padding)
     made["input"] = [tensor_config("IMAGE", data_type, dims)]
     made["output"] = [tensor_config("FEATURES", data_type, [-1, 2])]
-    parsed = Padding.of(made)
-    assert parsed is not None
-    return Padder(parsed, Signature(made, "1"), Copied())
+    signature = Signature(ModelSpec.of(made), "1")
+    assert signature.padding is not None
+    return Padder(signature.padding, signature, Copied())
 
 
 def request(array: Any, datatype: str = "FP32") -> Request:

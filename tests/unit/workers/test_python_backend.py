@@ -16,6 +16,7 @@ import torch
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
 from shmserve.workers.backends.python import PythonBackend
@@ -203,13 +204,13 @@ def test_models_that_do_not_load(
     if body is not None:
         model.write(body)
     with pytest.raises(kind, match=text):
-        model.backend.load(config(**more))
+        model.backend.load(ModelSpec.of(config(**more)))
 
 
 def test_a_file_without_a_model(model: Model) -> None:
     (model.rig.context.version_dir / "model.py").write_text("x = 1\n")
     with pytest.raises(AttributeError, match="TritonPythonModel"):
-        model.backend.load(config())
+        model.backend.load(ModelSpec.of(config()))
 
 
 def test_auto_complete(model: Model) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
@@ -88,7 +89,7 @@ def serve(worker: Rig, config: dict[str, Any]) -> Rig:
 
 def refuses(worker: Rig, config: dict[str, Any]) -> str:
     with pytest.raises(ShmserveError) as caught:
-        PytorchBackend(worker.context).load(config)
+        PytorchBackend(worker.context).load(ModelSpec.of(config))
     return caught.value.message
 
 
@@ -230,7 +231,7 @@ def test_weights_lie_beside_the_class_and_cannot_run_code(worker: Rig) -> None:
     ):
         torch.save(wrong, weights)
         with pytest.raises(InvalidArgument, match=text):
-            PytorchBackend(worker.context).load(config)
+            PytorchBackend(worker.context).load(ModelSpec.of(config))
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pt2", "model.pth"])
@@ -243,13 +244,13 @@ def test_a_file_that_cannot_be_read_is_named(worker: Rig, name: str, contents: b
         )
     (worker.context.version_dir / name).write_bytes(contents)
     with pytest.raises(InvalidArgument, match=f"'{name}' cannot be read: "):
-        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+        PytorchBackend(worker.context).load(ModelSpec.of(vectors({"x": 1}, {"y": 1})))
 
 
 def test_a_class_without_forward(worker: Rig) -> None:
     write_class(worker, "import torch\nclass Net(torch.nn.Module): pass\n")
     with pytest.raises(InvalidArgument, match=r"'Net' in 'model\.py' has no method 'forward'"):
-        PytorchBackend(worker.context).load(vectors({"x": 1}, {"y": 1}))
+        PytorchBackend(worker.context).load(ModelSpec.of(vectors({"x": 1}, {"y": 1})))
 
 
 class Trap:
@@ -280,7 +281,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, form: str) ->
         spoil(path, "model.pt", trap.getvalue())
     config = vectors({"image": 4}, {"y": 1}, default_model_filename=name)
     with pytest.raises(InvalidArgument, match=f"'{name}' "):
-        PytorchBackend(worker.context).load(config)
+        PytorchBackend(worker.context).load(ModelSpec.of(config))
     assert not sprung.exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
@@ -654,10 +655,10 @@ def test_result_plan_takes_named_tuples_by_field() -> None:
 
 
 def test_backends_are_found_by_name_and_by_platform() -> None:
-    assert backends.find({"backend": "pytorch"}) is PytorchBackend
-    assert backends.find({"platform": "pytorch_libtorch"}) is PytorchBackend
+    assert backends.find(ModelSpec.of({"backend": "pytorch"})) is PytorchBackend
+    assert backends.find(ModelSpec.of({"platform": "pytorch_libtorch"})) is PytorchBackend
     with pytest.raises(InvalidArgument, match="unable to find backend 'tensorrt'"):
-        backends.find({"backend": "tensorrt", "name": "m"})
+        backends.find(ModelSpec.of({"backend": "tensorrt", "name": "m"}))
 
 
 # --- devices with memory of their own

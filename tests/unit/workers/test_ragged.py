@@ -11,6 +11,7 @@ import pytest
 
 from shmserve.errors import Internal
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Ragged
@@ -72,7 +73,7 @@ KINDS = {
 @pytest.mark.parametrize("data_type", ["TYPE_INT32", "TYPE_FP32"])
 def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> None:
     """3.6: the six kinds, for requests of 2, 4 and 1 elements, in both datatypes."""
-    ragged = Ragged(config() | {"batch_input": [batch_input(kind, data_type)]})
+    ragged = Ragged(ModelSpec.of(config() | {"batch_input": [batch_input(kind, data_type)]}))
     (made,) = ragged.inputs(requests((1, 2), (1, 4), (1, 1))).values()
     assert made.tolist() == expected
     assert made.dtype == (np.int32 if data_type == "TYPE_INT32" else F32)
@@ -81,11 +82,15 @@ def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> No
 def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     """3.6: BATCH_ITEM_SHAPE is [total_batch, rank]; a batch-2 request repeats its row."""
     shapes = ((2, 3, 5), (1, 4, 1))
-    (made,) = Ragged(config("BATCH_ITEM_SHAPE")).inputs(requests(*shapes)).values()
+    (made,) = Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
     assert made.tolist() == [[3, 5], [3, 5], [4, 1]]
-    (flat,) = Ragged(config("BATCH_ITEM_SHAPE_FLATTEN")).inputs(requests(*shapes)).values()
+    (flat,) = (
+        Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
+    )
     assert flat.tolist() == [3, 5, 3, 5, 4, 1]
-    (counts,) = Ragged(config("BATCH_ELEMENT_COUNT")).inputs(requests(*shapes)).values()
+    (counts,) = (
+        Ragged(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
+    )
     assert counts.tolist() == [30, 4]
 
 
@@ -154,7 +159,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, form:
 
 
 def test_a_scattered_output_of_another_size_is_an_error() -> None:
-    ragged = Ragged(scattering())
+    ragged = Ragged(ModelSpec.of(scattering()))
     assert ragged.pieces("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
     with pytest.raises(Internal, match="'Y' has 5 elements, expecting the 6"):
         ragged.pieces("Y", requests((1, 2), (1, 4)), (5,))

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.workers.batch.request import Output, Request, Response
+from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.sequences import controls, state
-from shmserve.workers.sequences.config import as_model_sees, of_sequences
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
@@ -53,7 +54,7 @@ def control(kind: str, **says: Any) -> dict[str, Any]:
 def values(row: SequenceRow, *tensors: dict[str, Any], batched: bool = True) -> dict[str, Any]:
     """What a model sees of the controls in a row."""
     made = controls.inputs(
-        controls.read(config(batched, control_input=list(tensors))), row, batched
+        controls.read(ModelSpec.of(config(batched, control_input=list(tensors)))), row, batched
     )
     shapes = {item.shape for item in made.values()}
     assert shapes <= {(1, 1) if batched else (1,)}
@@ -104,16 +105,16 @@ def test_3_3_ids_that_are_texts(text: str) -> None:
 def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
     one = {"input_name": "I", "output_name": "O", "data_type": "TYPE_INT64", "dims": [-1, 2]}
     two = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
-    given = config(
+    source = config(
         control_input=[control("START", bool_false_true=[False, True])], state=[one, two]
     )
+    given = ModelSpec.of(source)
     seen = as_model_sees(given)
-    assert [each["name"] for each in seen["input"]] == ["X", "START", "I", "J"]
-    assert [each["name"] for each in seen["output"]] == ["Y", "O"]
-    assert seen["input"][1] == {"name": "START", "data_type": "TYPE_BOOL", "dims": [1]}
-    assert seen["input"][2] == {"name": "I", "data_type": "TYPE_INT64", "dims": [-1, 2]}
-    assert [each["name"] for each in given["input"]] == ["X"]
-    assert of_sequences(given) == {"START", "I", "O", "J", "Y"}
+    assert [each.name for each in seen.input] == ["X", "START", "I", "J"]
+    assert [each.name for each in seen.output] == ["Y", "O"]
+    assert seen.input[1] == TensorSpec("START", "BOOL", (1,))
+    assert seen.input[2] == TensorSpec("I", "INT64", (-1, 2))
+    assert made_here(given) == {"START", "I", "O", "J", "Y"}
 
 
 # --- state ----------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Model:
         batched: bool = True,
         copies: bool = True,
     ) -> None:
-        made = state.read(config(batched, state=list(specs)), folder)
+        made = state.read(ModelSpec.of(config(batched, state=list(specs))), folder)
         self.states = state.States(made, copies)
 
     def lend(self, slot: int = 0, flags: int = 0) -> Request:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
@@ -44,7 +45,8 @@ def config(dims: tuple[int, ...] = (3,), most: int = 8, **more: Any) -> dict[str
 
 
 def plan(made: dict[str, Any], weights: int = 0) -> MemoryPlan | None:
-    return MemoryPlan.of(made, Signature(made, "1"), weights)
+    spec = ModelSpec.of(made)
+    return MemoryPlan.of(spec, Signature(spec, "1"), weights)
 
 
 def test_the_plan_in_mb() -> None:
@@ -82,7 +84,7 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(
     if by_graph:
         specs = [{"batch_size": size} for size in named]
         made["optimization"] = {"cuda": {"graph_spec": specs}}
-    sizes = buckets(made)
+    sizes = buckets(ModelSpec.of(made))
     found = plan(made)
     assert found is not None and found.buckets == sizes
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max(1, most)
@@ -253,9 +255,9 @@ def test_a_model_that_cannot_be_recorded_runs_without(
 
 def test_where_there_can_be_none_it_is_said(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
     (worker.context.version_dir / "model.py").write_text(TORCH)
-    PytorchBackend(worker.context).load(config((3,), 5, **GRAPHS))
+    PytorchBackend(worker.context).load(ModelSpec.of(config((3,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its device has none" in caplog.text
-    Recorded(worker.context, FakeRecorder()).load(config((-1,), 5, **GRAPHS))
+    Recorded(worker.context, FakeRecorder()).load(ModelSpec.of(config((-1,), 5, **GRAPHS)))
     assert "runs without CUDA graphs: its shapes are not fixed" in caplog.text
 
 

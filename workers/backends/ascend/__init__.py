@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, shape_text
-from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response, parameters
+from shmserve.ipc.tensors.signature import Signature, shape_text
+from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
 from shmserve.workers.backends.ascend.offline_model import OfflineModel, OfflineTensor
 from shmserve.workers.model_view import as_model_sees
 
@@ -39,14 +40,14 @@ class AscendBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs and outputs, as the file has them."""
-        model = self._open(config)
+        model = self._open(ModelSpec.of(config))
         batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)
         completed["input"] = config.get("input") or _as_config(model.inputs, batched)
         completed["output"] = config.get("output") or _as_config(model.outputs, batched)
         return completed
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Load the file and match it with the configuration."""
         model = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
@@ -102,9 +103,9 @@ class AscendBackend(Backend):
             at = end
         return responses
 
-    def _open(self, config: dict[str, Any]) -> OfflineModel:
+    def _open(self, config: ModelSpec) -> OfflineModel:
         if self._model is None:
-            file = config.get("default_model_filename") or "model.om"
+            file = config.default_model_filename or "model.om"
             path = self.context.version_dir / file
             if not path.exists():
                 raise Unavailable(
@@ -114,10 +115,10 @@ class AscendBackend(Backend):
             self._model = OfflineModel(path, self._device_id(config))
         return self._model
 
-    def _device_id(self, config: dict[str, Any]) -> int:
+    def _device_id(self, config: ModelSpec) -> int:
         if self.context.kind == "GPU":
             return self.context.device_id
-        value = parameters(config).get("device_id", "0")
+        value = config.parameters.get("device_id", "0")
         if not value.isdecimal():
             raise InvalidArgument(f"parameter 'device_id' must be an integer >= 0, got '{value}'")
         return int(value)
@@ -159,9 +160,9 @@ def _check(
                 f"{side} '{spec.name}' {subject} has data_type {TO_CONFIG[spec.datatype]}, but the "
                 f"file's has {TO_CONFIG[tensor.datatype]}"
             )
-        dims = spec.dims if spec.reshape is None else spec.reshape
+        dims = spec.model_dims
         want = tensor.dims[1:] if most else tensor.dims
-        if tuple(dims) != want and (want or math.prod(dims) != 1):
+        if dims != want and (want or math.prod(dims) != 1):
             raise InvalidArgument(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
                 f"has {shape_text(want)}"

@@ -24,20 +24,12 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.padding import PARAMETER as PADDING
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
-from shmserve.workers.backends import (
-    Backend,
-    ModelContext,
-    Request,
-    Response,
-    ResponseStream,
-    has_scheduler,
-    is_decoupled,
-    parameters,
-)
+from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
@@ -70,17 +62,19 @@ class NativeBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs and outputs from the annotations, batching from the class's attributes."""
-        model = self._find(config)
+        spec = ModelSpec.of(config)
+        model = self._find(spec)
         completed = dict(config)
         completed["parameters"] = {**_parameters(model), **(config.get("parameters") or {})}
         predict = predict_signature.read(model)
         inputs, outputs = predict_signature.as_config(predict)
-        if not has_scheduler(config) and hasattr(model, "sequence_batching"):
+        if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
         for field in ("batch_input", "batch_output"):
             if not config.get(field) and hasattr(model, field):
                 completed[field] = _mappings(model, field)
-        ours = made_here(completed)
+        seen = ModelSpec.of(completed)
+        ours = made_here(seen)
         completed["input"] = config.get("input") or _own_inputs(model, inputs, ours)
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
@@ -92,23 +86,23 @@ class NativeBackend(Backend):
             # For the scheduler, where others wait.
             most = max(1, _whole(model, _MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(_MAX_STREAMS, {"string_value": str(most)})
-        elif completed["max_batch_size"] > 1 and not has_scheduler(completed):
+        elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
             delay = _whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Make the object; raises InvalidArgument when configuration and annotations disagree."""
         context = self.context
         kind = self._find(config)
         predict = predict_signature.read(kind)
         signature = Signature(as_model_sees(config), context.version)
         _check(signature, predict)
-        if predict.streams != is_decoupled(config):
+        if predict.streams != config.decoupled:
             what = "yields its responses" if predict.streams else "returns its one response"
             raise InvalidArgument(
                 f"'predict' of model '{signature.name}' {what}, but its configuration has the "
-                f"'decoupled' transaction policy {str(is_decoupled(config)).lower()}"
+                f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._take = predict.take
         as_numpy = frozenset(p.name for p in predict.parameters if p.numpy)
@@ -119,14 +113,13 @@ class NativeBackend(Backend):
             self._model.to(self._device.torch).eval()
         if hasattr(self._model, "load"):
             folder = context.version_dir.resolve()
-            own = parameters(config)
             self._model.load(
                 Context(
                     context.model_name,
                     context.version,
                     context.device,
                     folder,
-                    own,
+                    config.parameters,
                     self._workspace,
                 )
             )
@@ -134,7 +127,7 @@ class NativeBackend(Backend):
         if plan is not None:
             logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
-            most = int(parameters(config).get(_MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = int(config.parameters.get(_MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
         self.checks_ready = hasattr(self._model, "is_ready")
 
@@ -181,16 +174,16 @@ class NativeBackend(Backend):
         if hasattr(self._model, "unload"):
             self._model.unload()
 
-    def _find(self, config: dict[str, Any]) -> type:
+    def _find(self, config: ModelSpec) -> type:
         if self._class is None:
-            file = config.get("default_model_filename") or "model.py"
+            file = config.default_model_filename or "model.py"
             path = self.context.version_dir / file
             if not path.exists():
                 raise Unavailable(
                     f"unable to find '{self.context.version}/{file}' for model instance "
                     f"'{self.context.instance_name}'"
                 )
-            name = parameters(config).get("class") or "Model"
+            name = config.parameters.get("class") or "Model"
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
             if not isinstance(found, type):
@@ -275,7 +268,7 @@ def _check(signature: Signature, predict: predict_signature.PredictSignature) ->
     for what, specs, types, required in sides:
         for name, spec in specs.items():
             kind = types.get(name)
-            dims = spec.dims if spec.reshape is None else spec.reshape
+            dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
                 says = (
                     "no"

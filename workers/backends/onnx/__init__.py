@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.described import Description, complete
@@ -47,8 +48,9 @@ class OnnxBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Inputs, outputs and batch size, as the file has them."""
-        _, description = self._open(config)
-        ours = made_here(config)
+        spec = ModelSpec.of(config)
+        _, description = self._open(spec)
+        ours = made_here(spec)
         clients = Description(
             tuple(tensor for tensor in description.inputs if tensor.name not in ours),
             tuple(tensor for tensor in description.outputs if tensor.name not in ours),
@@ -57,13 +59,13 @@ class OnnxBackend(Backend):
         most = int(self.context.backend_config.get("default-max-batch-size", "4"))
         return complete(config, clients, most)
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Open the file and match it with the configuration."""
         session, description = self._open(config)
         signature = Signature(as_model_sees(config), self.context.version)
         ragged = Ragged(config)
-        of_batches = [*(config.get("batch_input") or ()), *(config.get("batch_output") or ())]
-        made = {name for each in of_batches for name in each["target_name"]}
+        of_batches = (*config.batch_input, *config.batch_output)
+        made = {name for each in of_batches for name in each.target_name}
         check(signature, description, made)
         self._names = [tensor.name for tensor in description.outputs]
         on_gpu = self.context.kind == "GPU"
@@ -94,9 +96,9 @@ class OnnxBackend(Backend):
             outputs = self._binding.run(inputs, wanted, requests)
         return self._runner.responses(requests, outputs)
 
-    def _open(self, config: dict[str, Any]) -> tuple[Any, Description]:
+    def _open(self, config: ModelSpec) -> tuple[Any, Description]:
         if self._loaded is None:
-            file = config.get("default_model_filename") or "model.onnx"
+            file = config.default_model_filename or "model.onnx"
             path = self.context.version_dir / file
             if not path.exists():
                 raise Unavailable(

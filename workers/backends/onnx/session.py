@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.signature import Signature, TensorSpec, agree, shape_text
-from shmserve.workers.backends import ModelContext, parameters
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
+from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.described import Described, Description
 
 _SWITCHES = {"enable_mem_arena": "enable_cpu_mem_arena", "enable_mem_pattern": "enable_mem_pattern"}
@@ -43,7 +44,7 @@ def import_onnxruntime() -> Any:
         ) from None
 
 
-def open_session(context: ModelContext, config: dict[str, Any], path: Path) -> Any:
+def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     """A session of the file on the instance's device.
 
     Raises InvalidArgument for an option with a value that it cannot have, Unavailable where
@@ -70,10 +71,10 @@ def open_session(context: ModelContext, config: dict[str, Any], path: Path) -> A
 _HINTS = {_CUDA: ": pip install onnxruntime-gpu, or set instance_group to KIND_CPU"}
 
 
-def session_options(runtime: Any, config: dict[str, Any], threads: int) -> Any:
+def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """onnxruntime's SessionOptions for a configuration; `threads` where it says nothing of them."""
     options = runtime.SessionOptions()
-    given = parameters(config)
+    given = config.parameters
     options.intra_op_num_threads = _whole(given, "intra_op_thread_count", threads)
     options.inter_op_num_threads = _whole(given, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
@@ -82,37 +83,34 @@ def session_options(runtime: Any, config: dict[str, Any], threads: int) -> Any:
     for key, attribute in _SWITCHES.items():
         setattr(options, attribute, _switch(given, key, True))
     levels = runtime.GraphOptimizationLevel
-    graph = (config.get("optimization") or {}).get("graph") or {}
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
         1: levels.ORT_ENABLE_EXTENDED,
         2: levels.ORT_DISABLE_ALL,
-    }.get(int(graph.get("level") or 0), levels.ORT_ENABLE_ALL)
+    }.get(config.optimization.graph_level, levels.ORT_ENABLE_ALL)
     for key, value in given.items():
         if key.startswith(("session.", "ep.")):
             options.add_session_config_entry(key, value)
     return options
 
 
-def providers(
-    config: dict[str, Any], kind: str, device_id: int
-) -> list[tuple[str, dict[str, str]]]:
+def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, dict[str, str]]]:
     """onnxruntime's providers, the preferred first, with their options.
 
     Raises InvalidArgument for an accelerator of a name that is none.
     """
     side = "gpu" if kind == "GPU" else "cpu"
-    accelerators = (config.get("optimization") or {}).get("execution_accelerators") or {}
+    accelerators = config.optimization.execution_accelerators
     found: dict[str, dict[str, str]] = {}
     device = {"device_id": str(device_id)} if side == "gpu" else {}
-    for accelerator in accelerators.get(f"{side}_execution_accelerator") or ():
-        name = _ACCELERATORS.get(accelerator.get("name", ""))
+    for accelerator in accelerators.get(f"{side}_execution_accelerator", ()):
+        name = _ACCELERATORS.get(accelerator.name)
         if name is None:
             raise InvalidArgument(
-                f"unknown execution accelerator '{accelerator.get('name', '')}' of model "
-                f"'{config['name']}', known are {', '.join(_ACCELERATORS)}"
+                f"unknown execution accelerator '{accelerator.name}' of model "
+                f"'{config.name}', known are {', '.join(_ACCELERATORS)}"
             )
-        found[name] = {**device, **(accelerator.get("parameters") or {})}
+        found[name] = {**device, **accelerator.parameters}
     if side == "gpu":
         found.setdefault(_CUDA, device)
     found[_CPU] = {}
@@ -227,7 +225,7 @@ def _check_tensor(what: str, spec: TensorSpec, tensor: Described, signature: Sig
             f"{TO_CONFIG[spec.datatype]} for {what} '{spec.name}', model provides "
             f"{TO_CONFIG[tensor.datatype]}"
         )
-    dims = spec.dims if spec.reshape is None else spec.reshape
+    dims = spec.model_dims
     want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
     if (what == "input" or _ranked(tensor)) and not spec.ragged and not agree(dims, want):
         raise InvalidArgument(

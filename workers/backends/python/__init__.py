@@ -13,16 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers import triton_python_backend_utils as pb_utils
-from shmserve.workers.backends import (
-    Backend,
-    ModelContext,
-    Request,
-    Response,
-    ResponseStream,
-    is_decoupled,
-    parameters,
-)
+from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.execution import DecoupledExecution, PythonExecution
@@ -49,7 +42,7 @@ class PythonBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """`config` as the model's `auto_complete_config` completes it; raises what that raises."""
-        kind = self._find(config)
+        kind = self._find(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
         if hasattr(kind, "auto_complete_config"):
             completed = kind.auto_complete_config(completed)
@@ -62,11 +55,11 @@ class PythonBackend(Backend):
         plain: dict[str, Any] = json.loads(json.dumps(completed.as_dict()))
         return plain
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Make the model and call its `initialize`; raises what that raises."""
         context = self.context
         metrics.on_change = context.control.wake
-        self.device_inputs = parameters(config).get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
+        self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
             raise InvalidArgument(
@@ -77,7 +70,7 @@ class PythonBackend(Backend):
         if hasattr(self._model, "initialize"):
             self._model.initialize(
                 {
-                    "model_config": json.dumps(config, separators=(",", ":")),
+                    "model_config": json.dumps(config.source, separators=(",", ":")),
                     "model_instance_kind": context.kind,
                     "model_instance_name": context.instance_name,
                     "model_instance_device_id": str(context.device_id),
@@ -86,11 +79,13 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        execution = DecoupledExecution if is_decoupled(config) else PythonExecution
-        iterative = bool((config.get("sequence_batching") or {}).get("iterative_sequence"))
+        execution = DecoupledExecution if config.decoupled else PythonExecution
+        sequences = config.sequence_batching
+        iterative = sequences is not None and sequences.iterative_sequence
         self._execution = execution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
-        self._server.alone = _instances(config) == 1
+        groups = config.instance_group
+        self._server.alone = sum(group.count * max(1, len(group.gpus)) for group in groups) <= 1
         self._server.running = True
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -137,27 +132,21 @@ class PythonBackend(Backend):
 
     # --- loading
 
-    def _find(self, config: dict[str, Any]) -> Any:
+    def _find(self, config: ModelSpec) -> Any:
         if self._class is None:
             self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class
 
 
-def _instances(config: dict[str, Any]) -> int:
-    groups = config.get("instance_group") or [{}]
-    return sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
-
-
 logger = logging.getLogger(__name__)
 
 
-def file_name(config: dict[str, Any]) -> str:
+def file_name(config: ModelSpec) -> str:
     """The name of a model's file."""
-    name: str = config.get("default_model_filename") or "model.py"
-    return name
+    return config.default_model_filename or "model.py"
 
 
-def model_class(config: dict[str, Any], model_dir: Path, version_dir: Path) -> Any:
+def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
     """The `TritonPythonModel` of a model's file; raises what that raises, Unavailable without it,
     InvalidArgument for another name than a Python file's."""
     file = file_name(config)
@@ -165,7 +154,7 @@ def model_class(config: dict[str, Any], model_dir: Path, version_dir: Path) -> A
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
         raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
-    if "EXECUTION_ENV_PATH" in parameters(config):
+    if "EXECUTION_ENV_PATH" in config.parameters:
         logger.warning("EXECUTION_ENV_PATH has no effect: models share the server's Python")
     return _import_model(model_dir, version_dir, file).TritonPythonModel
 

@@ -1,4 +1,4 @@
-"""Errors as models of the Python backend know them."""
+"""Errors as models of the Python backend know them, and checks of what models give."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from enum import IntEnum
 from typing import Any
 
 from shmserve.errors import ShmserveError, from_code
+
+_INT64 = 2**63
 
 
 class ErrorCode(IntEnum):
@@ -109,3 +111,23 @@ def to_server(error: TritonError) -> ShmserveError:
 def to_model(error: ShmserveError) -> TritonError:
     """An error of the server, or of another model, as a model sees it."""
     return TritonError(error.message, ErrorCode[error.code])
+
+
+def checked_parameters(parameters: Any) -> dict[str, bool | int | str]:
+    """Custom parameters from a model; raises TritonModelException where one is none."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"Expect dict, got {type(parameters)}")
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(
+                f"Expect parameters keys to have type str, found type {type(key)}"
+            )
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, int) and not -_INT64 <= value < _INT64:
+            raise TritonModelException(f"parameter '{key}' is out of the range of int64")
+    return dict(parameters)

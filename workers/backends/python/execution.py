@@ -16,8 +16,7 @@ from shmserve.workers.backends import ModelContext, Request, Response, ResponseS
 from shmserve.workers.backends.event_loop import EventLoopThread
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
-from shmserve.workers.backends.python.response import InferenceResponse, to_response
-from shmserve.workers.backends.python.sender import SingleResponse
+from shmserve.workers.backends.python.response import InferenceResponse, SingleResponse, to_response
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from shmserve.workers.backends.python import server
 from shmserve.workers.backends.python.errors import (
     NO_CAST,
     TritonModelException,
+    checked_parameters,
     listed,
     text,
     whole,
@@ -23,15 +24,12 @@ from shmserve.workers.backends.python.errors import (
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.response import (
     InferenceResponse,
-    ResponseIterator,
-    checked_parameters,
-    from_call,
-    from_error,
-)
-from shmserve.workers.backends.python.sender import (
     InferenceResponseSender,
+    ResponseIterator,
     SingleResponse,
     StreamedResponses,
+    from_call,
+    from_error,
 )
 from shmserve.workers.backends.python.tensor import Tensor
 from shmserve.workers.bls.request import CallRequest, CallResponse

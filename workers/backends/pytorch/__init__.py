@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.backends import Backend, ModelContext, Request, Response, parameters
+from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.pytorch import export
-from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder, wants_graphs
+from shmserve.workers.backends.pytorch.graphs import CudaRecorder, Graphs, Recorder
 from shmserve.workers.backends.pytorch.names import ArgumentBinding, ResultBinding
 from shmserve.workers.backends.pytorch.programs import (
     Program,
@@ -66,15 +67,16 @@ class PytorchBackend(Backend):
         Raises InvalidArgument for the other forms when inputs or outputs lack: they do not say
         theirs.
         """
-        program, description = self._program(config)
+        spec = ModelSpec.of(config)
+        program, description = self._program(spec)
         if description is not None:
             most = int(self.context.backend_config.get("default-max-batch-size", "4"))
             return complete(config, description, most)
-        if not config.get("input") or not config.get("output"):
-            raise InvalidArgument(_what_to_write(config, program))
+        if not spec.input or not spec.output:
+            raise InvalidArgument(_what_to_write(spec, program))
         return config
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Load the file and match it with the configuration."""
         signature = Signature(as_model_sees(config), self.context.version)
         strings = [s.name for s in signature.inputs.values() if s.datatype == "BYTES"]
@@ -83,14 +85,14 @@ class PytorchBackend(Backend):
                 f"input '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
                 "which torch has no tensors for"
             )
-        _set_options(parameters(config))
+        _set_options(config.parameters)
         program, description = self._program(config)
         self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
             export.check(signature, description, self._arguments.by_position)
         self._serving = program
-        inference_mode = _boolean(parameters(config), "INFERENCE_MODE", True)
+        inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
         self._graphs = self._plan_memory(config, signature)
@@ -109,10 +111,10 @@ class PytorchBackend(Backend):
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
         return self._results.name(program.call(*args, **kwargs))
 
-    def _plan_memory(self, config: dict[str, Any], signature: Signature) -> Graphs | None:
+    def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; its graphs, if it is to have any."""
         plan = self._runner.memory_plan(config, self._serving.module)
-        graphs, recorder, wanted = None, self._recorder(), wants_graphs(config)
+        graphs, recorder, wanted = None, self._recorder(), config.optimization.cuda_graphs
         if wanted and (plan is None or recorder is None):
             why = "its shapes are not fixed" if plan is None else "its device has none"
             logger.warning("model '%s' runs without CUDA graphs: %s", signature.name, why)
@@ -135,13 +137,11 @@ class PytorchBackend(Backend):
         """The recorder of graphs on this device, if there is one."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
-    def _program(self, config: dict[str, Any]) -> tuple[Program, Description | None]:
+    def _program(self, config: ModelSpec) -> tuple[Program, Description | None]:
         if self._loaded is None:
             path = self._find(config)
             if path.suffix == ".py":
-                program = load_class(
-                    path, self._device, self.context.model_name, parameters(config)
-                )
+                program = load_class(path, self._device, self.context.model_name, config.parameters)
                 self._loaded = program, None
             elif path.suffix == ".pt2":
                 program, exported = load_exported(path, self._device)
@@ -150,8 +150,8 @@ class PytorchBackend(Backend):
                 self._loaded = load_script(path, self._device), None
         return self._loaded
 
-    def _find(self, config: dict[str, Any]) -> Path:
-        named = config.get("default_model_filename") or config.get("runtime") or ""
+    def _find(self, config: ModelSpec) -> Path:
+        named = config.default_model_filename or config.runtime
         for name in [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES:
             path = self.context.version_dir / name
             if path.exists():
@@ -179,13 +179,13 @@ def _set_options(given: dict[str, str]) -> None:
             torch.set_num_interop_threads(int(inter))
 
 
-def _what_to_write(config: dict[str, Any], program: Program) -> str:
+def _what_to_write(config: ModelSpec, program: Program) -> str:
     names = [a.name for a in program.arguments] if program.arguments else ["INPUT__0"]
     inputs = ", ".join(
         f'{{ name: "{n}" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }}' for n in names
     )
     return (
-        f"model '{config.get('name', '')}': the model file does not say the datatypes and shapes "
+        f"model '{config.name}': the model file does not say the datatypes and shapes "
         f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
     )

@@ -97,7 +97,7 @@ def check(
             )
         if spec.ragged:
             continue  # as many dimensions as the program likes
-        dims = spec.dims if spec.reshape is None else spec.reshape
+        dims = spec.model_dims
         want = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
         if not agree(dims, want):
             raise InvalidArgument(

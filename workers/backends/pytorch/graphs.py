@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.signature import Signature, TensorSpec
+from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.memory.torch_types import TORCH
 
 _MB = 1_000_000
@@ -44,7 +45,7 @@ class MemoryPlan:
     workspace: int | None = None
 
     @classmethod
-    def of(cls, config: dict[str, Any], signature: Signature, weights: int) -> MemoryPlan | None:
+    def of(cls, config: ModelSpec, signature: Signature, weights: int) -> MemoryPlan | None:
         """The plan of a model whose parameters take `weights` bytes; None where the size of an
         input or output is only known when it is there."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
@@ -96,23 +97,16 @@ class MemoryPlan:
         )
 
 
-def buckets(config: dict[str, Any]) -> tuple[int, ...]:
+def buckets(config: ModelSpec) -> tuple[int, ...]:
     """The batch sizes to prepare, ascending, the largest last: those that `optimization.cuda`'s
     `graph_spec` names, or else the preferred ones and the powers of two."""
-    most = max(1, config["max_batch_size"])
-    cuda = (config.get("optimization") or {}).get("cuda") or {}
-    named = {int(spec.get("batch_size") or 0) for spec in cuda.get("graph_spec") or ()}
+    most = max(1, config.max_batch_size)
+    named = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
     if not named:
-        batching = config.get("dynamic_batching") or {}
-        named = set(batching.get("preferred_batch_size") or ())
+        batching = config.dynamic_batching
+        named = set(batching.preferred_batch_size if batching is not None else ())
         named |= {1 << power for power in range(most.bit_length())}
     return (*sorted(size for size in named if 0 < size < most), most)
-
-
-def wants_graphs(config: dict[str, Any]) -> bool:
-    """Whether a configuration asks for a CUDA graph of each bucket."""
-    cuda = (config.get("optimization") or {}).get("cuda") or {}
-    return bool(cuda.get("graphs"))
 
 
 def _fixed(spec: TensorSpec) -> bool:
@@ -206,5 +200,5 @@ class Graphs:
         return whole[:rows] if self._batched else whole
 
     def _shape(self, spec: Any, rows: int) -> tuple[int, ...]:
-        dims = spec.dims if spec.reshape is None else spec.reshape
+        dims = spec.model_dims
         return (rows, *dims) if self._batched else tuple(dims)

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from shmserve.errors import Internal
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import ModelContext, Output, Request, Response, has_scheduler
+from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.graphs import MemoryPlan
 from shmserve.workers.batch.gather import Gatherer
@@ -58,12 +59,12 @@ class Runner:
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
 
-    def memory_plan(self, config: dict[str, Any], model: object) -> MemoryPlan | None:
+    def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
         for another one."""
         weights = model if isinstance(model, torch.nn.Module) else None
         plan = MemoryPlan.of(config, self._signature, _byte_size(weights))
-        if plan is not None and plan.rows > 1 and has_scheduler(config):
+        if plan is not None and plan.rows > 1 and config.has_scheduler:
             for name, row in plan.inputs.items():
                 self._gatherer.reserve(name, row * plan.rows)
         return plan

@@ -73,7 +73,7 @@ class ResponseQueue:
         """Cancel the request; responses that are here are discarded."""
         while self._here:
             self.request.discard(self._here.popleft())
-        self.request.abandon()
+        self.request.cancel()
 
 
 # Encodes the first response that is here: what the client is sent for it, None for nothing, and the

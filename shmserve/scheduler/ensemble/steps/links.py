@@ -3,13 +3,14 @@ sockets."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
-from shmserve.ipc.scheduler_links import SchedulerLinks
-from shmserve.ipc.transport.dealer import Dealer
 from shmserve.scheduler.in_process import InProcessLinks
 from shmserve.scheduler.waiting import Waiter
 
@@ -31,22 +32,24 @@ class StepSchedulers:
         self._neighbours = neighbours
         self._identity = identity
         self._take = take
-        self._links = SchedulerLinks(self._watch, waiter.unwatch)
+        name = f"{os.getpid()}.{secrets.token_hex(8)}"
+        self._links = LinkTable(name, self._watch, waiter.unwatch)
         self._moved: dict[str, str] = {}  # endpoint of one that was lost -> who took its place
         neighbours.enter(identity, take)
 
     def _watch(self, fd: int) -> None:
-        link = next(link for link in self._links if link.fd == fd)
-        self._waiter.watch(fd, partial(self._receive, link))
+        self._waiter.watch(fd, partial(self._receive, fd))
 
-    def _receive(self, link: Dealer) -> None:
+    def _receive(self, fd: int) -> None:
+        link = self._links.by_fd(fd)
+        assert link is not None
         for message in link.receive():
             self._take(link.endpoint, message)
 
     def submit(self, endpoint: str, message: Submit) -> None:
         """Queue a request for a scheduler. Raises Unavailable when no link to it can be made."""
         if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.open(endpoint).post(message)
+            self._links.queue(self._links.open(endpoint), message, len(message.work))
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
@@ -64,14 +67,7 @@ class StepSchedulers:
             self._moved[endpoint] = successor
             if len(self._moved) > _MOST_MOVED:  # nothing that was lent is as old
                 del self._moved[next(iter(self._moved))]
-
-        def last_words(link: Dealer) -> None:
-            while link.wait(0):
-                self._receive(link)
-                if not link.connected:
-                    return
-
-        self._links.lose(endpoint, successor, last_words)
+        self._links.lose(endpoint, successor, partial(self._take, endpoint))
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -80,4 +76,4 @@ class StepSchedulers:
     def close(self, linger_s: float = 0.0) -> None:
         """Close every link."""
         self._neighbours.leave(self._identity)
-        self._links.close()
+        self._links.close_all()

@@ -195,7 +195,7 @@ def placed_sizes(
     """The sizes of a step's outputs, of those `wanted`, that are written to the ensemble's arena:
     not those that travel inside the message, and of a model that gives any number of responses
     none, because each would go over the one before it."""
-    if target.decoupled:
+    if target.config.decoupled:
         return {}
     if wanted is None:
         wanted = tuple(map(RequestedOutput, step.outputs))

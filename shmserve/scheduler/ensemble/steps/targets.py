@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import StepModels
 from shmserve.scheduler.ensemble.graph import Graph, Step
@@ -20,14 +19,12 @@ _STAYS = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A model version that serves: its scheduler's endpoint, what it takes, whether it gives
-    any number of responses to a request, and the CUDA device that all its instances compute on, if
-    they do so on one."""
+    """A model version that serves: its scheduler's endpoint, what it takes, and the one CUDA device
+    of all its instances, if there is one."""
 
     endpoint: str
-    config: dict[str, Any]
+    config: ModelSpec
     signature: Signature
-    decoupled: bool
     device: int | None
 
 
@@ -48,11 +45,9 @@ class Targets(StepModels):
         versions = self._known.setdefault(message.name, {})
         known = versions.get(message.version)
         if known is None or known.config != message.config:
-            policy = message.config.get("model_transaction_policy") or {}
             signature = Signature(message.config, message.version)
-            decoupled = bool(policy.get("decoupled", False))
             versions[message.version] = Target(
-                message.endpoint, message.config, signature, decoupled, _device(message.config)
+                message.endpoint, message.config, signature, _device(message.config)
             )
             self.changes += 1
         else:
@@ -84,7 +79,7 @@ class Targets(StepModels):
         return target
 
     def decoupled(self, step: Step) -> bool:
-        return self.find(step).decoupled
+        return self.find(step).config.decoupled
 
     def optional(self, step: Step) -> frozenset[str]:
         signature = self.find(step).signature
@@ -94,14 +89,11 @@ class Targets(StepModels):
         return self.find(step).device
 
 
-def _device(config: Mapping[str, Any]) -> int | None:
+def _device(config: ModelSpec) -> int | None:
     """The one device of all instances of a model that takes its inputs there, or None."""
-    parameters = config.get("parameters") or {}
-    stays = (parameters.get(_STAYS) or {}).get("string_value") == "no"
-    if config.get("backend") not in _ON_DEVICE and not stays:
+    if config.backend not in _ON_DEVICE and config.parameters.get(_STAYS) != "no":
         return None
-    groups = config.get("instance_group") or ()
-    if any(group["kind"] != "KIND_GPU" for group in groups):
+    if any(group.kind != "KIND_GPU" for group in config.instance_group):
         return None
-    devices = {device for group in groups for device in group["gpus"]}
+    devices = {device for group in config.instance_group for device in group.gpus}
     return devices.pop() if len(devices) == 1 else None

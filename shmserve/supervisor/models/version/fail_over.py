@@ -15,7 +15,6 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.states import Lifetime
-from shmserve.supervisor.models.version.step_models import StepModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import RestartBackoff
 
@@ -37,7 +36,7 @@ class FailOver:
         self,
         context: SupervisorContext,
         scheduler: VersionScheduler,
-        instances: Instances | StepModels,
+        instances: Instances,
         lifetime: Lifetime,
         on_change: Callable[[], None],
     ) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instances import (
     Instance,
@@ -52,7 +53,8 @@ class Instances:
     """The instances that a version's configuration asks for. `on_change` is called when one becomes
     ready, dies, or is given up.
 
-    `failure`: why none will come back, or empty. What loads raises ShmserveError, with a text for
+    `failure`: why none will come back, or empty; `labels`: the texts for the indices of each output
+    that has any. What loads raises ShmserveError, with a text for
     the operator, when the model or its process fails.
     """
 
@@ -73,6 +75,7 @@ class Instances:
         self.config = spec.config
         self.completed: dict[str, Any] = {}  # by the model, of its configuration
         self.failure = ""
+        self.labels = spec.labels
 
     @property
     def any_ready(self) -> bool:
@@ -114,11 +117,6 @@ class Instances:
         """Whether the model says itself whether it is ready."""
         return any(instance.checks_ready for instance in self._all)
 
-    @property
-    def labels(self) -> dict[str, list[str]]:
-        """The texts for the indices of each output that has any."""
-        return self._spec.labels
-
     # --- start
 
     async def complete_config(self) -> None:
@@ -132,7 +130,7 @@ class Instances:
         self.completed = message.config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
-        first.settings = known.settings
+        first.rate_limit = known.rate_limit
         self._all[1:] = others
         self._scheduler.reserve(self.config, self._all)
 
@@ -140,12 +138,12 @@ class Instances:
         """Load the model in every instance; raises an ExceptionGroup when one fails."""
         await self._load_all(self._all, self.config, len(self._all))
 
-    async def _load_all(self, instances: list[Instance], config: dict[str, Any], of: int) -> None:
+    async def _load_all(self, instances: list[Instance], config: ModelSpec, of: int) -> None:
         async with asyncio.TaskGroup() as group:
             for instance in instances:
                 group.create_task(self._load(instance, config, of))
 
-    async def _load(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+    async def _load(self, instance: Instance, config: ModelSpec, of: int) -> None:
         """Load the model in a process, which is started if there is none, as one `of` so many."""
         if instance.child is None:
             await self._spawn(instance, config, of)
@@ -162,7 +160,7 @@ class Instances:
             self._send(instance, m.Attach(current))
         self._on_change()
 
-    async def _spawn(self, instance: Instance, config: dict[str, Any], of: int) -> None:
+    async def _spawn(self, instance: Instance, config: ModelSpec, of: int) -> None:
         spec, server = self._spec, self._context.config
         title = f"worker {spec.name}.{instance.index} {instance.device}"
         start = WorkerStart(
@@ -177,7 +175,7 @@ class Instances:
             kind=instance.kind,
             device_id=instance.device_id,
             instance_name=instance.name,
-            backend_config=server.backend_settings(config["backend"]),
+            backend_config=server.backend_settings(config.backend),
             arena_byte_size=server.arena_byte_size,
             threads=server.worker_threads(of),
             log=self._context.log,
@@ -233,11 +231,11 @@ class Instances:
 
     # --- another instance_group
 
-    def change_to(self, config: dict[str, Any]) -> InstanceChange:
+    def change_to(self, config: ModelSpec) -> InstanceChange:
         """The change to the instances that `config` asks for."""
         return change_between(self._all, config)
 
-    async def add(self, change: InstanceChange, config: dict[str, Any]) -> None:
+    async def add(self, change: InstanceChange, config: ModelSpec) -> None:
         """Load the model in what a change adds; it serves at once. Raises ShmserveError when one
         fails."""
         self._scheduler.reserve(config, change.added)
@@ -248,7 +246,7 @@ class Instances:
         except ExceptionGroup as failures:
             raise first_of(failures) from None
 
-    def settle(self, change: InstanceChange, config: dict[str, Any]) -> None:
+    def settle(self, change: InstanceChange, config: ModelSpec) -> None:
         """Complete a change whose instances are added: `config` holds from now on, and the
         instances that it does not ask for retire."""
         self.config = config

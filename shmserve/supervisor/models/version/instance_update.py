@@ -7,9 +7,7 @@ commit   those that are not asked for any more finish what they have, and end
 
 from __future__ import annotations
 
-from typing import Any
-
-from shmserve.common.model_settings import immutable_config
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -18,7 +16,7 @@ from shmserve.supervisor.models.version.spec import VersionSpec
 def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     """Whether nothing differs but the instances: neither what else is configured, nor a file."""
     same_files = (old.model_dir, old.files) == (new.model_dir, new.files)
-    same_rest = immutable_config(old.config) == immutable_config(new.config)
+    same_rest = old.config.immutable_config == new.config.immutable_config
     return same_files and same_rest and not new.steps
 
 
@@ -26,7 +24,7 @@ class InstanceUpdate:
     """A change from the instances that a version has to those of `config`, the final configuration
     of `spec`."""
 
-    def __init__(self, instances: Instances, spec: VersionSpec, config: dict[str, Any]) -> None:
+    def __init__(self, instances: Instances, spec: VersionSpec, config: ModelSpec) -> None:
         self.spec = spec
         self._instances = instances
         self._config = config

@@ -1,7 +1,7 @@
 """The instances of a model version: what `instance_group` asks for, and the process of each.
 
 Another `instance_group` for a version that serves keeps the instances that it asks for, too: as
-many of each kind, device and settings of its group, by whatever name. One that stays down is none
+many of each kind, device and rate limit, by whatever name. One that stays down is none
 of them. Index and name of an instance stay its own.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shmserve.ipc.model_spec import ModelSpec, RateLimit
 from shmserve.supervisor.models.version.states import InstanceState, instance_after
 from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
-_OF_EACH = ("name", "kind", "count", "gpus")  # what of a group every instance has for itself
 
 
 def inbox() -> asyncio.Queue[Any]:
@@ -36,8 +35,7 @@ class Instance:
     device: str
     kind: str
     device_id: int
-    group: int = 0  # the number of its instance group
-    settings: str = ""  # what else its group says
+    rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
@@ -63,25 +61,23 @@ class Instance:
         self.failed_loads = 0
 
 
-def expand_instances(config: dict[str, Any]) -> list[Instance]:
-    """The instances that `instance_group` of a normalised configuration asks for, in order."""
+def expand_instances(config: ModelSpec) -> list[Instance]:
+    """The instances that `instance_group` of a configuration asks for, in order; none of an
+    ensemble's."""
     made: list[Instance] = []
-    for place, group in enumerate(config["instance_group"]):
-        gpu = group["kind"] == "KIND_GPU"
-        others = {key: value for key, value in group.items() if key not in _OF_EACH}
-        for device_id in group["gpus"] if gpu else [0]:
-            for number in range(group["count"]):
+    for group in config.instance_group:
+        gpu = group.kind == "KIND_GPU"
+        for device_id in group.gpus if gpu else (0,):
+            prefix = f"{group.name}_gpu{device_id}" if gpu else group.name
+            for number in range(group.count):
                 made.append(
                     Instance(
                         index=len(made),
-                        name=f"{group['name']}_{number}"
-                        if not gpu
-                        else f"{group['name']}_gpu{device_id}_{number}",
+                        name=f"{prefix}_{number}",
                         device=f"gpu:{device_id}" if gpu else "cpu",
-                        kind=group["kind"].removeprefix("KIND_"),
+                        kind=group.kind.removeprefix("KIND_"),
                         device_id=device_id,
-                        group=place,
-                        settings=json.dumps(others, sort_keys=True),
+                        rate_limit=group.rate_limiter,
                     )
                 )
     return made
@@ -94,9 +90,9 @@ class InstanceChange(NamedTuple):
     leaving: list[Instance]
 
 
-def change_between(present: Sequence[Instance], config: dict[str, Any]) -> InstanceChange:
-    """What leads from the instances that are `present` to those that a normalised configuration
-    asks for; none of them is changed."""
+def change_between(present: Sequence[Instance], config: ModelSpec) -> InstanceChange:
+    """What leads from the instances that are `present` to those that a configuration asks
+    for; none of them is changed."""
     left = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable = [i for i in left if i.state is not InstanceState.FAILED]
     wanted = expand_instances(config)
@@ -122,5 +118,5 @@ def change_between(present: Sequence[Instance], config: dict[str, Any]) -> Insta
     return InstanceChange(wanted, left)
 
 
-def _what(instance: Instance) -> tuple[str, int, str]:
-    return instance.kind, instance.device_id, instance.settings
+def _what(instance: Instance) -> tuple[str, int, RateLimit]:
+    return instance.kind, instance.device_id, instance.rate_limit

@@ -19,10 +19,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from shmserve.common.model_settings import immutable_config
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
@@ -33,7 +33,7 @@ from shmserve.supervisor.models.version.instance_update import (
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
-from shmserve.supervisor.models.version.step_models import ServingModels, StepModels
+from shmserve.supervisor.models.version.step_models import EnsembleInstances, ServingModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import Child
 
@@ -66,17 +66,14 @@ class ModelVersion:
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self._scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
-        self.instances: Instances | StepModels
-        if spec.steps:
-            self.instances = StepModels(spec, self._scheduler, models)
-        else:
-            self.instances = Instances(context, spec, self._scheduler, lifetime, self._changed)
+        parts = (context, spec, self._scheduler, lifetime, self._changed)
+        self.instances = EnsembleInstances(*parts, models) if spec.steps else Instances(*parts)
         self._fail_over = FailOver(
             context, self._scheduler, self.instances, lifetime, self._changed
         )
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ModelSpec:
         """The configuration; the final one once the model has completed it."""
         return self.instances.config
 
@@ -141,8 +138,7 @@ class ModelVersion:
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """What this version, which serves, is to be done to become `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
-        instances = self.instances
-        if not isinstance(instances, Instances) or self.failure:
+        if self.spec.steps or self.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
         limited = self._scheduler.is_limited(self.config)
@@ -151,13 +147,13 @@ class ModelVersion:
         if not differs_in_instances_only(self.spec, spec):
             return None
         try:
-            config = spec.complete(instances.completed)
+            config = spec.complete(self.instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = immutable_config(config) == immutable_config(self.config)
+        same_rest = config.immutable_config == self.config.immutable_config
         if not same_rest or config == self.config:
             return None
-        return InstanceUpdate(instances, spec, config)
+        return InstanceUpdate(self.instances, spec, config)
 
     def commit(self, update: InstanceUpdate) -> None:
         """Become what an update, whose instances have been added, leads to."""
@@ -169,8 +165,8 @@ class ModelVersion:
         or tickets, which cannot change over, stays where it is until it is loaded again."""
         config = self.config
         stays = (
-            "sequence_batching" in config
-            or (config.get("model_transaction_policy") or {}).get("decoupled", False)
+            config.sequence_batching is not None
+            or config.decoupled
             or self._scheduler.is_limited(config)
         )
         if self.ready and not stays and self._scheduler.misplaced(group):
@@ -211,7 +207,7 @@ class ModelVersion:
 
     async def finish_sequences(self) -> None:
         """Begin no sequence any more; returns when those that are open have ended."""
-        if self.loaded and self._scheduler.serves and "sequence_batching" in self.config:
+        if self.loaded and self._scheduler.serves and self.config.sequence_batching:
             await self._scheduler.drain(sequences=True)
 
     async def stop(self) -> None:

@@ -17,6 +17,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.carry_over import CarryOver
@@ -24,7 +25,7 @@ from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.models.version.states import Lifetime
 from shmserve.supervisor.processes.scheduler_hosts import Group, HostedScheduler
-from shmserve.supervisor.resources.rate_limiter import instance_needs, limits
+from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class VersionScheduler:
         assert self._serving is not None
         return self._serving
 
-    async def start(self, config: dict[str, Any], workers: list[int], first: bool = False) -> None:
+    async def start(self, config: ModelSpec, workers: list[int], first: bool = False) -> None:
         """Start one, in the place of the last (`first`: there was none), which knows the worker
         processes `workers`.
 
@@ -108,9 +109,7 @@ class VersionScheduler:
         self._serving = hosted
         self.counts.scheduler_started()
 
-    def _start_record(
-        self, number: int, config: dict[str, Any], workers: list[int]
-    ) -> SchedulerStart:
+    def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
         limits = SchedulingLimits(
             execution_timeout_s=server.execution_timeout_s,
@@ -136,10 +135,10 @@ class VersionScheduler:
             alive=workers,
         )
 
-    def _cache_start(self, config: dict[str, Any]) -> CacheStart:
+    def _cache_start(self, config: ModelSpec) -> CacheStart:
         """The part of the response cache that a model version gets, if it asks for any."""
         shares = self._context.cache_shares
-        if not (config.get("response_cache") or {}).get("enable", False):
+        if not config.cached:
             return CacheStart()
         if not shares.byte_size:
             logger.warning(
@@ -198,7 +197,7 @@ class VersionScheduler:
         """Whether the one that serves belongs into another process, as one of this group."""
         return self._serving is not None and self._context.hosts.misplaced(self._serving, group)
 
-    async def succeed(self, group: Group, config: dict[str, Any]) -> None:
+    async def succeed(self, group: Group, config: ModelSpec) -> None:
         """Start another one beside the one that serves, in this group's process: from now on it is
         the one at `endpoint`. It counts from zero, but for metrics. Raises Unavailable."""
         before, counts = self.counts, CarryOver(self.tell)
@@ -210,16 +209,17 @@ class VersionScheduler:
             raise
         before.hand_to(counts)
 
-    def is_limited(self, config: dict[str, Any]) -> bool:
+    def is_limited(self, config: ModelSpec) -> bool:
         """Whether the rate limiter has a say in it."""
-        return self._context.tickets.on and limits(config)
+        needs = (group.rate_limiter.limits for group in config.instance_group)
+        return self._context.tickets.on and any(needs)
 
-    def reserve(self, config: dict[str, Any], instances: Iterable[Instance]) -> None:
+    def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
         """Enter what instances need with the rate limiter, if that has a say in it. Raises
         InvalidArgument for what there will never be."""
         if self.is_limited(config):
-            places = [(each.index, each.group, each.device_id) for each in instances]
-            self._context.tickets.join(id(self), instance_needs(config, places))
+            needs = {each.index: Needs.of(each.rate_limit, each.device_id) for each in instances}
+            self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 
     def release(self, instance: Instance) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shmserve.ipc.model_spec import ModelSpec
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpec:
@@ -23,8 +25,8 @@ class VersionSpec:
     version: str
     model_dir: Path
     repository: Path
-    config: dict[str, Any]
-    complete: Callable[[dict[str, Any]], dict[str, Any]]
+    config: ModelSpec
+    complete: Callable[[dict[str, Any]], ModelSpec]
     labels: dict[str, list[str]] = field(default_factory=dict)
     files: str = ""
 
@@ -41,11 +43,8 @@ class StepModel(NamedTuple):
     version: str
 
 
-def steps_of(config: dict[str, Any]) -> list[StepModel]:
+def steps_of(config: ModelSpec) -> list[StepModel]:
     """The models that the steps of a configuration run, in order; none if it is no ensemble's."""
-    scheduling = config.get("ensemble_scheduling") or {}
-    steps: list[StepModel] = []
-    for step in scheduling.get("step") or ():
-        version = int(step.get("model_version") or -1)
-        steps.append(StepModel(step["model_name"], str(version) if version > 0 else ""))
-    return steps
+    ensemble = config.ensemble_scheduling
+    steps = ensemble.step if ensemble is not None else ()
+    return [StepModel(step.model_name, step.version) for step in steps]

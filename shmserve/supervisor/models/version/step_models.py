@@ -1,66 +1,49 @@
-"""What an ensemble runs on: models that others serve, in the place of instances of its own."""
+"""The models that an ensemble's steps run, in the place of instances of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.states import InstanceState
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.models.version.states import Lifetime
 
 
 class ServingModels(Protocol):
     """The models that serve."""
 
     def published_now(self, step: StepModel) -> ModelPublished | None:
-        """What is told of a model version now, or None where it does not serve."""
+        """The publication of a model version now, or None where it does not serve."""
 
     def ready_now(self, step: StepModel) -> bool:
         """Whether a model version takes requests now."""
 
 
-class StepModels:
-    """The models of an ensemble's steps. It has no process: what concerns those has no effect."""
-
-    failure = ""
-    checks_ready = False
+class EnsembleInstances(Instances):
+    """The instances of an ensemble: none of its own, and ready while the models of its steps
+    are."""
 
     def __init__(
-        self, spec: VersionSpec, scheduler: VersionScheduler, models: ServingModels
+        self,
+        context: SupervisorContext,
+        spec: VersionSpec,
+        scheduler: VersionScheduler,
+        lifetime: Lifetime,
+        on_change: Callable[[], None],
+        models: ServingModels,
     ) -> None:
-        self._spec = spec
-        self._scheduler = scheduler
+        super().__init__(context, spec, scheduler, lifetime, on_change)
         self._models = models
-        self.config = spec.config
-        self.labels = spec.labels
 
     @property
     def any_ready(self) -> bool:
-        """Whether each of them takes requests."""
+        """Whether each of the models takes requests."""
         return all(map(self._models.ready_now, self._spec.steps))
-
-    def states(self) -> list[InstanceState]:
-        """None has a state."""
-        return []
-
-    def children(self) -> list[Child]:
-        """None has a process."""
-        return []
-
-    def pids(self) -> list[int]:
-        """None runs."""
-        return []
-
-    def pids_on(self, device_id: int) -> list[int]:
-        """None is on an accelerator."""
-        return []
-
-    def checking_ready(self) -> list[int]:
-        """None says itself whether it is ready."""
-        return []
 
     async def complete_config(self) -> None:
         """Have the graph checked with the models that serve now; raises InvalidArgument."""
@@ -71,9 +54,6 @@ class StepModels:
         self.config = self._spec.complete({"steps": configs, "elsewhere": elsewhere})
         self.labels = {**_inherited(self.config, found), **self._spec.labels}
 
-    async def load(self) -> None:
-        """They are loaded."""
-
     def introduce(self, known: list[int]) -> None:
         """Tell the ensemble's process where its models are."""
         for step in self._spec.steps:
@@ -81,31 +61,16 @@ class StepModels:
             if model is not None:
                 self._scheduler.tell(model)
 
-    def attach(self) -> None:
-        """None offers itself."""
 
-    def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
-        """None runs."""
-
-    def retired(self, index: int, pid: int) -> None:
-        """None was to."""
-
-    def process_exited(self, child: Child) -> None:
-        """None of them is ours."""
-
-    async def stop(self) -> None:
-        """They serve on."""
-
-
-def _inherited(
-    config: dict[str, Any], models: Sequence[ModelPublished | None]
-) -> dict[str, list[str]]:
+def _inherited(config: ModelSpec, models: Sequence[ModelPublished | None]) -> dict[str, list[str]]:
     """The labels of an ensemble's outputs: those that the model has which makes one."""
-    outputs = {each["name"] for each in config["output"]}
+    scheduling = config.ensemble_scheduling
+    assert scheduling is not None
+    outputs = {each.name for each in config.output}
     found: dict[str, list[str]] = {}
-    for step, model in zip(config["ensemble_scheduling"]["step"], models, strict=True):
+    for step, model in zip(scheduling.step, models, strict=True):
         labels = {} if model is None else model.metadata.get("labels", {})
-        for name, tensor in step["output_map"].items():
+        for name, tensor in step.output_map.items():
             if tensor in outputs and name in labels:
                 found[tensor] = labels[name]
     return found

@@ -32,7 +32,7 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
         submitted.when_done(taken.append)
         if answered == "before":  # but nobody has heard of it yet
             pending.future.set_result(ANSWER)
-        submitted.abandon()
+        submitted.cancel()
         await asyncio.sleep(0)
         assert given_up == [pending]
         return inferences

@@ -17,9 +17,9 @@ from shmserve.gateway.grpc.stream_call import stream_infer
 class Asked(Submitted):
     """A request that has its response at once."""
 
-    def __init__(self, abandoned: list[str], name: str) -> None:
+    def __init__(self, cancelled: list[str], name: str) -> None:
         self.request_id = name
-        self._abandoned = abandoned
+        self._abandoned = cancelled
 
     done = True
 
@@ -29,7 +29,7 @@ class Asked(Submitted):
     def response(self) -> bytes:
         return bytes(40_000)  # no other is written with it
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         self._abandoned.append(self.request_id)
 
     def leave(self) -> None:
@@ -96,11 +96,11 @@ def test_a_refusal_that_waits_holds_nothing() -> None:
 
 def test_who_does_not_read_is_cut_off() -> None:
     """R15: what waits behind a response that is not taken is given up."""
-    abandoned: list[str] = []
+    cancelled: list[str] = []
 
     class Inferences(Taking):
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
-            return Asked(abandoned, raw.decode())
+            return Asked(cancelled, raw.decode())
 
     async def requests() -> AsyncIterator[bytes]:
         for name in ("taken", "stuck", "behind", "further behind"):
@@ -110,7 +110,7 @@ def test_who_does_not_read_is_cut_off() -> None:
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
         asyncio.run(streaming(inferences, requests(), Deaf(), 0.05))
-    assert abandoned == ["behind", "further behind"]
+    assert cancelled == ["behind", "further behind"]
 
     async def cancelled_twice() -> None:
         stream = streaming(inferences, requests(), Deaf(), 60.0)
@@ -123,9 +123,9 @@ def test_who_does_not_read_is_cut_off() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
 
-    abandoned.clear()
+    cancelled.clear()
     asyncio.run(cancelled_twice())
-    assert abandoned == ["behind", "further behind"]
+    assert cancelled == ["behind", "further behind"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_who_does_not_read_is_cut_off() -> None:
 )
 def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> None:
     """The others are not even read; one is, however large it is."""
-    abandoned: list[str] = []
+    cancelled: list[str] = []
     request = bytes(size)
     asked = 0
 
@@ -141,7 +141,7 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
             nonlocal asked
             asked += 1
-            return Asked(abandoned, str(asked))
+            return Asked(cancelled, str(asked))
 
     async def requests() -> AsyncIterator[bytes]:
         while True:

@@ -33,6 +33,7 @@ from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.inference.builder import check_room, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, decode_bytes, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -648,11 +649,13 @@ def test_binary_sizes_must_add_up() -> None:
 
 def test_a_raw_request_takes_its_shape_from_its_size() -> None:
     request, body = raw_request(
-        Signature(identity_config("m", "FP32", [-1, 2], batch=4), "1"), b"\0" * 24
+        Signature(ModelSpec.of(identity_config("m", "FP32", [-1, 2], batch=4)), "1"), b"\0" * 24
     )
     assert (request.inputs[0].name, request.inputs[0].shape, len(body)) == ("IN", (1, 3, 2), 24)
     assert request.binary
-    request, body = raw_request(Signature(identity_config("m", "BYTES", [1]), "1"), b"abc")
+    request, body = raw_request(
+        Signature(ModelSpec.of(identity_config("m", "BYTES", [1])), "1"), b"abc"
+    )
     assert (request.inputs[0].shape, body) == ((1,), b"\x03\0\0\0abc")
 
 
@@ -680,14 +683,14 @@ def test_a_response_is_made_for_what_was_asked() -> None:
 
 
 def test_an_output_must_have_room_in_its_region() -> None:
-    signature = Signature(SIMPLE, "1")
+    signature = Signature(ModelSpec.of(SIMPLE), "1")
     check_room(signature, "OUTPUT0", 128, 2)
     with pytest.raises(
         Internal, match=r"output 'OUTPUT0' \(127 bytes\) should be at least 128 bytes"
     ):
         check_room(signature, "OUTPUT0", 127, 2)
-    check_room(Signature(identity_config("m", "FP32", [-1]), "1"), "OUT", 0, 0)
-    check_room(Signature(identity_config("m", "BYTES", [4]), "1"), "OUT", 0, 0)
+    check_room(Signature(ModelSpec.of(identity_config("m", "FP32", [-1])), "1"), "OUT", 0, 0)
+    check_room(Signature(ModelSpec.of(identity_config("m", "BYTES", [4])), "1"), "OUT", 0, 0)
 
 
 # --- compression ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from shmserve.supervisor.models.version.instance_update import (
     InstanceUpdate,
@@ -40,7 +41,8 @@ def config(*groups: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def spec(given: dict[str, Any], files: str = "") -> VersionSpec:
-    return replace(plan(), config=given, complete=lambda completed: given, files=files)
+    config = ModelSpec.of(given)
+    return replace(plan(), config=config, complete=lambda completed: config, files=files)
 
 
 # --- what is in place -------------------------------------------------------------------------
@@ -85,13 +87,13 @@ def test_what_counts_as_a_file_of_a_version(tmp_path: Path) -> None:
 
 def test_instances_that_both_ask_for_stay() -> None:
     """By name, else by kind, device and settings; one that stays down is replaced."""
-    present = expand_instances(config(group("a", 2), group("g", 1, 0, 1)))
+    present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
-    change = change_between(present, config(group("b", 2), group("g", 1, 1)))
+    change = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
     assert [(i.index, i.name) for i in change.added] == [(4, "b_1")]
     assert [i.name for i in change.leaving] == ["a_1", "g_gpu0_0"]
     limited = group("b", 1, rate_limiter={"priority": 2})
-    change = change_between(present[:1], config(limited))
+    change = change_between(present[:1], ModelSpec.of(config(limited)))
     assert [(i.index, i.name) for i in change.added] == [(1, "b_0")]
     assert change.leaving == present[:1]
 
@@ -115,10 +117,10 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
     def what(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
-    present = expand_instances(config(*old))
-    change = change_between(present, config(*new))
+    present = expand_instances(ModelSpec.of(config(*old)))
+    change = change_between(present, ModelSpec.of(config(*new)))
     after = [i for i in present if i not in change.leaving] + change.added
-    assert what(after) == what(expand_instances(config(*new)))
+    assert what(after) == what(expand_instances(ModelSpec.of(config(*new))))
     assert len({i.index for i in present + change.added}) == len(present + change.added)
     assert not set(what(change.added)) & set(what(change.leaving))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.instances import expand_instances
 
 
@@ -20,7 +21,10 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
             group("m_2", "KIND_GPU", 2, 0, 3),
         ]
     }
-    found = [(i.index, i.name, i.kind, i.device, i.device_id) for i in expand_instances(config)]
+    found = [
+        (i.index, i.name, i.kind, i.device, i.device_id)
+        for i in expand_instances(ModelSpec.of(config))
+    ]
     assert found == [
         (0, "m_0_0", "CPU", "cpu", 0),
         (1, "m_0_1", "CPU", "cpu", 0),

@@ -58,11 +58,6 @@ class Repository:
         """It was written for a request, perhaps."""
         self.discarded += 1
 
-    @staticmethod
-    def metadata(config: dict[str, Any], versions: list[str]) -> dict[str, Any]:
-        """None."""
-        return {}
-
 
 def models(processes: Processes, repository: Repository) -> ModelManager:
     """Of one repository."""
@@ -72,7 +67,7 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, Poller]:
     """The models of one repository, and what looks at it."""
     planner: Any = repository
-    registry = ModelRegistry(repository.metadata)
+    registry = ModelRegistry()
     nobody = MagicMock()
     made = ModelManager(processes.context, planner, registry, nobody, nobody)
     processes.on_end = registry.process_exited

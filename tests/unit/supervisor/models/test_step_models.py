@@ -10,8 +10,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.step_models import StepModels
+from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.step_models import EnsembleInstances
 
 CONFIG: dict[str, Any] = {
     "name": "e",
@@ -34,17 +36,19 @@ class Serving:
     def published_now(self, step: StepModel) -> m.ModelPublished:
         """It serves."""
         labels = {"labels": {"Y": [step.name]}}
-        return m.ModelPublished(step.name, "1", {}, labels, "", True, True, 0.0, 0)
+        return m.ModelPublished(step.name, "1", ModelSpec.of({}), labels, "", True, True, 0.0, 0)
 
     def ready_now(self, step: StepModel) -> bool:
         """Whether it takes requests."""
         return step.name in self._ready
 
 
-def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> StepModels:
+def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     folder = Path("/tmp")
-    spec = VersionSpec("e", "1", folder, folder, CONFIG, lambda found: CONFIG, labels or {})
-    return StepModels(spec, MagicMock(), models)
+    config = ModelSpec.of(CONFIG)
+    spec = VersionSpec("e", "1", folder, folder, config, lambda found: config, labels or {})
+    nothing = MagicMock()
+    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models)
 
 
 @pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])

@@ -1,0 +1,333 @@
+"""A model's configuration, typed: what config.pbtxt says, normalised and checked by the supervisor.
+
+It is sent as the configuration's JSON, and decoded where it arrives. Fields have the names and the
+units of config.pbtxt, a few with their values in a plainer form; what is absent there has the
+default here. Datatypes are the protocol's ("FP32").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from shmserve.ipc.tensors import padding
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG
+from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.transport.records import Document, from_map
+
+CORRELATION_ID = "CONTROL_SEQUENCE_CORRID"
+# What may change while a version serves: how many instances there are and where, and which versions
+# are loaded.
+_MUTABLE = frozenset({"instance_group", "version_policy"})
+
+
+def _at(path: str, default: Any = None, convert: Callable[[Any], Any] | None = None) -> Any:
+    """A field whose value is at this path of the configuration."""
+    return field(default=default, metadata={"path": path, "convert": convert})
+
+
+def _datatype() -> Any:
+    return _at("data_type", "", _protocol_name)
+
+
+def _protocol_name(data_type: str) -> str:
+    return FROM_CONFIG.get(data_type, "")
+
+
+def _texts(parameters: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(each.get("string_value") or "") for name, each in parameters.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output: `dims` without the batch dimension, -1 for any size. The model sees
+    `model_dims`, clients `dims`."""
+
+    name: str = ""
+    datatype: str = _datatype()
+    dims: tuple[int, ...] = ()
+    optional: bool = False
+    ragged: bool = _at("allow_ragged_batch", False)
+    reshape: tuple[int, ...] | None = _at("reshape.shape")
+
+    @property
+    def static(self) -> bool:
+        """Whether every dimension is fixed."""
+        return -1 not in self.dims
+
+    @property
+    def model_dims(self) -> tuple[int, ...]:
+        """The dimensions that the model sees."""
+        return self.dims if self.reshape is None else self.reshape
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensor:
+    """A `batch_input`, which is made of the shapes of `source_input` in a ragged batch, or a
+    `batch_output`, which is cut into them."""
+
+    kind: str = ""
+    target_name: tuple[str, ...] = ()
+    datatype: str = _datatype()
+    source_input: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPolicy:
+    """What a level of the queue refuses; 0: no limit."""
+
+    timeout_action: str = "REJECT"
+    default_timeout_microseconds: int = 0
+    allow_timeout_override: bool = False
+    max_queue_size: int = 0
+
+    @property
+    def limits(self) -> bool:
+        """Whether it refuses anything, or lets a request ask for that."""
+        bounds = self.max_queue_size, self.default_timeout_microseconds
+        return any(bounds) or self.allow_timeout_override
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicBatching:
+    """The dynamic batcher; also how the sequence batcher makes batches of its oldest requests."""
+
+    preferred_batch_size: tuple[int, ...] = ()
+    max_queue_delay_microseconds: int = 0
+    preserve_ordering: bool = False
+    priority_levels: int = 0
+    default_priority_level: int = 0
+    default_queue_policy: LevelPolicy = LevelPolicy()
+    priority_queue_policy: dict[int, LevelPolicy] = field(default_factory=dict)
+    max_candidate_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceControl:
+    """What a control input tells of a sequence: by its values for false and true, or as the
+    correlation id, which alone has a `datatype`."""
+
+    kind: str = "CONTROL_SEQUENCE_START"
+    datatype: str = _datatype()
+    int32_false_true: tuple[int, ...] = ()
+    fp32_false_true: tuple[float, ...] = ()
+    bool_false_true: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ControlInput:
+    """An input that tells a model where in its sequence a request is."""
+
+    name: str = ""
+    control: tuple[SequenceControl, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """What a sequence begins with: the bytes of a file, or zeros."""
+
+    dims: tuple[int, ...] = ()
+    data_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A tensor that a model gives back for the next request of the same sequence."""
+
+    input_name: str = ""
+    output_name: str = ""
+    datatype: str = _datatype()
+    dims: tuple[int, ...] = ()
+    initial_state: tuple[InitialState, ...] = ()
+    use_same_buffer_for_input_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatching:
+    """The sequence batcher, its control inputs and states."""
+
+    max_sequence_idle_microseconds: int = 0
+    control_input: tuple[ControlInput, ...] = ()
+    state: tuple[SequenceState, ...] = ()
+    direct_delay_microseconds: int = _at("direct.max_queue_delay_microseconds", 0)
+    minimum_slot_utilization: float = _at("direct.minimum_slot_utilization", 0.0)
+    oldest: DynamicBatching | None = None
+    iterative_sequence: bool = False
+
+    @property
+    def controls(self) -> list[tuple[str, SequenceControl]]:
+        """The controls, with the names of their inputs."""
+        return [(each.name, control) for each in self.control_input for control in each.control]
+
+    @property
+    def correlation_id(self) -> tuple[str, str]:
+        """(name, datatype) of the input that gets the correlation id; empty without one."""
+        for name, control in self.controls:
+            if control.kind == CORRELATION_ID:
+                return name, control.datatype
+        return "", ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """A model to run: the maps are from its tensors' names to those of the ensemble."""
+
+    model_name: str = ""
+    model_version: int = -1
+    input_map: dict[str, str] = field(default_factory=dict)
+    output_map: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str:
+        """The version to run, "" for the latest."""
+        return str(self.model_version) if self.model_version > 0 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleScheduling:
+    """The steps of an ensemble; no limit of their requests in flight: 0."""
+
+    step: tuple[EnsembleStep, ...] = ()
+    max_inflight_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedResource:
+    """So many of a resource of the rate limiter, of each device or (`is_global`) of the host."""
+
+    name: str = ""
+    is_global: bool = _at("global", False)
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """What an execution needs of the rate limiter."""
+
+    resources: tuple[LimitedResource, ...] = ()
+    priority: int = 0
+
+    @property
+    def limits(self) -> bool:
+        """Whether it needs anything."""
+        return any(each.count for each in self.resources)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceGroup:
+    """Instances of one kind; of KIND_GPU, `count` on each of `gpus`."""
+
+    name: str = ""
+    kind: str = "KIND_CPU"
+    count: int = 1
+    rate_limiter: RateLimit = RateLimit()
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """An execution provider of onnxruntime."""
+
+    name: str = ""
+    parameters: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """A batch size to record a CUDA graph for."""
+
+    batch_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Optimization:
+    """What has an effect of `optimization`; accelerators are by the name of their field."""
+
+    graph_level: int = _at("graph.level", 0)
+    cuda_graphs: bool = _at("cuda.graphs", False)
+    cuda_graph_spec: tuple[GraphShape, ...] = _at("cuda.graph_spec", ())
+    execution_accelerators: dict[str, tuple[Accelerator, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """An input of a warm-up sample; `zero_data` and `random_data` are None where another is
+    chosen."""
+
+    datatype: str = _datatype()
+    dims: tuple[int, ...] = ()
+    zero_data: bool | None = None
+    random_data: bool | None = None
+    input_data_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupSample:
+    """A batch to run before a model is ready, `count` times (0: once)."""
+
+    name: str = ""
+    batch_size: int = 0
+    inputs: dict[str, WarmupInput] = field(default_factory=dict)
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricControl:
+    """The buckets of the histogram that is this metric's family."""
+
+    family: str = _at("metric_identifier.family", "")
+    buckets: tuple[float, ...] = _at("histogram_options.buckets", ())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec(Document):
+    """A model's configuration. `source` is its JSON, as `GET /v2/models/NAME/config` shows it, for
+    showing it and for comparing it as a whole."""
+
+    name: str = ""
+    platform: str = ""
+    backend: str = ""
+    runtime: str = ""
+    max_batch_size: int = 0
+    input: tuple[TensorSpec, ...] = ()
+    output: tuple[TensorSpec, ...] = ()
+    batch_input: tuple[BatchTensor, ...] = ()
+    batch_output: tuple[BatchTensor, ...] = ()
+    optimization: Optimization = Optimization()
+    dynamic_batching: DynamicBatching | None = None
+    sequence_batching: SequenceBatching | None = None
+    ensemble_scheduling: EnsembleScheduling | None = None
+    instance_group: tuple[InstanceGroup, ...] = ()
+    default_model_filename: str = ""
+    metric_tags: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _texts})
+    model_warmup: tuple[WarmupSample, ...] = ()
+    decoupled: bool = _at("model_transaction_policy.decoupled", False)
+    cached: bool = _at("response_cache.enable", False)
+    metric_control: tuple[MetricControl, ...] = _at("model_metrics.metric_control", ())
+    source: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, source: Mapping[str, Any]) -> Self:
+        """The configuration that this JSON is."""
+        return from_map(cls, {**source, "source": source})
+
+    @property
+    def padding(self) -> Padding | None:
+        """How inputs are padded, None: not."""
+        return Padding.of(
+            self.parameters.get(padding.PARAMETER, ""),
+            {each.name: each.dims for each in self.input},
+        )
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether it says how requests are scheduled."""
+        chosen = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
+        return any(each is not None for each in chosen)
+
+    @property
+    def immutable_config(self) -> dict[str, Any]:
+        """What of `source` cannot change while a version serves."""
+        return {key: value for key, value in self.source.items() if key not in _MUTABLE}

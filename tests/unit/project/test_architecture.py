@@ -1,0 +1,56 @@
+"""The page for who wants to change the server: every file and every name on it exists."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "shmserve" / "architecture.md").read_text()
+NAMED = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", PAGE)
+FOLDERS = re.findall(r"`([\w/]+/)`", PAGE)
+MOST_LINES = 150
+
+
+def path(name: str) -> Path:
+    found = ROOT / "shmserve" / name
+    return found if found.exists() else next(ROOT.rglob(f"tests/**/{name}"), found)
+
+
+@functools.cache
+def names(file: Path) -> set[str]:
+    """All that a module defines, with what its classes do."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        match node:
+            case ast.ClassDef(name=name):
+                found |= {name} | {f"{name}.{each}" for each in _members(node)}
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {each.name for each in node.body if isinstance(each, kinds)}
+
+
+def test_it_is_read_in_one_go() -> None:
+    assert len(PAGE.splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
+def test_what_it_names_is_there(file: str, name: str) -> None:
+    assert path(file).is_file()
+    assert not name or name in names(path(file))
+
+
+@pytest.mark.parametrize("folder", sorted(set(FOLDERS) - {"shmserve/"}))
+def test_folders_that_it_names_are_there(folder: str) -> None:
+    assert (ROOT / "shmserve" / folder).is_dir() or (ROOT / folder).is_dir()
