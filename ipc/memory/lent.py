@@ -11,8 +11,8 @@ before it was settled (`watch`), which costs nothing where nobody watches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Hashable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
@@ -21,6 +21,8 @@ from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Hashable)
 
 
 class Token:
@@ -95,49 +97,52 @@ class Block(Token):
         self._owner.free(self.place)
 
 
-class Readers:
-    """Tokens by who reads what they keep, and by a key that the reader gives it back with. The same
-    memory may be lent several times."""
+class Readers(Generic[R]):
+    """Tokens by who reads what they keep, and by the offset that the reader gives it back with. The
+    same memory may be lent several times."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, dict[Hashable, Token | _Again]] = {}
+        self._lent: dict[R, dict[int, Token | _Again]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lent.values()))
 
-    def lend(self, reader: int, key: Hashable, token: Token) -> None:
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._lent)
+
+    def lend(self, reader: R, offset: int, token: Token) -> None:
         """`reader` has it now: this use of the token is its own."""
         lent = self._lent.get(reader)
         if lent is None:
-            self._lent[reader] = {key: token}
+            self._lent[reader] = {offset: token}
         else:
-            lent[key] = _Again(token, lent[key]) if key in lent else token
+            lent[offset] = _Again(token, lent[offset]) if offset in lent else token
 
-    def release(self, reader: int, keys: Iterable[Hashable]) -> bool:
+    def release(self, reader: R, offsets: Iterable[int]) -> bool:
         """A reader needs these no more; what it was not lent is ignored. Whether any was."""
         lent = self._lent.get(reader)
         if lent is None:
             return False
         found = False
-        for key in keys:
-            token = lent.pop(key, None)
+        for offset in offsets:
+            token = lent.pop(offset, None)
             if token is not None:
                 found = True
                 if type(token) is _Again:
-                    token, lent[key] = token
+                    token, lent[offset] = token
                 token.release()  # type: ignore[union-attr]
         if not lent:
             self._lent.pop(reader, None)
         return found
 
-    def drop(self, reader: int) -> None:
+    def drop(self, reader: R) -> None:
         """A reader has ended."""
         while lent := self._lent.get(reader):
             self.release(reader, list(lent))
 
 
 class _Again(NamedTuple):
-    """The last token that was lent with a key, and those before it."""
+    """The last token that was lent with an offset, and those before it."""
 
     last: Token
     before: Token | _Again
@@ -150,7 +155,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers = Readers()
+        self._readers: Readers[tuple[int, int]] = Readers()  # reader, pid of the memory
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -181,15 +186,17 @@ class LentMemory:
 
     def lend(self, reader: int, place: Place, token: Token) -> None:
         """`reader` is told of a place, which this use of a token keeps until it releases it."""
-        self._readers.lend(reader, (place.memory.pid, place.offset), token)
+        self._readers.lend((reader, place.memory.pid), place.offset, token)
 
     def release(self, reader: int, pid: int, offsets: Iterable[int]) -> bool:
         """A reader needs these bytes of process `pid` no more; False: they were not lent here."""
-        return self._readers.release(reader, [(pid, offset) for offset in offsets])
+        return self._readers.release((reader, pid), offsets)
 
     def drop_reader(self, reader: int) -> None:
         """A reader has ended: all that it was lent comes back."""
-        self._readers.drop(reader)
+        for key in list(self._readers):
+            if key[0] == reader:
+                self._readers.drop(key)
 
     def close(self) -> None:
         """Unmap the arena; readers' mappings live on until they drop them."""

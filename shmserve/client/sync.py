@@ -147,7 +147,7 @@ class Server:
         built = self._session.built(model, inputs, outputs, version, options, tensors)
         future = SharedChannel(self._session.connection()).submit(built)
         # The client is not closed before that, though nobody else may have it.
-        future.add_done_callback(partial(_keep, self._session))
+        future.add_done_callback(partial(_keep, self))
         return future
 
     def allocate(
@@ -224,8 +224,8 @@ class Server:
         self._session.close_later(self.close)
 
 
-def _keep(session: Session, ended: Future[Result]) -> None:
-    """A future's callback that refers to a session until then."""
+def _keep(server: Server, ended: Future[Result]) -> None:
+    """A future's callback that refers to its client until then."""
 
 
 def _shared(connection: ServerConnection) -> SharedChannel:

@@ -13,10 +13,9 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order, timers
                         priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
-batchers/               base.py, default.py, dynamic.py, adaptive.py
+batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
-                        batch_time.py, arrivals.py, trial.py
-                                        what the adaptive one learns
+                        estimates.py    what the adaptive one learns
                         dispatcher.py, dispatch.py
                                         from the queue to the instances
                         recovery.py     workers that died, overran or talked nonsense: retries

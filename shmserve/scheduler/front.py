@@ -203,6 +203,8 @@ class Front(Generic[R]):
                     return
             core.admit(client, submit, lookup, now_ns)
         except ShmserveError as error:
+            if lookup is not None:
+                lookup.cancel()
             self._refuse(client, submit, error, now_ns)
 
     def _refuse(self, client: Client[R], submit: Submit, error: ShmserveError, now_ns: int) -> None:

@@ -47,11 +47,44 @@ class Run:
         return kept[min(len(kept) - 1, int(len(kept) * percent / 100))] / MS
 
 
+class Arriving:
+    """A heap of the times of arrivals that are `due`, to which clients that wait for responses add
+    their next ones."""
+
+    def __init__(self) -> None:
+        self.due: list[int] = []
+        self._to_come = 0
+        self._think: Callable[[], float] = float
+
+    @classmethod
+    def closed_loop(cls, clients: int, requests: int, think_ns: Callable[[], float]) -> Arriving:
+        """So many clients, each with one request at a time, that pause in between."""
+        made = cls()
+        made._think, made._to_come = think_ns, requests
+        made.returned(1, clients)
+        return made
+
+    @classmethod
+    def open_loop(cls, per_second: float, requests: int, seed: int = 1) -> Arriving:
+        """Requests that come as they come, as Poisson has it."""
+        made, gaps, at = cls(), random.Random(seed), 1.0
+        for _ in range(requests):
+            at += gaps.expovariate(per_second) * 1e9
+            made.due.append(int(at))
+        return made
+
+    def returned(self, now_ns: int, count: int) -> None:
+        """So many clients have their response, and go on after a pause."""
+        for _ in range(min(count, self._to_come)):
+            heapq.heappush(self.due, int(now_ns + self._think()))
+            self._to_come -= 1
+
+
 class Simulation:
-    """`instances` that take `time_ns(size)` for a batch, fed by `batcher`."""
+    """`instances` that take `time_ns(size, now_ns)` for a batch, fed by `batcher`."""
 
     def __init__(
-        self, batcher: Batcher, time_ns: Callable[[int], float], instances: int = 1
+        self, batcher: Batcher, time_ns: Callable[[int, int], float], instances: int = 1
     ) -> None:
         self._batcher = batcher
         self._time_ns = time_ns
@@ -112,7 +145,11 @@ class Simulation:
                     self._free -= 1
                     self._run.sizes.append(count)
                     self._run.reasons.append(reason)
-                    self._at(self._now + self._time_ns(count), self._finish, (self._now, taken))
+                    self._at(
+                        self._now + self._time_ns(count, self._now),
+                        self._finish,
+                        (self._now, taken),
+                    )
                 case WaitUntil(ns=ns):
                     assert ns > self._now
                     self._at(ns, self._wake)
@@ -134,12 +171,39 @@ class Simulation:
             self._to_come -= len(taken[: self._to_come])
 
 
+def fixed_run(
+    size: int, delay_ns: int, time_ns: Callable[[int, int], float], arrivals: Arriving
+) -> Run:
+    """What a `DynamicBatcher` of this size and delay makes of one instance: the same as a
+    `Simulation` of it, in a small part of the time."""
+    run, free_ns = Run(), 0
+    waiting: deque[int] = deque()
+    due = arrivals.due
+    while due or waiting:
+        if not waiting:
+            waiting.append(heapq.heappop(due))
+        now, ends = max(free_ns, waiting[0]), waiting[0] + delay_ns
+        while due and len(waiting) < size and due[0] <= max(now, ends):
+            waiting.append(heapq.heappop(due))
+        now = max(now, ends if len(waiting) < size else waiting[size - 1])
+        while due and due[0] <= now:
+            waiting.append(heapq.heappop(due))
+        count = min(size, len(waiting))
+        free_ns = now + int(time_ns(count, now))
+        run.sizes.append(count)
+        for _ in range(count):
+            run.latencies.append(free_ns - waiting.popleft())
+        arrivals.returned(free_ns, count)
+    run.ended_ns = free_ns
+    return run
+
+
 def linear(
     setup_ms: float, each_ms: float, noise: float = 0.0, seed: int = 1
-) -> Callable[[int], float]:
+) -> Callable[[int, int], float]:
     """A model that takes `setup_ms + each_ms * size`, and at times up to `noise` parts more."""
     chance = random.Random(seed)
-    return lambda size: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
+    return lambda size, _: (setup_ms + each_ms * size) * MS * (1 + noise * chance.random() ** 2)
 
 
 def about(ms: float, seed: int = 2) -> Callable[[], float]:

@@ -42,7 +42,7 @@ class OutputMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._readers = Readers()
+        self._readers: Readers[int] = Readers()
         self._fresh: dict[int, _Output] = {}  # by offset: of what is not returned yet
         self._held: dict[int, int] = {}  # by reader: bytes
         self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
-from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
@@ -14,6 +15,20 @@ from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Request
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
+
+_ONE = Batch(1, Closed.IDLE)
+
+
+class DefaultBatcher(Batcher):
+    """The default batcher: one request an execution, in order, without a wait (pure)."""
+
+    def decide(self, now_ns: int, pending: Iterable[Pending], reserve_ns: int) -> Batch | None:
+        """As `Batcher` says."""
+        return self.closed(pending)
+
+    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+        """As `Batcher` says."""
+        return next((_ONE for _ in pending), None)
 
 
 class Dispatch(Dispatcher):

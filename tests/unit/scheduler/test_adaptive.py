@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.arrivals import Arrivals
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, Trial
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
-from shmserve.scheduler.batchers.batch_time import BatchTime
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
-from shmserve.scheduler.batchers.trial import Trial
+from shmserve.scheduler.batchers.estimates import Arrivals, BatchTime
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
 
@@ -103,22 +101,24 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
             arrivals.arrived(next(clock), here, 5 * MS)
         now = [next(clock) for _ in range(20)][-1]
         arrivals.returned(now, 0, 5 * MS)
-    assert now < arrivals.burst_until(10 * MS, 8) <= now + 2 * MS
-    assert arrivals.burst_until(5 * MS, 8) == 0  # it takes more than half of that
-    assert arrivals.burst_until(5 * MS, 2) > now  # but there is room for two only
+    assert now < arrivals.next_by_ns <= now + 2 * MS
+    burst = list(arrivals.burst(8))
+    assert len(burst) == 3 and burst[-1][0] == pytest.approx(3, rel=0.05)
+    assert burst[-1][1] == pytest.approx(3 * MS, rel=0.1)
+    assert len(list(arrivals.burst(2))) == 2
     for here in (1, 2):
         now = next(clock)
         arrivals.arrived(now, here, 5 * MS)
-        assert arrivals.burst_until(10 * MS, 8) > now
+        assert arrivals.next_by_ns > now and len(list(arrivals.burst(8))) == 3 - here
     arrivals.arrived(next(clock), 3, 5 * MS)
-    assert arrivals.burst_until(10 * MS, 8) == 0
+    assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
 
 def test_a_lone_client_is_no_burst() -> None:
     arrivals, clock = Arrivals(), count(0, 10 * MS)
     for _ in range(40):
         arrivals.arrived(next(clock), 1, 5 * MS)
-        assert arrivals.burst_until(5 * MS, 8) == 0
+        assert not list(arrivals.burst(8))
         arrivals.returned(next(clock), 0, 5 * MS)
 
 

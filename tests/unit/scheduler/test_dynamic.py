@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, Padding
 from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
-from shmserve.scheduler.batchers.default import DefaultBatcher
+from shmserve.scheduler.batchers.dispatch import DefaultBatcher
 from shmserve.scheduler.batchers.dynamic import decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching

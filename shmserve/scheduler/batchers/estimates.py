@@ -1,0 +1,377 @@
+"""What the adaptive batcher learns online: how long batches take, and when requests come (pure)."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+_KEPT = 1 - 1 / 64  # of an observation's weight at each one after it
+_KNOWN = 8  # observations after which there is something to say
+_WIDEST = 4  # spreads: what lies further out counts as if it were there
+_LEAST_VARIATION = 0.05  # of the sizes, to their mean: with less, they tell nothing of the slope
+
+_EXACT_BITS = 6  # sizes below 2**6 are told apart, larger ones to one part in 32
+_REMEMBERED = 16.0  # executions that the mean of a size remembers
+_GAIN = 1 / 32  # of what all sizes have in common: level and spread
+_FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
+_DEVIATION = 1.25  # standard deviations, of a normal distribution, that a spread is
+_NOISY = 0.05  # with a larger spread, one execution of a size tells too little
+_SAME = 0.03  # rates that differ by less are taken for equal
+_SURE = 2.0  # standard errors by which a rate must be better than another to be believed
+_WORTH = 1.05  # times the best rate, that a size not yet tried must promise
+_FASTEST = 3  # times: how much faster a smaller batch than any yet tried may be
+
+_MOST_LEVELS = 512
+_LIKELY = 0.6
+_FIRST_SEEN = 3  # observations that say something about the next one
+_MARGIN_NS = 50_000  # of turns of the loop
+
+
+class BatchTime:
+    """time = setup + each * units: least squares with exponential forgetting, by their sufficient
+    statistics, and made robust as Huber's M-estimator (1964) is: an outlier is moved to the edge of
+    what is believable before it counts. The spread is a moving average of the absolute residuals.
+
+    The first execution does not count: models do at it what they do once. Where all batches have
+    one size, the slope is the last one that there was, at first 0: the optimistic guess, which
+    leads to larger batches and to knowing better.
+    """
+
+    __slots__ = ("_mean_x", "_mean_y", "_seen", "_spread", "_weight", "_xx", "_xy", "each_ns")
+
+    def __init__(self) -> None:
+        self._seen = -1
+        self._weight = self._mean_x = self._mean_y = 0.0
+        self._xx = self._xy = 0.0  # weighted sums of products of deviations from the means
+        self._spread = 0.0
+        self.each_ns = 0.0  # what one more unit takes
+
+    @property
+    def known(self) -> bool:
+        """Whether there have been enough executions to say anything."""
+        return self._seen >= _KNOWN
+
+    @property
+    def setup_ns(self) -> float:
+        """What an execution takes however small it is."""
+        return self._mean_y - self.each_ns * self._mean_x
+
+    def expected_ns(self, units: int) -> float:
+        """How long a batch of this size takes."""
+        return self._mean_y + self.each_ns * (units - self._mean_x)
+
+    def most_ns(self, units: int) -> float:
+        """How long it takes, but for one in a hundred or so."""
+        return self.expected_ns(units) + 3 * self._spread
+
+    def observe(self, units: int, took_ns: float) -> None:
+        """An execution of a batch of this size took this long."""
+        self._seen += 1
+        if not self._seen:
+            return
+        if self._seen > 1:
+            took_ns = self._believable(units, took_ns)
+        else:
+            self._spread = took_ns / 4
+        self._weight = self._weight * _KEPT + 1
+        share = 1 / self._weight
+        off_x, off_y = units - self._mean_x, took_ns - self._mean_y
+        self._mean_x += share * off_x
+        self._mean_y += share * off_y
+        self._xx = self._xx * _KEPT + off_x * (units - self._mean_x)
+        self._xy = self._xy * _KEPT + off_x * (took_ns - self._mean_y)
+        slope = self.each_ns
+        if self._xx > self._weight * (_LEAST_VARIATION * self._mean_x) ** 2:
+            slope = self._xy / self._xx
+        self.each_ns = min(max(slope, 0.0), self._mean_y / self._mean_x)
+
+    def _believable(self, units: int, took_ns: float) -> float:
+        """The time as far as it counts; and the spread learns of it."""
+        expected = self.expected_ns(units)
+        widest = _WIDEST * max(self._spread, expected / 50)
+        residual = took_ns - expected
+        # The spread may grow faster than the line moves: a change that lasts is soon believed.
+        self._spread += (min(abs(residual), 2 * widest) - self._spread) / 16
+        return expected + min(max(residual, -widest), widest) if self.known else took_ns
+
+
+class _Size:
+    """The mean time of the batches of a size, and how many of them it stands for."""
+
+    __slots__ = ("mean", "weight")
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+        self.weight = 1.0
+
+
+class SizeTimes:
+    """Time by size: an exponentially forgetting mean for each size that was seen, whatever the
+    shape of the curve; between two sizes a line, above all of them the slope of `BatchTime`.
+
+    What all sizes share is pooled: their relative spread, and a level that follows a drift also for
+    the sizes that do not occur. The size that does most rows in a time is taken as a bandit problem
+    (UCB1: Auer et al., 2002): a size is passed over for a smaller one only where it is worse by
+    more than the standard errors of both. A cliff between two sizes is found by bisection.
+    """
+
+    __slots__ = (
+        "_best",
+        "_last",
+        "_level",
+        "_line",
+        "_order",
+        "_seen",
+        "_sizes",
+        "_spread",
+        "_stale",
+        "_times",
+    )
+
+    def __init__(self, largest: int) -> None:
+        self._line = BatchTime()
+        self._sizes: dict[int, _Size] = {}
+        self._order: list[int] = []  # the indices of the sizes that were seen
+        self._last = _index(largest)
+        self._level = 1.0
+        self._spread = _FIRST_SPREAD
+        self._seen = -1
+        # By index, as of the last time that they were asked for; at this level.
+        self._times = [0.0] * (self._last + 1)
+        self._best = list(range(self._last + 1))
+        self._stale = False
+
+    @property
+    def known(self) -> bool:
+        """Whether there have been enough executions to say anything."""
+        return self._line.known
+
+    @property
+    def setup_ns(self) -> float:
+        """What an execution takes however small it is, of sizes as they are lately."""
+        return self._line.setup_ns
+
+    def expected_ns(self, units: int) -> float:
+        """How long a batch of this size takes on average."""
+        if self._stale:
+            self._refresh()
+        return self._times[min(_index(units), self._last)] * self._level
+
+    def most_ns(self, units: int) -> float:
+        """How long it takes, but for one in a hundred or so."""
+        return self.expected_ns(units) * (1 + 3 * self._spread)
+
+    def best(self, units: int) -> int:
+        """The size up to this one whose batches do most rows in a time."""
+        if self._stale:
+            self._refresh()
+        index = min(_index(units), self._last)
+        best = self._best[index]
+        return units if best == index else _size(best)
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def observe(self, units: int, took_ns: float) -> None:
+        """An execution of a batch of this size took this long. The first one does not count."""
+        self._line.observe(units, took_ns)
+        self._seen += 1
+        if not self._seen:
+            return
+        index = min(_index(units), self._last)
+        took = max(took_ns, 1.0) / self._level
+        size = self._sizes.get(index)
+        if size is None:
+            self._sizes[index] = _Size(took)
+            insort(self._order, index)
+            self._stale = True
+            return
+        took = self._believable(size, took)
+        size.weight = min(size.weight + 1, _REMEMBERED)
+        change = (took - size.mean) / size.weight
+        size.mean += change
+        if abs(change) > size.mean / 50 or not self._seen % 16:
+            self._stale = True
+
+    def _believable(self, size: _Size, took: float) -> float:
+        """The time as far as it counts; and what all sizes share learns of it."""
+        ratio = took / size.mean
+        if size.weight >= 4:
+            self._level *= min(max(ratio, 0.5), 2.0) ** _GAIN
+        off = abs(ratio - 1)
+        widest = _WIDEST * max(self._spread, 2 * _LEAST_SPREAD)
+        gain = max(_GAIN, 1 / self._seen)
+        self._spread += (min(off, 2 * widest) - self._spread) * gain
+        if off > widest:  # an outlier, or a change: if it comes again, it is soon believed
+            size.weight /= 2
+            if size.weight >= 2:
+                return size.mean * min(max(ratio, 1 - widest), 1 + widest)
+        return took
+
+    # --- what follows -------------------------------------------------------------------------
+
+    def untried(self, units: int) -> tuple[int, int]:
+        """A size up to this one that should be tried, since it might do more rows in a time than
+        `best`, and the size whose time it takes at worst; (0, 0): there is none."""
+        if self._stale:
+            self._refresh()
+        times, needed = self._times, 1 if self._spread < _NOISY else 2
+        last = min(_index(units), self._last)
+        best = self._best[last]
+        most = _WORTH * _size(best) / times[best] if times[best] else 0.0
+        found, lower = (0, 0), 0
+        tried = [index for index in self._order if self._sizes[index].weight >= needed]
+        for upper in [*tried, self._last + 1]:
+            highest, known = min(upper - 1, last), min(upper, self._last)
+            if highest > lower:
+                least = min(times[lower], times[known]) if lower else times[known] / _FASTEST
+                if least and _size(highest) / least > most:
+                    most = _size(highest) / least
+                    found = _size(lower + (highest - lower + 1) // 2), _size(known)
+            if upper >= last:
+                break
+            lower = upper
+        return found
+
+    def _refresh(self) -> None:
+        self._stale = False
+        self._interpolate()
+        times, sizes = self._times, self._sizes
+        spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
+        best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
+        for index in range(1, self._last + 1):
+            rate, size = _size(index) / times[index], sizes.get(index)
+            error, margin = spread**2, 0.0  # a guess has to be good without a margin
+            if size is not None:
+                error /= size.weight
+                margin = _SURE * (error + top_error) ** 0.5
+            self._best[index] = index if rate * (1 + _SAME + margin) >= top else best
+            score = rate / (1 + error**0.5)
+            if score >= top_score:
+                best, top, top_error, top_score = index, rate, error, score
+
+    def _interpolate(self) -> None:
+        times, lower = self._times, 0
+        each = self._line.each_ns / self._level
+        for index in self._order:
+            mean, high = self._sizes[index].mean, _size(index)
+            if lower:
+                slope = (mean - times[lower]) / (high - _size(lower))
+            else:
+                slope = min(each, mean / high / 2)
+            for between in range(lower + 1, index):
+                times[between] = mean - slope * (high - _size(between))
+            times[index], lower = mean, index
+        for above in range(lower + 1, self._last + 1):
+            times[above] = times[lower] + each * (_size(above) - _size(lower))
+
+
+def _index(units: int) -> int:
+    shift = max(units.bit_length() - _EXACT_BITS, 0)
+    return (shift << (_EXACT_BITS - 1)) + (units >> shift)
+
+
+def _size(index: int) -> int:
+    """The largest size of an index."""
+    shift = max((index >> (_EXACT_BITS - 1)) - 1, 0)
+    return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
+
+
+class _Level:
+    """What happened when so many requests were here."""
+
+    __slots__ = ("chance", "deviation_ns", "gap_ns", "seen")
+
+    def __init__(self) -> None:
+        self.chance = 0.0
+        self.gap_ns = 0.0
+        self.deviation_ns = 0.0
+        self.seen = 0
+
+    def came(self, gap_ns: int) -> None:
+        """Another one came this soon."""
+        if self.chance:
+            error = gap_ns - self.gap_ns
+            self.gap_ns += error / 8
+            self.deviation_ns += (abs(error) - self.deviation_ns) / 4
+        else:
+            self.gap_ns, self.deviation_ns = gap_ns, gap_ns / 2
+        self._learn(1.0)
+
+    def missed(self) -> None:
+        """None came soon."""
+        self._learn(0.0)
+
+    def _learn(self, outcome: float) -> None:
+        self.seen += 1
+        self.chance += (outcome - self.chance) / min(self.seen, 16)
+
+    @property
+    def patience_ns(self) -> int:
+        """How long after the last event the next one is worth waiting for."""
+        return int(self.gap_ns + 4 * self.deviation_ns) + _MARGIN_NS
+
+
+class Arrivals:
+    """When the next request is to be expected. Events are arrivals and the ends of batches; `here`
+    is how many requests are not done after one, `soon_ns` how soon is soon.
+
+    Clients that wait for a response send their next request when they have it. So requests come in
+    bursts behind the end of a batch, and no more come once every client has one waiting: how many
+    are here says how far a burst has come. For each number of requests there are moving averages,
+    as TCP keeps them of round trips (RFC 6298): how often another came soon, and how long it took.
+    """
+
+    __slots__ = ("_here", "_levels", "_since_ns")
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._here = 0
+        self._since_ns = 0
+
+    def arrived(self, now_ns: int, here: int, soon_ns: float) -> None:
+        """A request came."""
+        gap_ns = now_ns - self._since_ns
+        if gap_ns <= soon_ns:
+            self._level().came(gap_ns)
+        else:
+            self._level().missed()
+        self._since_ns, self._here = now_ns, here
+
+    def returned(self, now_ns: int, here: int, soon_ns: float) -> None:
+        """A batch ended."""
+        if now_ns - self._since_ns > soon_ns:
+            self._level().missed()
+        self._since_ns, self._here = now_ns, here
+
+    def _level(self) -> _Level:
+        number = min(self._here, _MOST_LEVELS)
+        level = self._levels.get(number)
+        if level is None:
+            level = self._levels[number] = _Level()
+        return level
+
+    def burst(self, most: int) -> Iterator[tuple[float, float]]:
+        """The rest of the burst that has begun, of up to `most` requests: after each of them, how
+        many are to be expected until then, and after how long. Nothing: it is over."""
+        chance, requests, wait_ns = 1.0, 0.0, 0.0
+        for more in range(most):
+            level = self._likely(self._here + more)
+            if level is None:
+                return
+            lost = 1 - level.chance
+            wait_ns += chance * (level.chance * level.gap_ns + lost * level.patience_ns)
+            chance *= level.chance
+            requests += chance
+            yield requests, wait_ns
+
+    @property
+    def next_by_ns(self) -> int:
+        """Until when the next request of a burst is worth waiting for; 0: it is over."""
+        level = self._likely(self._here)
+        return 0 if level is None else self._since_ns + level.patience_ns
+
+    def _likely(self, here: int) -> _Level | None:
+        level = self._levels.get(min(here, _MOST_LEVELS))
+        if level is None or level.seen < _FIRST_SEEN or level.chance < _LIKELY:
+            return None
+        return level

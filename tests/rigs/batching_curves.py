@@ -1,0 +1,237 @@
+"""Models whose batches take any time as a function of their size, each under three loads: what the
+adaptive batcher makes of them, beside the best that a fixed size and delay can.
+
+`python -m tests.rigs.batching_curves [--seeds FIRST END] [--requests N]` compares them on the named
+curves and on those drawn from the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
+from shmserve.scheduler.batchers.base import Batcher
+from shmserve.scheduler.settings import Batching
+from tests.rigs.batching_simulation import MS, Arriving, Run, Simulation, fixed_run, scattered
+
+LARGEST = 32
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+DELAYS_MS = (0, 2, 5, 10, 20)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`ms[size - 1]` on average. `jitter`: the most parts that come on top; `slow` of the batches
+    take `slower` times as long; the times become `drift` times as long."""
+
+    name: str
+    ms: tuple[float, ...]
+    jitter: float = 0.0
+    slow: float = 0.0
+    slower: float = 1.0
+    drift: float = 1.0
+
+    def timer(self, seed: int, length_s: float) -> Callable[[int, int], float]:
+        """Times of batches of a size, at a time. A drift takes the middle half of `length_s`."""
+        chance = random.Random(seed)
+        base = [each * MS for each in self.ms]
+
+        def time_ns(size: int, now_ns: int) -> float:
+            ns = base[size - 1] * (1 + self.jitter * chance.random() ** 2)
+            if self.slow and chance.random() < self.slow:
+                ns *= self.slower
+            if self.drift != 1.0:
+                part = 2 * now_ns / 1e9 / length_s - 0.5
+                ns *= self.drift ** min(max(part, 0.0), 1.0)
+            return ns
+
+        return time_ns
+
+    @property
+    def most_per_second(self) -> float:
+        """The rate that one instance can hold at most."""
+        factor = (1 + self.jitter / 3) * (1 + self.slow * (self.slower - 1)) * max(self.drift, 1.0)
+        return max(size / ms for size, ms in enumerate(self.ms, 1)) * 1000 / factor
+
+
+def by(ms: Callable[[int], float]) -> tuple[float, ...]:
+    """The times of all sizes."""
+    return tuple(ms(size) for size in range(1, LARGEST + 1))
+
+
+def step(at: int, low_ms: float, high_ms: float, each_ms: float = 0.0) -> tuple[float, ...]:
+    """`low_ms` up to a size of `at`, `high_ms` above, and `each_ms` a row."""
+    return by(lambda size: (low_ms if size <= at else high_ms) + each_ms * size)
+
+
+NAMED = (
+    Curve("step at 4", step(4, 15, 60), 0.1),
+    Curve("step at 8", step(8, 20, 100)),
+    Curve("step at 12", step(12, 25, 90), 0.1),
+    Curve("two steps", by(lambda size: 10 if size <= 4 else 25 if size <= 16 else 90), 0.1),
+    Curve("plateau", by(lambda size: 5 + 3 * min(size, 8)), 0.1),
+    Curve("falling", by(lambda size: 45 - size), 0.1),
+    Curve("fallen", step(7, 40, 15), 0.1),
+    Curve("tiles of 8", by(lambda size: 4 + 12 * ((size + 7) // 8)), 0.1),
+    Curve("line", by(lambda size: 10 + 0.5 * size), 0.3),
+    Curve("growing faster", by(lambda size: 6 + 0.12 * size**2), 0.1),
+    Curve("slower", step(8, 15, 70), 0.1, drift=2.0),
+    Curve("faster", by(lambda size: 30 + size), 0.1, drift=0.5),
+    Curve("bimodal", by(lambda size: 8 + size / 2), 0.1, 0.1, 3.0),
+    Curve("bimodal step", step(8, 15, 90), 0.0, 0.05, 2.0),
+)
+
+
+def drawn(seed: int) -> Curve:
+    """Any curve."""
+    chance = random.Random(seed)
+    base, at = chance.uniform(4, 30), chance.randint(2, 20)
+    factor, each = chance.uniform(1.5, 6), chance.choice([0.0, chance.uniform(0, 1)])
+    later = chance.randint(at + 1, LARGEST)
+    kinds: dict[str, Callable[[int], float]] = {
+        "step": lambda size: base * (1 if size <= at else factor) + each * size,
+        "steps": lambda size: (
+            base * (1 if size <= at else factor if size <= later else factor * 2.5)
+        ),
+        "plateau": lambda size: base + base / 4 * min(size, at),
+        "falling": lambda size: base * (1 + factor / 2 * (LARGEST - size) / LARGEST),
+        "fallen": lambda size: base * (factor if size < at else 1),
+        "tiles": lambda size: base / 2 + base * ((size + at - 1) // at),
+        "line": lambda size: base + each * size,
+        "growing": lambda size: base + base / 50 * size ** (1 + factor / 5),
+    }
+    kind = chance.choice(sorted(kinds))
+    curve = Curve(f"{kind} {seed}", by(kinds[kind]), chance.choice([0.0, 0.1, 0.3]))
+    match chance.randrange(6):
+        case 0:
+            return replace(curve, drift=chance.uniform(0.5, 2.0))
+        case 1:
+            return replace(curve, slow=chance.uniform(0.03, 0.3), slower=chance.uniform(1.5, 3))
+    return curve
+
+
+@dataclass(frozen=True)
+class Load:
+    """`per_second` requests, as Poisson has it, or `clients` that pause for `pause_ms`."""
+
+    per_second: float = 0.0
+    clients: int = 0
+    pause_ms: float = 0.0
+    requests: int = 4000
+    length_s: float = 0.0  # about
+
+    def run(self, batcher: Batcher, curve: Curve, seed: int) -> Run:
+        """What becomes of it."""
+        simulation = Simulation(batcher, curve.timer(seed, self.length_s))
+        if self.clients:
+            pause = scattered(self.pause_ms, seed)
+            return simulation.closed_loop(self.clients, self.requests, pause)
+        return simulation.open_loop(self.per_second, self.requests, seed)
+
+    def run_fixed(self, size: int, delay_ms: int, curve: Curve, seed: int) -> Run:
+        """What becomes of it in batches of a fixed size and delay."""
+        if self.clients:
+            pause = scattered(self.pause_ms, seed)
+            arriving = Arriving.closed_loop(self.clients, self.requests, pause)
+        else:
+            arriving = Arriving.open_loop(self.per_second, self.requests, seed)
+        return fixed_run(size, delay_ms * MS, curve.timer(seed, self.length_s), arriving)
+
+
+def loads(curve: Curve, seed: int, count: int) -> Iterator[Load]:
+    """Three loads: open at two rates, and clients that wait for their responses."""
+    chance = random.Random(seed)
+    most = curve.most_per_second
+    for part in (chance.uniform(0.2, 0.5), chance.uniform(0.5, 0.85)):
+        rate = part * most
+        yield Load(rate, requests=count, length_s=count / rate)
+    clients = chance.choice([2, 4, 8, 12, 16, 24, 40])
+    pause = chance.uniform(0.02, 1) * curve.ms[0]
+    yield Load(0, clients, pause, count, 2 * count / most)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Requests a second, and p99 in ms."""
+
+    per_second: float
+    p99_ms: float
+
+
+def outcome(run: Run) -> Outcome:
+    """Of a run."""
+    return Outcome(run.per_second, run.percentile_ms(99))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The adaptive batcher beside the best fixed one: which makes most requests a second of those
+    that hold the target."""
+
+    name: str
+    load: Load
+    target_ms: float
+    adaptive: Outcome
+    best: Outcome
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds the target, and makes as many requests a second but for 5 %."""
+        rate = self.adaptive.per_second / self.best.per_second
+        return self.adaptive.p99_ms <= self.target_ms and rate >= 0.95
+
+    def __str__(self) -> str:
+        kind = f"{self.load.clients} clients" if self.load.clients else "Poisson"
+        return (
+            f"{self.name}, {kind}: target {self.target_ms:.1f} ms, "
+            f"p99 {self.adaptive.p99_ms:.1f} (fixed {self.best.p99_ms:.1f}) ms, "
+            f"{self.adaptive.per_second:.0f} (fixed {self.best.per_second:.0f})/s"
+        )
+
+
+def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Compared:
+    """Run both. Without a target, it is at least 1.15 times what the best fixed one can hold."""
+    fixed = [
+        outcome(load.run_fixed(size, delay, curve, seed)) for size in SIZES for delay in DELAYS_MS
+    ]
+    if not target_ms:
+        factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
+        target_ms = factor * min(each.p99_ms for each in fixed)
+    within = [each for each in fixed if each.p99_ms <= target_ms]
+    best = max(within, key=lambda each: each.per_second)
+    rules = Batching(LARGEST, frozenset({LARGEST}), 0, int(target_ms * MS))
+    made = outcome(load.run(AdaptiveBatcher(rules), curve, seed))
+    return Compared(curve.name, load, target_ms, made, best)
+
+
+def main() -> None:
+    """Compare on many curves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 36))
+    parser.add_argument("--requests", type=int, default=12_000)
+    args = parser.parse_args()
+    curves = [*enumerate(NAMED), *((seed, drawn(seed)) for seed in range(*args.seeds))]
+    done = [
+        compare(curve, load, 3 * seed + number)
+        for seed, curve in curves
+        for number, load in enumerate(loads(curve, seed, args.requests))
+    ]
+    for each in done:
+        if not each.holds:
+            print(each)
+    for kind in (0, 1):
+        some = [each for each in done if bool(each.load.clients) == bool(kind)]
+        print(
+            f"{'clients' if kind else 'Poisson'}: "
+            f"{sum(each.holds for each in some)} of {len(some)}; "
+            f"p99 within the target {sum(e.adaptive.p99_ms <= e.target_ms for e in some)}; "
+            f"worst p99 {max(e.adaptive.p99_ms / e.target_ms for e in some):.2f} of the target, "
+            f"worst rate {min(e.adaptive.per_second / e.best.per_second for e in some):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The adaptive batcher on models whose times are no line: beside the best fixed size and delay."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.scheduler.batchers.estimates import SizeTimes
+from tests.rigs.batching_curves import NAMED, Curve, Load, compare, step
+from tests.rigs.batching_simulation import MS
+
+# Its tries of sizes above the step cost more than the target allows in so short a run.
+MISSED = pytest.mark.xfail(reason="a fixed setting holds this target, and it does not yet")
+CURVES = {curve.name: curve for curve in NAMED}
+
+
+def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
+    """The times of a model that has run batches of these sizes."""
+    times, timer = SizeTimes(32), curve.timer(1, 1.0)
+    for number in range(batches):
+        size = sizes[number % len(sizes)]
+        times.observe(size, timer(size, 0))
+    return times
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("step at 4", {3: 3, 4: 4, 5: 4, 15: 4, 32: 32}),
+        ("step at 8", {8: 8, 9: 8, 32: 8}),
+        ("step at 12", {12: 12, 13: 12, 32: 12}),
+        ("plateau", {8: 8, 20: 20, 32: 32}),
+        ("falling", {1: 1, 16: 16, 32: 32}),
+        ("tiles of 8", {8: 8, 9: 8, 16: 16, 17: 16}),
+        ("line", {1: 1, 16: 16, 32: 32}),
+    ],
+)
+def test_the_best_size_is_that_which_does_most_rows_in_a_time(
+    name: str, best: dict[int, int]
+) -> None:
+    times = learned(CURVES[name], list(range(1, 33)), 640)
+    assert {units: times.best(units) for units in best} == best
+    for size in (1, 8, 32):
+        assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
+
+
+def test_a_cliff_is_found_by_bisection() -> None:
+    times, timer = learned(Curve("", step(8, 20, 100)), [2, 32]), step(8, 20, 100)
+    tries: list[int] = []
+    while (size := times.untried(32)[0]) and len(tries) < 32:
+        tries.append(size)
+        times.observe(size, timer[size - 1] * MS)
+    assert len(tries) <= 7 and times.best(32) == 8
+
+
+def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
+    times = learned(CURVES["line"], list(range(1, 33)), 640)
+    before_ns = times.expected_ns(32)
+    for number in range(400):
+        size = 1 + number % 8
+        times.observe(size, 2 * (10 + 0.5 * size) * MS)
+    assert times.expected_ns(4) == pytest.approx(24 * MS, rel=0.1)
+    assert 1.4 * before_ns < times.expected_ns(32) < 2.1 * before_ns
+
+
+@pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
+def test_large_sizes_share_a_place_and_none_is_larger_than_what_waits(largest: int) -> None:
+    times = SizeTimes(largest)
+    for number in range(200):
+        size = 1 + number * 7919 % largest
+        times.observe(size, (10 + size) * MS)
+    for units in {1, largest // 2 + 1, largest}:
+        assert 1 <= times.best(units) <= units
+        assert times.expected_ns(units) == pytest.approx((10 + units) * MS, rel=0.1)
+
+
+def test_a_cliff_within_the_target() -> None:
+    """20 ms up to a size of 8 and 100 ms above; batches of at most 8 hold the target easily."""
+    load = Load(250, requests=7500, length_s=30)
+    for seed in (1, 2):
+        made = compare(CURVES["step at 8"], load, seed, target_ms=80)
+        assert made.holds and made.adaptive.p99_ms < 60, str(made)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        pytest.param("step at 4", 0.4, marks=MISSED),
+        ("step at 8", 0.7),
+        ("step at 12", 0.6),
+        ("two steps", 0.7),
+        ("plateau", 0.7),
+        ("falling", 0.6),
+        ("fallen", 0.6),
+        ("tiles of 8", 0.6),
+        ("growing faster", 0.6),
+        ("slower", 0.5),
+        ("faster", 0.5),
+        ("bimodal", 0.5),
+        pytest.param("bimodal step", 0.6, marks=MISSED),
+    ],
+)
+def test_the_target_is_held_where_a_fixed_setting_holds_it(name: str, part: float) -> None:
+    curve = CURVES[name]
+    rate = part * curve.most_per_second
+    made = compare(curve, Load(rate, requests=8000, length_s=8000 / rate), 8)
+    assert made.holds, str(made)
+
+
+@pytest.mark.parametrize("name", ["step at 4", "step at 8", "step at 12", "slower"])
+def test_clients_that_wait_for_responses_get_as_many_from_it(name: str) -> None:
+    curve = CURVES[name]
+    load = Load(0, 16, 1.0, requests=8000, length_s=16000 / curve.most_per_second)
+    made = compare(curve, load, 8)
+    assert made.holds, str(made)
