@@ -148,7 +148,7 @@ class WorkerInstance:
             return False
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """As `ControlLink.wait`, awake for a moment where that is worth it."""
+        """As `SupervisorLink.wait`, awake for a moment where that is worth it."""
         control, live = self._context.control, self._live
         began_ns = time.monotonic_ns()
         others = False

@@ -41,7 +41,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
@@ -66,7 +66,7 @@ def run(data: bytes) -> None:
     sys.argv[:] = [""]
     pid = os.getpid()
     identity = f"worker.{start.number}.{index}.{pid}"
-    control = ControlLink(Dealer(endpoints.control(start.run_dir), identity))
+    control = SupervisorLink(Dealer(endpoints.control(start.run_dir), identity))
     try:
         control.send(WorkerStarted(pid))
         context = _context(start, device, control)
@@ -161,7 +161,7 @@ class _Worker:
         return False
 
 
-def _context(start: WorkerStart, device: str, control: ControlLink) -> ModelContext:
+def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelContext:
     device_memory = DeviceMemory()
     kind, _, number = device.partition(":")
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None

@@ -23,7 +23,7 @@ batchers/               base.py, dynamic.py, adaptive.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
                         executions.py   batches and responses between here and workers
                         service_time.py moving averages of how long executions take
-response_cache/         responses kept for requests that come again: key.py, lru.py, cache.py
+response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the core of an ensemble: its steps are other models
 waiting.py              waiting for sockets, or for a time in microseconds

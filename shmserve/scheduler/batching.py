@@ -50,7 +50,7 @@ from shmserve.scheduler.requests.request import (
     State,
 )
 from shmserve.scheduler.requests.responses import Responses
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 from shmserve.scheduler.statistics.timing import Timing

@@ -40,7 +40,7 @@ from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 _DEAD_REMEMBERED = 64

@@ -42,7 +42,7 @@ from shmserve.scheduler.in_process import InProcessLinks
 from shmserve.scheduler.local_clients import ClientLinks, LocalClientListener
 from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.waiting import Take, Waiter
 

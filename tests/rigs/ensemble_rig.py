@@ -23,7 +23,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
 

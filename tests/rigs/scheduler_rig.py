@@ -21,7 +21,7 @@ from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 
 MS = 1_000_000

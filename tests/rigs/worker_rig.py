@@ -36,7 +36,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.timer import Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
@@ -137,7 +137,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         self._dealers: list[Dealer] = []
         self.supervisor = Router(f"ipc://{folder}/control")
-        control = ControlLink(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
+        control = SupervisorLink(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
         arena, mappings = Arena(64 * MIB), Mappings()
         self.context = ModelContext(
             model_name="m",

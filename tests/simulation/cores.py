@@ -14,7 +14,7 @@ from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
@@ -25,6 +25,7 @@ _SUPERVISOR_PID = 1
 # (instances, settings), counters, and the few that are kept from growing by a bound of their own.
 _KEPT = {
     "ClientTable": 1024,
+    "LruCache._entries": 1 << 20,
     "Front._dead": 64,
     "Sequences._lost": 4096,
     "Sequences._free": 1 << 20,
@@ -46,9 +47,10 @@ _KEPT = {
     "_EnsembleMemory._held": 64,
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
-# Rooms whose objects hold nothing of requests, and classes of which there is one a graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "lru", "batch_time")
-_STATIC = ("Graph", "Plan", "Target", "Signature")
+# Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
+# which there is one a graph.
+_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports")
+_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature")
 
 
 class Scheduler:

@@ -59,10 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "model_config": ("common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
-    "scheduler.requests": (
-        *("ipc.*", "scheduler", "scheduler.statistics", "scheduler.response_cache"),
-    ),
-    "scheduler.response_cache": ("ipc.*", "scheduler.requests"),
+    "scheduler.requests": (*("ipc.*", "scheduler", "scheduler.statistics"),),
     "scheduler.batchers": ("ipc.*", "scheduler.*"),
     "scheduler.batchers.sequence": (
         "ipc.*",

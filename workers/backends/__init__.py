@@ -17,7 +17,7 @@ from shmserve.workers.batch.request import Copied, Input, Output, Request, Respo
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 
@@ -88,7 +88,7 @@ class ModelContext:
     backend_config: dict[str, str]
     threads: int
     run_dir: Path
-    control: ControlLink
+    control: SupervisorLink
     arena: Arena
     output_memory: OutputMemory
     mappings: Mappings

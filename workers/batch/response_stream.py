@@ -27,7 +27,7 @@ from shmserve.workers.batch.request import Copied, Request, Response
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
@@ -43,7 +43,7 @@ class ResponseWriter:
     memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: ControlLink
+    control: SupervisorLink
     copied: Copied
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 

@@ -33,7 +33,7 @@ from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.links.supervisor import ControlLink, News, ignore
+from shmserve.workers.links.supervisor import News, SupervisorLink, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class CallRouter:
     `arena_byte_size` bytes hold large inputs. Any thread may call it.
     """
 
-    def __init__(self, control: ControlLink, arena_byte_size: int) -> None:
+    def __init__(self, control: SupervisorLink, arena_byte_size: int) -> None:
         self._control = control
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 
 C = TypeVar("C", bound=Call)
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound=Call)
 class BlsClient:
     """The calls of one worker, whose arena for large inputs is of `arena_byte_size`."""
 
-    def __init__(self, control: ControlLink, arena_byte_size: int) -> None:
+    def __init__(self, control: SupervisorLink, arena_byte_size: int) -> None:
         self.router = CallRouter(control, arena_byte_size)
 
     def begin(self, call: C) -> C:

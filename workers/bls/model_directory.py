@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.ipc.messages.supervision import FindModel
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 
 Key = tuple[str, str]  # a model's name, and its version or "" for the latest
 
@@ -28,7 +28,7 @@ class BlsTarget:
 class ModelDirectory:
     """The known targets. For any thread."""
 
-    def __init__(self, control: ControlLink) -> None:
+    def __init__(self, control: SupervisorLink) -> None:
         self._control = control
         self._lock = threading.Lock()
         self._known: dict[Key, BlsTarget] = {}

@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class InstanceLink:
 
     def __init__(
         self,
-        control: ControlLink,
+        control: SupervisorLink,
         index: int,
         pid: int,
         on_release: Callable[[int, list[int]], None],

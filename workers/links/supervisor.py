@@ -27,7 +27,7 @@ from shmserve.ipc.transport.dealer import Dealer
 News = ModelWithdrawn | SchedulerLost | ProcessExited
 
 
-class ControlLink:
+class SupervisorLink:
     """Dispatches what arrives: responses to requests, news of other models, the rest for the loop.
 
     A model may ask from threads of its own, so each use of the socket is under one lock, and what

@@ -19,7 +19,7 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Place, unpack_place
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 
 # Whether the execution that runs here, a thread's or a coroutine's, has a workspace.
 _HOLDS: ContextVar[bool] = ContextVar("holds_workspace", default=False)
@@ -35,7 +35,7 @@ class Workspace:
 
     def __init__(
         self,
-        control: ControlLink,
+        control: SupervisorLink,
         mappings: Mappings,
         device: str,
         settle: Callable[[int], None],
@@ -46,10 +46,10 @@ class Workspace:
         self._settle = settle
         self.coroutines = 0  # of the event loop, that have a lease
 
-    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> WorkspaceLease:
+    def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
         """So many bytes for a with block, `seen_as` what that makes of a writable memoryview, or of
         a tensor of uint8 on the device; what is in them is anybody's."""
-        return WorkspaceLease(self, byte_size, seen_as)
+        return LeasedWorkspace(self, byte_size, seen_as)
 
     def ask(self, byte_size: int) -> Place:
         """Wait until the pool has so many bytes. Raises Internal, Unavailable."""
@@ -71,7 +71,7 @@ class Workspace:
         self._control.send(ReturnWorkspace(self._device, place.memory.id, place.offset))
 
 
-class WorkspaceLease:
+class LeasedWorkspace:
     """One lease, of a with block, or in a coroutine of an `async with` block.
 
     Entering raises Internal for what is no positive integer or more than the whole pool, for a

@@ -2,9 +2,7 @@
 steps a client.
 
 core.py            what each message changes (no clock, no socket)
-admission.py       a client's message -> a request in the flow; the plans of requests
 live.py            the requests that are not done: their failures, deadlines, and what has changed
-progress.py        which steps of a request run next, when it responds, and its end
 graph.py           steps and the tensors between them, from the configuration
 flow.py            the data flow of one request: tensors in, steps to run and responses out
 values.py          a tensor on its way, counted by who uses it

@@ -11,34 +11,41 @@ from __future__ import annotations
 import logging
 from typing import Any, assert_never
 
-from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.tensors.signature import Signature, id_prefix
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.ensemble.admission import RequestAdmission
+from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.progress import Progress
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
-from shmserve.scheduler.ensemble.responses import Responses
+from shmserve.scheduler.ensemble.responses import Responses, check_places
 from shmserve.scheduler.ensemble.steps.memory_plan import MemoryPlanner
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks
-from shmserve.scheduler.ensemble.steps.runner import StepRunner
+from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
 from shmserve.scheduler.ensemble.steps.targets import Targets
+from shmserve.scheduler.ensemble.values import ABSENT, Value
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.requests.client import Client, stopping
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 logger = logging.getLogger(__name__)
+
+_MOST_PLANS = 64
+_DEADLOCK = (
+    "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+)
+_MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
 
 
 class EnsembleCore(Core[EnsembleRequest]):
@@ -65,8 +72,11 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._targets = targets
         self._steps = steps
         self._responses = responses
-        self._admission = RequestAdmission(graph, signature, targets, memory)
-        self._progress = Progress(settings.decoupled, live, steps, responses)
+        self._graph = graph
+        self._batched = signature.max_batch_size > 0
+        self._decoupled = settings.decoupled
+        self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
+        self._plans_of = 0
         self._planner = MemoryPlanner(graph, signature.max_batch_size, targets, memory)
         self._control = control
         self._memory = memory
@@ -96,12 +106,39 @@ class EnsembleCore(Core[EnsembleRequest]):
         if 0 < self._most_waiting <= self._steps.waiting:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
-            request = self._admission.admit(client, submit, now_ns)
+            request = self._request(client, submit, now_ns)
         except MalformedMessage as error:
             logger.error("a request cannot be read: %s", error)
             raise Internal("internal error") from None
         request.lookup = lookup
         self._live.add(request)
+
+    def _request(
+        self, client: Client[EnsembleRequest], message: Submit, now_ns: int
+    ) -> EnsembleRequest:
+        """The request that a message submits, its flow begun. Raises MalformedMessage, Unavailable
+        when a step has no model, InvalidArgument when a tensor lies where it cannot."""
+        inference = unpack_inference(message.work)
+        graph = self._graph
+        outputs = tuple(output.name for output in inference.outputs) or graph.outputs
+        request = EnsembleRequest(client, message, inference, self._plan(outputs), now_ns)
+        check_places(request, graph)
+        inputs = dict.fromkeys(graph.inputs, ABSENT)
+        for tensor in inference.inputs:
+            holds = tensor.name not in graph.conditions or self._memory.any_true(tensor)
+            inputs[tensor.name] = Value(tensor, holds=holds, batched=self._batched)
+        request.flow.begin(inputs)
+        return request
+
+    def _plan(self, outputs: tuple[str, ...]) -> Plan:
+        """Shared by requests that want the same outputs, while the models of the steps stay."""
+        if self._plans_of != self._targets.changes or len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+            self._plans_of = self._targets.changes
+        plan = self._plans.get(outputs)
+        if plan is None:
+            plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets)
+        return plan
 
     def hit(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
@@ -185,8 +222,58 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._steps.cancel(request)
         while changed := self._live.changed():
             for request in changed:
-                self._progress.advance(request)
+                self._advance(request)
         return self._live.due_ns
+
+    def _advance(self, request: EnsembleRequest) -> None:
+        """Run the steps of a request that can run, and respond; end it when nothing is left."""
+        flow = request.flow
+        while flow.firings and not request.over:
+            firings, flow.firings = flow.firings, []
+            for firing in firings:
+                self._steps.run(request, firing)
+        for value in flow.unused:
+            value.release()
+        flow.unused.clear()
+        if not self._decoupled and len(flow.responses) > 1:
+            text = id_prefix(request.submit.request_id) + _MANY
+            self._live.fail(request, Unsupported.code, text)
+            self._steps.cancel(request)
+        if request.over:
+            self._drop(request)
+        elif self._decoupled:
+            self._responses.relay(request, self._live.now_ns)
+        if request.running or request.waiting:
+            return
+        if not request.over and self._decoupled and flow.responses:
+            return  # until its client has read some
+        if not request.over and not self._decoupled and not flow.responded:
+            text = id_prefix(request.submit.request_id) + _DEADLOCK
+            self._live.fail(request, "INVALID_ARG", text)
+        self._end(request)
+
+    def _drop(self, request: EnsembleRequest) -> None:
+        """What was still to come of a request that is over."""
+        flow = request.flow
+        for firing in flow.firings:
+            let_go(firing)
+        flow.firings.clear()
+        for response in flow.responses:
+            for value in response.values():
+                value.release()
+        flow.responses.clear()
+        self._steps.forget(request)
+
+    def _end(self, request: EnsembleRequest) -> None:
+        if not self._live.end(request):
+            return
+        if request.over:
+            self._drop(request)
+        self._responses.end(request, self._live.now_ns)
+        request.flow.close()
+        for value in request.flow.unused:
+            value.release()
+        request.flow.unused.clear()
 
     def gauges(self) -> dict[str, Any]:
         return {

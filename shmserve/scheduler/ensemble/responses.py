@@ -24,7 +24,7 @@ from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
 

@@ -34,7 +34,7 @@ from shmserve.scheduler.requests.request import (
     Request,
     State,
 )
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 # Stale places in the order are swept when they outnumber the live requests by this much.

@@ -13,16 +13,16 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
-from shmserve.workers.links.supervisor import ControlLink, News
+from shmserve.workers.links.supervisor import News, SupervisorLink
 from tests.rigs.arrivals import arrived
 
 NAME = b"worker.1.0.1"
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[ControlLink, Router]]:
+def ends(tmp_path: Path) -> Iterator[tuple[SupervisorLink, Router]]:
     router = Router(f"ipc://{tmp_path}/control")
-    control = ControlLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
+    control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
     assert arrived(router)
     yield control, router
@@ -40,7 +40,7 @@ def asked(router: Router) -> m.FindModel:
     return message
 
 
-def test_an_answer_and_a_refusal(ends: tuple[ControlLink, Router]) -> None:
+def test_an_answer_and_a_refusal(ends: tuple[SupervisorLink, Router]) -> None:
     control, router = ends
 
     def supervise() -> None:
@@ -57,13 +57,13 @@ def test_an_answer_and_a_refusal(ends: tuple[ControlLink, Router]) -> None:
     thread.join()
 
 
-def test_nobody_answers(ends: tuple[ControlLink, Router]) -> None:
+def test_nobody_answers(ends: tuple[SupervisorLink, Router]) -> None:
     control, _ = ends
     with pytest.raises(Unavailable):
         control.ask(question, timeout_s=0.01)
 
 
-def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[ControlLink, Router]) -> None:
+def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[SupervisorLink, Router]) -> None:
     """A model's own thread takes it from the socket; the loop, which waits, must still wake up."""
     control, router = ends
     heard: list[News] = []
@@ -83,7 +83,7 @@ def test_what_comes_with_an_answer_reaches_the_loop(ends: tuple[ControlLink, Rou
 
 
 def test_what_the_loop_itself_took_is_not_waited_for(
-    ends: tuple[ControlLink, Router],
+    ends: tuple[SupervisorLink, Router],
 ) -> None:
     """A model asks in its `execute`, and with the answer comes what the loop must do after that."""
     control, router = ends

@@ -20,7 +20,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.workers.device import DeviceLost
-from shmserve.workers.links.supervisor import ControlLink
+from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import Exported, FakeCuda
@@ -51,7 +51,7 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
     exported = cuda.export(2 * MB)
     memory = exported.memory()
     router = Router(f"ipc://{tmp_path}/control")
-    control = ControlLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
+    control = SupervisorLink(Dealer(f"ipc://{tmp_path}/control", NAME.decode()))
     control.send(m.WorkerStarted(1))
     assert arrived(router)
     device_memory = cuda.device_memory()

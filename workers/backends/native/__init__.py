@@ -35,7 +35,7 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.links.workspace import WorkspaceLease
+from shmserve.workers.links.workspace import LeasedWorkspace
 from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
@@ -147,7 +147,7 @@ class NativeBackend(Backend):
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
 
-    def _workspace(self, byte_size: int) -> WorkspaceLease:
+    def _workspace(self, byte_size: int) -> LeasedWorkspace:
         return self.context.workspace.lease(byte_size, as_bytes)
 
     def _respond(self, request: Request, yielded: Any) -> Response:

@@ -24,7 +24,7 @@ from shmserve.workers.bls.calls import Call
 from shmserve.workers.bls.client import BlsClient
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
-from shmserve.workers.links.workspace import WorkspaceLease
+from shmserve.workers.links.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _as_array(view: Any) -> Any:
 class _Workspace:
     """A lease, in the terms of this API."""
 
-    def __init__(self, lease: WorkspaceLease) -> None:
+    def __init__(self, lease: LeasedWorkspace) -> None:
         self._lease = lease
 
     def __enter__(self) -> Any:

@@ -24,7 +24,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inferred,
 )
-from shmserve.scheduler.response_cache.cache import ResponseCache
+from shmserve.scheduler.response_cache import ResponseCache
 from tests.rigs.scheduler_rig import Rig, ok
 
 SUPERVISOR = 4321

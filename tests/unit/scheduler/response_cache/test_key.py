@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
-from shmserve.scheduler.response_cache.key import cache_key
+from shmserve.scheduler.response_cache import cache_key
 
 A = TensorRef("A", "INT32", (1, 2), b"12345678")
 B = TensorRef("B", "INT8", (3,), b"abc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.response_cache.lru import LruCache
+from shmserve.scheduler.response_cache import LruCache
 
 STEPS = st.lists(
     st.one_of(

@@ -1,4 +1,8 @@
-"""Requests in, responses out: what the response cache of a model version does for its scheduler.
+"""The response cache of one model version: requests that come again are not executed again.
+
+ResponseCache   requests in, responses out, and the memory that large ones are read from
+LruCache        entries within a bound of bytes, the least recently used evicted
+cache_key       what makes two requests the same: a digest over all that the model sees
 
 Only bytes that no client can change meanwhile are hashed and kept: those in the message, and those
 in memory that a process of the server made (a gateway's for the body of a request, a worker's for
@@ -11,10 +15,14 @@ back to: whatever a reader does with its copy, the cache stays what it is.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgpack
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.memory.lent import Block, LentMemory
@@ -24,6 +32,7 @@ from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
+    Inference,
     Inferred,
     pack_inferred,
     unpack_inference,
@@ -31,15 +40,16 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.requests.request import Lookup
-from shmserve.scheduler.response_cache.key import cache_key
-from shmserve.scheduler.response_cache.lru import LruCache
 
 logger = logging.getLogger(__name__)
 
+_DIGEST_SIZE = 32
 # What an entry takes besides the bytes of its tensors, about.
 _ENTRY = 512
 _TENSOR = 256
 _IN_BODY = Inferred(())
+
+T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
@@ -192,3 +202,92 @@ class ResponseCache:
             "evicted": self._entries.evicted,
             "lent_bytes": self._lent_bytes,
         }
+
+
+class LruCache(Generic[T]):
+    """Values by key, of which all sizes together are at most `bound` bytes: what was used least
+    recently is evicted."""
+
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.used = 0
+        self.evicted = 0
+        self._entries: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: bytes) -> T | None:
+        """The value of a key, which is then the one used last; or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[1]
+
+    def insert(self, key: bytes, value: T, byte_size: int) -> bool:
+        """Keep a value, and evict others as long as there is no room; False: it is larger than
+        the whole cache, and nothing has changed."""
+        if byte_size > self.bound:
+            return False
+        before = self._entries.pop(key, None)
+        if before is not None:
+            self.used -= before[0]
+        self._evict(self.bound - byte_size)
+        self._entries[key] = byte_size, value
+        self.used += byte_size
+        return True
+
+    def clear(self) -> None:
+        """Keep nothing of it."""
+        self._entries.clear()
+        self.used = 0
+
+    def resize(self, bound: int) -> None:
+        """Have another bound from now on."""
+        self.bound = bound
+        self._evict(bound)
+
+    def _evict(self, most: int) -> None:
+        while self.used > most:
+            byte_size, _ = self._entries.popitem(last=False)[1]
+            self.used -= byte_size
+            self.evicted += 1
+
+
+def cache_key(
+    model: str,
+    version: str,
+    inference: Inference,
+    sequence: tuple[int, str, int],
+    read: Callable[[Place], Any],
+) -> bytes:
+    """The digest of a request over everything that a response can depend on.
+
+    Triton's is 64 bits of names and bytes alone, so that other shapes with the same bytes, or other
+    outputs, meet in one entry. This one covers the model and its version; of each input, whatever
+    the order they come in, name, datatype, shape and bytes; the request's parameters and its
+    correlation id; and the outputs in the order they are asked for. It does not cover the request's
+    id, priority, timeout and deadline, which are about this request and not about what it asks.
+    BLAKE2b (RFC 7693) with 256 bits: nobody can make two requests that meet.
+
+    `sequence` is its correlation id, as a number and as a text, and its
+    flags; `read` gives the bytes at a place, or raises what it likes.
+    """
+    inputs = sorted(inference.inputs, key=lambda tensor: tensor.name)
+    datas = [
+        read(tensor.data) if isinstance(tensor.data, Place) else tensor.data for tensor in inputs
+    ]
+    head = (
+        model,
+        version,
+        # With the sizes the bytes that follow can be cut in one way only.
+        [(t.name, t.datatype, t.shape, len(d)) for t, d in zip(inputs, datas, strict=True)],
+        sorted(inference.parameters.items()),
+        sequence,
+        [output.name for output in inference.outputs],
+    )
+    digest = hashlib.blake2b(msgpack.packb(head), digest_size=_DIGEST_SIZE)
+    for data in datas:
+        digest.update(data)
+    return digest.digest()
