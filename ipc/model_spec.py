@@ -116,7 +116,7 @@ class SequenceControl:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlInput:
+class ControlTensor:
     """An input that tells a model where in its sequence a request is."""
 
     name: str = ""
@@ -148,7 +148,7 @@ class SequenceBatching:
     """The sequence batcher, its control inputs and states."""
 
     max_sequence_idle_microseconds: int = 0
-    control_input: tuple[ControlInput, ...] = ()
+    control_input: tuple[ControlTensor, ...] = ()
     state: tuple[SequenceState, ...] = ()
     direct_delay_microseconds: int = _at("direct.max_queue_delay_microseconds", 0)
     minimum_slot_utilization: float = _at("direct.minimum_slot_utilization", 0.0)
@@ -226,7 +226,7 @@ class InstanceGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator:
+class ExecutionAccelerator:
     """An execution provider of onnxruntime."""
 
     name: str = ""
@@ -247,7 +247,9 @@ class Optimization:
     graph_level: int = _at("graph.level", 0)
     cuda_graphs: bool = _at("cuda.graphs", False)
     cuda_graph_spec: tuple[GraphShape, ...] = _at("cuda.graph_spec", ())
-    execution_accelerators: dict[str, tuple[Accelerator, ...]] = field(default_factory=dict)
+    execution_accelerators: dict[str, tuple[ExecutionAccelerator, ...]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)

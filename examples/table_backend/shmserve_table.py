@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, TO_CONFIG
 from shmserve.workers.backends import Backend, Output, Request, Response
 
@@ -27,7 +28,7 @@ class TableBackend(Backend):
             ],
         }
 
-    def load(self, config: dict[str, Any]) -> None:
+    def load(self, config: ModelSpec) -> None:
         """Read the file into memory."""
         self._table = np.ascontiguousarray(self._read())
         self._kind = _datatype(self._table)

@@ -18,7 +18,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.arena import FreeList
 
 
-class WorkspaceLease(NamedTuple):
+class GrantedLease(NamedTuple):
     """The lease that `owner` has asked for as `ticket`: its bytes begin at `offset`."""
 
     owner: int
@@ -53,7 +53,7 @@ class WorkspacePool:
         """How many have asked and are not granted."""
         return len(self._waiting)
 
-    def open(self) -> list[WorkspaceLease]:
+    def open(self) -> list[GrantedLease]:
         """Its memory is there."""
         self._open = True
         return self._grant()
@@ -64,7 +64,7 @@ class WorkspacePool:
         self._free = FreeList(self.capacity)
         self._owners.clear()
 
-    def ask(self, owner: int, ticket: int, byte_size: int) -> list[WorkspaceLease]:
+    def ask(self, owner: int, ticket: int, byte_size: int) -> list[GrantedLease]:
         """Lease `byte_size` bytes, now or later. Raises InvalidArgument when the pool can never
         have as many."""
         if byte_size > self.capacity:
@@ -75,7 +75,7 @@ class WorkspacePool:
         self._waiting.append(_Waiting(owner, ticket, byte_size))
         return self._grant()
 
-    def release(self, owner: int, offset: int) -> list[WorkspaceLease]:
+    def release(self, owner: int, offset: int) -> list[GrantedLease]:
         """End a lease; one that `owner` does not have is ignored."""
         if self._owners.get(offset) != owner:
             return []
@@ -83,7 +83,7 @@ class WorkspacePool:
         self._free.free(offset)
         return self._grant()
 
-    def drop(self, owner: int) -> list[WorkspaceLease]:
+    def drop(self, owner: int) -> list[GrantedLease]:
         """End all that a process has, or waits for, that is gone."""
         for offset in [at for at, who in self._owners.items() if who == owner]:
             del self._owners[offset]
@@ -91,8 +91,8 @@ class WorkspacePool:
         self._waiting = deque(each for each in self._waiting if each.owner != owner)
         return self._grant()
 
-    def _grant(self) -> list[WorkspaceLease]:
-        granted: list[WorkspaceLease] = []
+    def _grant(self) -> list[GrantedLease]:
+        granted: list[GrantedLease] = []
         while self._waiting and self._open:
             first = self._waiting[0]
             offset = self._free.allocate(first.byte_size)
@@ -100,7 +100,7 @@ class WorkspacePool:
                 break
             self._waiting.popleft()
             self._owners[offset] = first.owner
-            granted.append(WorkspaceLease(first.owner, first.ticket, offset))
+            granted.append(GrantedLease(first.owner, first.ticket, offset))
         return granted
 
     def check_integrity(self) -> None:

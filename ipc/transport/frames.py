@@ -71,6 +71,7 @@ class _Document:
 
     def __init__(self, cls: type[Document]) -> None:
         self._cls = cls
+        cls.of({})  # learns its fields now: processes that are forked after this know them
 
     def typed(self, source: dict[str, Any]) -> Document:
         """The document; raises MalformedMessage where it is none."""

@@ -51,6 +51,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     if isinstance(kind, type) and issubclass(kind, Document):
         return kind.of
     if isinstance(kind, type) and is_dataclass(kind):
+        _fields(kind)
         return partial(from_map, kind)
     if kind is Path:
         return Path

@@ -24,7 +24,7 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.device_allocation import DeviceAllocation
-from shmserve.ipc.memory.workspace_pool import WorkspaceLease, WorkspacePool
+from shmserve.ipc.memory.workspace_pool import GrantedLease, WorkspacePool
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.messages.supervision import (
     Answered,
@@ -125,7 +125,7 @@ class Workspaces:
                 os.close(pool.memory.fd)
         self._pools.clear()
 
-    def _tell(self, pool: _Pool, granted: list[WorkspaceLease]) -> None:
+    def _tell(self, pool: _Pool, granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             self._send(owner, Answered(ticket, {"place": pack_place(pool.place(offset))}))
 

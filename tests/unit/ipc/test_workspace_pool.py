@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.memory.workspace_pool import WorkspaceLease, WorkspacePool
+from shmserve.ipc.memory.workspace_pool import GrantedLease, WorkspacePool
 
 CAPACITY = 64 * 64
 
@@ -38,7 +38,7 @@ def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
     waiting: deque[tuple[int, int, int]] = deque()
     leases: dict[int, tuple[int, int]] = {}  # offset -> owner, size
 
-    def take(granted: list[WorkspaceLease]) -> None:
+    def take(granted: list[GrantedLease]) -> None:
         for owner, ticket, offset in granted:
             first = waiting.popleft()
             assert (owner, ticket) == first[:2]  # nobody overtakes
@@ -66,7 +66,7 @@ def test_leases_are_apart_in_order_and_all_come_back(steps: list[Step]) -> None:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
     assert not waiting and pool.used == 0
-    assert pool.ask(9, 0, CAPACITY) == [WorkspaceLease(9, 0, 0)]  # whole again
+    assert pool.ask(9, 0, CAPACITY) == [GrantedLease(9, 0, 0)]  # whole again
 
 
 def test_a_day_of_mixed_sizes_leaves_no_fragments() -> None:
@@ -102,21 +102,21 @@ def test_more_than_the_pool_is_an_error_with_both_figures() -> None:
 
 def test_only_the_owner_ends_a_lease() -> None:
     pool = opened()
-    assert pool.ask(1, 7, CAPACITY) == [WorkspaceLease(1, 7, 0)]
+    assert pool.ask(1, 7, CAPACITY) == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == []
     assert pool.release(2, 0) == []
     assert pool.release(1, 64) == []
-    assert pool.drop(1) == [WorkspaceLease(2, 8, 0)]
+    assert pool.drop(1) == [GrantedLease(2, 8, 0)]
 
 
 def test_who_asks_waits_while_the_memory_is_not_there() -> None:
     """Leases end with it; who waits is granted, in order, when there is some again."""
     pool = WorkspacePool(CAPACITY)
     assert pool.ask(1, 7, CAPACITY) == []
-    assert pool.open() == [WorkspaceLease(1, 7, 0)]
+    assert pool.open() == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()
     assert (pool.used, pool.waiting) == (0, 2)
     assert pool.release(1, 0) == pool.drop(2) == []
     pool.check_integrity()
-    assert pool.open() == [WorkspaceLease(3, 9, 0)]
+    assert pool.open() == [GrantedLease(3, 9, 0)]

@@ -1,0 +1,91 @@
+"""A typed configuration reads what config.pbtxt has, by the names that it has there."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.model_config import from_json, to_dict
+from shmserve.proto.model_config_pb2 import ModelConfig
+
+
+def _records(kind: Any) -> Iterator[type[Any]]:
+    """The dataclasses within an annotation."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        yield kind
+    for inner in typing.get_args(kind):
+        yield from _records(inner)
+
+
+def _unknown(cls: type[Any], message: Any) -> Iterator[str]:
+    """The paths of a record's fields that a message of the schema does not have."""
+    hints = typing.get_type_hints(cls)
+    for each in fields(cls):
+        path = each.metadata.get("path", each.name)
+        found: Any = message
+        for name in path.split("."):
+            if found is None or name not in found.fields_by_name:
+                yield f"{cls.__name__}.{path}"
+                break
+            found = found.fields_by_name[name].message_type
+            if found is not None and found.GetOptions().map_entry:
+                found = found.fields_by_name["value"].message_type
+        else:
+            for record in _records(hints[each.name]):
+                if found is not None and record.__name__ != "ExecutionAccelerator":
+                    yield from _unknown(record, found)
+
+
+# Records that stand for two messages each, one of which lacks these.
+_OF_ONE = {
+    "TensorSpec": ("optional", "allow_ragged_batch"),  # of an input
+    "BatchTensor": ("data_type",),  # of a batch_input
+    "DynamicBatching": (
+        "priority_levels",
+        "default_priority_level",
+        "default_queue_policy",
+        "priority_queue_policy",
+        "max_candidate_sequences",  # of the oldest strategy
+    ),
+    "ModelSpec": ("source",),
+}
+
+
+def test_every_field_is_one_of_the_schema() -> None:
+    assert set(_unknown(ModelSpec, ModelConfig.DESCRIPTOR)) == {
+        f"{record}.{path}" for record, paths in _OF_ONE.items() for path in paths
+    }
+
+
+def test_a_configuration_is_read_at_every_depth() -> None:
+    given = {
+        "name": "m",
+        "max_batch_size": 8,
+        "input": [
+            {"name": "x", "data_type": "TYPE_FP32", "dims": [1, -1], "allow_ragged_batch": True}
+        ],
+        "output": [
+            {"name": "y", "data_type": "TYPE_STRING", "dims": [1], "reshape": {"shape": []}}
+        ],
+        "dynamic_batching": {
+            "priority_levels": 2,
+            "priority_queue_policy": {"2": {"max_queue_size": 7}},
+        },
+        "optimization": {"cuda": {"graphs": True, "graph_spec": [{"batch_size": 4}]}},
+        "parameters": {"a": {"string_value": "b"}},
+        "model_transaction_policy": {"decoupled": True},
+        "response_cache": {"enable": True},
+    }
+    source = to_dict(from_json(given))
+    config = ModelSpec.of(source)
+    assert config.input == (TensorSpec("x", "FP32", (1, -1), ragged=True),)
+    assert (config.output[0].reshape, config.output[0].model_dims) == ((), ())
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.priority_queue_policy[2].max_queue_size == 7
+    assert [spec.batch_size for spec in config.optimization.cuda_graph_spec] == [4]
+    assert (config.parameters, config.decoupled, config.cached) == ({"a": "b"}, True, True)
+    assert config.source == source
+    assert "instance_group" not in config.immutable_config
