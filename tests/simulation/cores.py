@@ -41,7 +41,7 @@ _KEPT = {
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,
     "Targets._latest": 10,
-    "RequestAdmission._plans": 64,
+    "EnsembleCore._plans": 64,
     "StepRunner._waiting": 10,
     "StepRunner._running": 10,
     "_EnsembleMemory._held": 64,

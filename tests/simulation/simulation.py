@@ -260,9 +260,12 @@ class Simulation:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:
-        """All clients end: what they had is nobody's."""
+        """All clients end, ensembles among them: what they had is nobody's."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
+        for version in self.supervisor.versions:
+            if version.model.steps and version.scheduler is not None:
+                self.supervisor.kill(version.scheduler)
         self.world.run(self.world.now_ns + SECOND)
         self._check_leaks()
         ensembles = sum(bool(version.model.steps) for version in self.supervisor.versions)

@@ -50,6 +50,7 @@ class Supervisor(Process):
         self.tickets = Tickets(True, {}, self._send_ticket)
         self._memory = memory
         self._links: dict[int, Link] = {}
+        self._from_schedulers: dict[int, Link] = {}
         self._numbers = itertools.count(1)
         self._versions = itertools.count(1)
 
@@ -87,8 +88,17 @@ class Supervisor(Process):
     # --- what schedulers say ----------------------------------------------------------------------
 
     def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
-        """A scheduler's message, which is on its way for a while."""
-        self.world.after(self.world.between(5 * US, 300 * US), self._heard, scheduler, message)
+        """A scheduler's message is on its way."""
+        up = self._from_schedulers.get(scheduler.pid)
+        if up is None:
+            up = self._from_schedulers[scheduler.pid] = Link(
+                self.world, self, lambda messages: self._take(scheduler, messages)
+            )
+        up.post(message)
+
+    def _take(self, scheduler: SchedulerProcess, messages: list[Any]) -> None:
+        for message in messages:
+            self._heard(scheduler, message)
 
     def _heard(self, scheduler: SchedulerProcess, message: Any) -> None:
         version = next((v for v in self.versions if v.scheduler is scheduler), None)
