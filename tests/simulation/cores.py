@@ -9,7 +9,10 @@ from typing import Any
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages.start import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.scheduler.batching import BatchingCore
+from shmserve.scheduler.ensemble.core import EnsembleCore
+from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -35,15 +38,24 @@ _KEPT = {
     "Pool.free": 64,
     "SequenceDispatch._lanes": 64,
     "Executions._early": 64,
+    "EnsembleCore._endpoints": 10,
+    "Targets._known": 10,
+    "Targets._latest": 10,
+    "EnsembleCore._plans": 64,
+    "StepRunner._waiting": 10,
+    "StepRunner._running": 10,
+    "_EnsembleMemory._held": 64,
 }
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
-# Rooms whose objects hold nothing of requests.
-_SKIPPED = ("statistics", "settings", "adaptive", "arrivals", "reports", "batch_time")
+# Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
+# which there is one a graph.
+_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports")
+_STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature")
 
 
 class Scheduler:
     """A scheduler as its process hosts it: the front and, behind it, the core of a model version;
-    `outboxes` to clients, to workers and to the supervisor."""
+    `outboxes` to clients, to workers or steps, and to the supervisor."""
 
     def __init__(
         self,
@@ -55,19 +67,52 @@ class Scheduler:
         kept: list[Any],
         alive: list[int],
     ) -> None:
-        clients, workers, control = outboxes
+        clients, peers, control = outboxes
         world = process.world
-        settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
-        cache = None
+        spec = ModelSpec.of(model.config)
+        settings = Settings.read(spec, version, model.limits)
+        cache, lent = None, _lent(model, process, memory)
         if settings.cached and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
-            lent = _lent(model, process, memory)
             cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
             cache._mappings = memory  # type: ignore[assignment]
-        self.core = BatchingCore(settings, clients, workers, control, cache)
-        self.front = Front(self.core, clients, control, world.wall_clock, cache)
+        core: Any
+        if model.steps:
+            held = _EnsembleMemory(lent, memory)
+            core = EnsembleCore(settings, spec, clients, peers, control, held, cache)
+            self.from_peer: Any = core.from_step
+        else:
+            core = BatchingCore(settings, clients, peers, control, cache)
+            self.from_peer = core.from_worker
+        self.front: Front[Any] = Front(core, clients, control, world.wall_clock, cache)
         if kept:
             self.front.restore(kept, alive, world.now_ns)
+
+
+class _Held:
+    """A simulated arena that an ensemble holds: it stays, whatever becomes of its owner."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.pid = memory.pid
+        self.memory = memory
+        self.users = 0
+        self.gone = False
+
+    def close(self) -> None:
+        """It is not used any more."""
+
+
+class _EnsembleMemory(EnsembleMemory):
+    """As `EnsembleMemory`, of simulated arenas."""
+
+    def __init__(self, lent: LentMemory, memory: SimulatedMemory) -> None:
+        super().__init__(lent, lambda memory_id: None)
+        self._mappings = memory  # type: ignore[assignment]
+
+    def hold(self, place: Place) -> None:
+        """As `EnsembleMemory.hold`."""
+        held: Any = self._held.setdefault(place.memory.id, _Held(place.memory))  # type: ignore[arg-type]
+        held.users += 1
 
 
 def _lent(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:
@@ -87,6 +132,8 @@ def tables(scheduler: Scheduler) -> Iterator[tuple[str, int, int]]:
         if id(found) in seen:
             continue
         seen.add(id(found))
+        if type(found).__name__ in _STATIC:
+            continue
         module = type(found).__module__
         for name, value in _attributes(found):
             if isinstance(value, (dict, list, set, deque, OrderedDict)):

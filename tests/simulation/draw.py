@@ -15,7 +15,11 @@ KINDS = ("plain", "dynamic", "queue", "ordered", "sequences", "decoupled", "cach
 def draw_models(random: Random) -> list[Model]:
     """One to three models of different kinds."""
     kinds = random.sample(KINDS, random.randint(1, min(3, len(KINDS))))
-    return [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
+    models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
+    if random.random() < 0.3:
+        steps = [_step(random, f"s{number}") for number in range(random.randint(2, 3))]
+        return [*models[:1], *steps, _ensemble(random, "e", steps)]
+    return models
 
 
 def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
@@ -139,6 +143,31 @@ def _limited(random: Random, name: str) -> Model:
     model.config["instance_group"] = [{"kind": "KIND_CPU", "rate_limiter": limiter}]
     model.limits = replace(model.limits, rate_limited=True)
     return model
+
+
+def _step(random: Random, name: str) -> Model:
+    return random.choice((_plain, _dynamic, _cached))(random, name)
+
+
+def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
+    """A chain: each step reads what the one before it has made."""
+    scheduling = [
+        {
+            "model_name": step.name,
+            "model_version": -1,
+            "input_map": {"IN": f"T{number - 1}" if number else "IN"},
+            "output_map": {"OUT": f"T{number}"},
+        }
+        for number, step in enumerate(steps)
+    ]
+    scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
+    most = random.choice((0, 2))
+    config = _config(
+        name, 0, ensemble_scheduling={"step": scheduling, "max_inflight_requests": most}
+    )
+    if random.random() < 0.2:
+        config["response_cache"] = {"enable": True, "byte_size": 100_000}
+    return Model(name, config, _limits(random), instances=0, steps=tuple(steps))
 
 
 _DRAWN = {

@@ -15,9 +15,11 @@ from tests.simulation.world import Process, Violation
 
 
 class SimulatedMemory:
-    """All arenas of the world, by the id of their memory."""
+    """All arenas of the world, by the id of their memory. Once `ensembles_died`, the last requests
+    of one may be of memory that workers have taken back with its end: nobody waits for them."""
 
     def __init__(self) -> None:
+        self.ensembles_died = False
         self._arenas: dict[int, SimulatedArena] = {}
         self._ids = itertools.count(1)
 
@@ -57,7 +59,12 @@ class SimulatedMemory:
 
     def view(self, place: Place) -> memoryview:
         """As `Mappings.view`."""
-        return memoryview(self.read(place, "a scheduler"))
+        try:
+            return memoryview(self.read(place, "a scheduler"))
+        except Violation:
+            if not self.ensembles_died:
+                raise
+            raise Unavailable("the memory of a tensor is gone") from None
 
     def drop_process(self, pid: int) -> None:
         """As `Mappings.drop_process`: nothing is mapped here."""

@@ -23,6 +23,7 @@ class Model:
 
     `compute_us`: the least and the most that a batch takes; `large`: its outputs lie in the arena
     of its worker; `errs`: how likely it is to fail a request; `most_responses` of a decoupled one.
+    The `steps` of an ensemble run one behind the other.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Model:
     large: bool = False
     errs: float = 0.0
     most_responses: int = 4
+    steps: tuple[Model, ...] = ()
     arena_byte_size: int = 1 << 24
 
     @property
@@ -70,3 +72,14 @@ class Model:
     def made(self, data: bytes, version: str) -> tuple[bytes, bytes]:
         """OUT and WHO of a version for an input."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
+
+    def source(self, out: bytes, who: bytes) -> bytes | None:
+        """What OUT is made of, where a version or, of an ensemble, one of each step made it; None:
+        it is no response of this model."""
+        for number, model in enumerate(reversed(self.steps or (self,))):
+            data, _, tag = out.rpartition(b"|")
+            name, _, version = tag.partition(b".")
+            if name != model.name.encode() or (not number and version != who):
+                return None
+            out = data
+        return out

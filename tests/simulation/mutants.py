@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ class Mutant(NamedTuple):
 def read() -> list[Mutant]:
     """Those of `mutants.txt`: of each its name, and the lines before (-) and after (+)."""
     found: list[Mutant] = []
-    for block in (HERE / "mutants.txt").read_text().split("== ")[1:]:
+    for block in re.split("^== ", (HERE / "mutants.txt").read_text(), flags=re.MULTILINE)[1:]:
         name, *lines = block.splitlines()
         old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
         found.append(Mutant(name, old, new))
@@ -94,8 +95,8 @@ def _try(mutant: Mutant) -> str:
             text=True,
             check=False,
         )
-    word = "caught" if done.returncode else "LIVES"
-    last = next((line for line in reversed(done.stdout.splitlines()) if "seed" in line), "")
+    last = next((line for line in done.stdout.splitlines() if line.startswith("seed ")), "")
+    word = "caught" if done.returncode and last else "LIVES"
     print(f"{word} in {time.monotonic() - began:4.1f} s  {mutant.name}: {last[:110]}", flush=True)
     return word
 

@@ -36,10 +36,9 @@ class Request:
     responses: int = 0
     client: Any = None
 
-    def made_of(self, out: bytes, number: int) -> bytes:
-        """What this output must be made of, as the response with this number; raises Violation for
-        a state that its sequence cannot have."""
-        made = out.rpartition(b"|")[0]
+    def made_of(self, made: bytes, number: int) -> bytes:
+        """What the response with this number must be made of, if it is `made` of that; raises
+        Violation for a state that its sequence cannot have."""
         if self.model.decoupled:
             return b"%s#%d/%s" % (self.content, number, made.rpartition(b"/")[2])
         if self.step < 0:
@@ -125,8 +124,8 @@ class SchedulerTrace:
     settings: Settings
     title: str
     entries: dict[tuple[bytes, int], Entry] = field(default_factory=dict)
-    by_uid: dict[str, Entry] = field(default_factory=dict)
-    waiting: dict[int, OrderedDict[str, Entry]] = field(default_factory=dict)
+    by_uid: dict[tuple[int, str], Entry] = field(default_factory=dict)
+    waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
@@ -145,7 +144,7 @@ class SchedulerTrace:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
-            self.by_uid[message.request_id] = entry
+            self.by_uid[first_number(peer), message.request_id] = entry
             self.waiting.setdefault(level, OrderedDict())
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
@@ -153,8 +152,10 @@ class SchedulerTrace:
     def handled(self, peer: bytes, message: Any) -> None:
         """It has been handled: a request that was not refused waits."""
         entry = self.entries.get((peer, getattr(message, "id", 0)))
+        if self.model.steps:
+            return
         if isinstance(message, m.Submit) and entry is not None and not entry.begun:
-            self.waiting[entry.level][message.request_id] = entry
+            self.waiting[entry.level][entry] = None
 
     def process_exited(self, pid: int) -> None:
         """The supervisor's word that a process is gone has been handled."""
@@ -170,7 +171,7 @@ class SchedulerTrace:
         running = True  # the first; the others were sent ahead
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
-                entry = self.by_uid.get(work.request_id)
+                entry = self.by_uid.get((work.client_pid, work.request_id))
                 if running and entry is not None:
                     entry.died += 1
             running = False
@@ -186,7 +187,7 @@ class SchedulerTrace:
         self.counted["executions"] += message.executed
         ended = {reply.key for reply in message.replies}
         for work in execute.requests:
-            entry = self.by_uid.get(work.request_id)
+            entry = self.by_uid.get((work.client_pid, work.request_id))
             if entry is not None and (not self.model.decoupled or work.key in ended):
                 entry.at = b""
 
@@ -198,7 +199,7 @@ class SchedulerTrace:
         units = 0
         shapes = set()
         for work in message.requests:
-            entry = self.by_uid.get(work.request_id)
+            entry = self.by_uid.get((work.client_pid, work.request_id))
             if entry is None or entry.ended:
                 self._fail(f"request {work.request_id} begins, which nobody waits for")
                 return
@@ -228,7 +229,7 @@ class SchedulerTrace:
             return  # before all others, since its worker died
         if not self.model.sequences:
             self._in_turn(entry)
-        self.waiting[entry.level].pop(uid, None)
+        self.waiting[entry.level].pop(entry, None)
 
     def _in_turn(self, entry: Entry) -> None:
         uid = entry.submit.request_id
@@ -236,10 +237,10 @@ class SchedulerTrace:
             line = self.waiting[level]
             if not line:
                 continue
-            if level < entry.level:
-                self._fail(f"request {uid} of level {entry.level} overtakes {next(iter(line))}")
-            if next(iter(line)) != uid and not self._delays(entry):
-                self._fail(f"request {uid} overtakes {next(iter(line))}")
+            first = next(iter(line))
+            overtakes = first is not entry and not self._delays(entry)
+            if level < entry.level or overtakes:
+                self._fail(f"request {uid} overtakes {first.submit.request_id}")
             return
 
     def _delays(self, entry: Entry) -> bool:
@@ -266,7 +267,7 @@ class SchedulerTrace:
             self.counted["failed"] += message.code != "INVALID_ARG"
         if isinstance(message, m.Failed) and message.early:
             entry.ended = True
-            self.waiting[entry.level].pop(uid, None)
+            self.waiting[entry.level].pop(entry, None)
         else:
             if entry.at and not self.model.decoupled and not isinstance(message, m.Finished):
                 worker_has = any(
@@ -297,8 +298,8 @@ class SchedulerTrace:
 
     def _forget(self, entry: Entry) -> None:
         self.entries.pop((entry.peer, entry.submit.id), None)
-        self.by_uid.pop(entry.submit.request_id, None)
-        self.waiting[entry.level].pop(entry.submit.request_id, None)
+        self.by_uid.pop((first_number(entry.peer), entry.submit.request_id), None)
+        self.waiting[entry.level].pop(entry, None)
 
     @property
     def busy(self) -> int:
@@ -330,5 +331,7 @@ class SchedulerTrace:
         for name, value in found.items():
             if name == "failed" and self.model.decoupled:
                 continue
+            if name in ("executions", "inferences") and self.model.steps:
+                continue  # each is one of a step's
             if value != self.counted[name]:
                 self._fail(f"counts {value} {name}, and has {self.counted[name]}")

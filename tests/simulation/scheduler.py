@@ -37,7 +37,7 @@ class Outbox:
 
 class SchedulerProcess(Process):
     """The scheduler of a model version at an endpoint of its own. `control` is its link to the
-    supervisor."""
+    supervisor; `hosts` has all schedulers by endpoint."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class SchedulerProcess(Process):
         control: Callable[[SchedulerProcess, Any], None],
         kept: list[Any],
         alive: list[int],
+        hosts: dict[str, SchedulerProcess],
     ) -> None:
         super().__init__(world, f"scheduler-{model.name}.{number}")
         self.model = model
@@ -63,12 +64,13 @@ class SchedulerProcess(Process):
         self._timer_ns = NEVER
         self._turn_due = False
         self.malformed = 0
+        self.hosts = hosts
         self.hosted = cores.Scheduler(
             model,
             version,
             self,
             memory,
-            (self._clients, self._workers, self),
+            (self._clients, self._peers(), self),
             kept,
             alive,
         )
@@ -84,6 +86,10 @@ class SchedulerProcess(Process):
         """The same for a worker."""
         self._workers.links[peer] = Link(self.world, worker, hear)
         return Link(self.world, self, lambda messages: self._from_workers(peer, messages))
+
+    def _peers(self) -> Any:
+        """What the core posts to besides clients and the supervisor."""
+        return self._workers
 
     def back(self, peer: bytes) -> Link:
         """The link from here to a client."""
@@ -122,7 +128,7 @@ class SchedulerProcess(Process):
             self.world.note(peer, "->", self.title, message)
             if isinstance(message, m.BatchFinished):
                 self.trace.returned(peer, message)
-            self.hosted.core.from_worker(peer, message, self.world.now_ns)
+            self.hosted.from_peer(peer, message, self.world.now_ns)
         self._turn()
 
     def from_supervisor(self, messages: list[Any]) -> None:

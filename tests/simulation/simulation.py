@@ -159,11 +159,16 @@ class Simulation:
     def _kill_scheduler(self) -> None:
         schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
         if schedulers:
-            self.supervisor.kill(self._random.choice(schedulers))
+            scheduler = self._random.choice(schedulers)
+            self.memory.ensembles_died |= bool(scheduler.model.steps)
+            self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:
         client = self._client()
         if client is not None:
+            for link in client.links():
+                if self.world.chance(0.3):
+                    link.stall(self.world.between(100 * US, 10 * MS))  # its last frames come late
             self.supervisor.kill(client)
             self.world.after(self.world.between(MS, 5 * MS), self._new_client)
 
@@ -173,7 +178,8 @@ class Simulation:
         self.supervisor.load(model)
 
     def _reconfigure(self) -> None:
-        model = self._random.choice(self.models)
+        used = {step.name for model in self.models for step in model.steps}
+        model = self._random.choice([each for each in self.models if each.name not in used])
         self.world.fault("unload", model.name)
         self.supervisor.unload(model)
         self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
@@ -254,13 +260,17 @@ class Simulation:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:
-        """All clients end: what they had is nobody's."""
+        """All clients end, ensembles among them: what they had is nobody's."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
+        for version in self.supervisor.versions:
+            if version.model.steps and version.scheduler is not None:
+                self.supervisor.kill(version.scheduler)
         self.world.run(self.world.now_ns + SECOND)
         self._check_leaks()
+        ensembles = sum(bool(version.model.steps) for version in self.supervisor.versions)
         for version in self.supervisor.versions:
             assert version.scheduler is not None
             for where, size, _ in cores.tables(version.scheduler.hosted):
-                if where.endswith("._clients") and size:
+                if where.endswith("._clients") and size > ensembles:
                     raise Violation(f"{version.scheduler} knows {size} clients that are dead")

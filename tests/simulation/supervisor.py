@@ -11,6 +11,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.resources.rate_limiter import Needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
+from tests.simulation.ensemble import EnsembleProcess
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.scheduler import SchedulerProcess
@@ -49,6 +50,7 @@ class Supervisor(Process):
         self.tickets = Tickets(True, {}, self._send_ticket)
         self._memory = memory
         self._links: dict[int, Link] = {}
+        self._from_schedulers: dict[int, Link] = {}
         self._numbers = itertools.count(1)
         self._versions = itertools.count(1)
 
@@ -66,6 +68,9 @@ class Supervisor(Process):
         for client in self.clients:
             self.tell(client, message)
         if clients_only:
+            for version in self.versions:
+                if version.model.steps and not isinstance(message, supervision.ModelWithdrawn):
+                    self.tell(version.scheduler, message)
             return
         for version in self.versions:
             self.tell(version.scheduler, message)
@@ -83,8 +88,17 @@ class Supervisor(Process):
     # --- what schedulers say ----------------------------------------------------------------------
 
     def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
-        """A scheduler's message, which is on its way for a while."""
-        self.world.after(self.world.between(5 * US, 300 * US), self._heard, scheduler, message)
+        """A scheduler's message is on its way."""
+        up = self._from_schedulers.get(scheduler.pid)
+        if up is None:
+            up = self._from_schedulers[scheduler.pid] = Link(
+                self.world, self, lambda messages: self._take(scheduler, messages)
+            )
+        up.post(message)
+
+    def _take(self, scheduler: SchedulerProcess, messages: list[Any]) -> None:
+        for message in messages:
+            self._heard(scheduler, message)
 
     def _heard(self, scheduler: SchedulerProcess, message: Any) -> None:
         version = next((v for v in self.versions if v.scheduler is scheduler), None)
@@ -192,7 +206,8 @@ class Supervisor(Process):
 
     def _start_scheduler(self, version: Version) -> None:
         alive = [worker.pid for worker in version.workers.values() if worker.alive]
-        scheduler = version.scheduler = SchedulerProcess(
+        kind = EnsembleProcess if version.model.steps else SchedulerProcess
+        scheduler = version.scheduler = kind(
             self.world,
             self._memory,
             version.model,
@@ -201,9 +216,13 @@ class Supervisor(Process):
             self.hear,
             version.kept,
             alive,
+            self.hosts,
         )
         self.hosts[scheduler.endpoint] = scheduler
         self._connect(scheduler, scheduler.from_supervisor)
+        for step in version.model.steps:
+            if step.name in self.serving:
+                self.tell(scheduler, self._published(self.serving[step.name]))
         if version.model.limited:
             self.tickets.bind(scheduler.pid, id(version))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any, assert_never
 
-from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable
+from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
@@ -45,6 +45,7 @@ _MOST_PLANS = 64
 _DEADLOCK = (
     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
 )
+_MANY = "a step gives any number of responses by now, and the ensemble gives one: load it again"
 
 
 class EnsembleCore(Core[EnsembleRequest]):
@@ -234,6 +235,10 @@ class EnsembleCore(Core[EnsembleRequest]):
         for value in flow.unused:
             value.release()
         flow.unused.clear()
+        if not self._decoupled and len(flow.responses) > 1:
+            text = id_prefix(request.submit.request_id) + _MANY
+            self._live.fail(request, Unsupported.code, text)
+            self._steps.cancel(request)
         if request.over:
             self._drop(request)
         elif self._decoupled:

@@ -113,6 +113,32 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
     )
 
 
+def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.publish(model("a", decoupled=True))
+    rig.submit()
+    number = rig.runs()["a"]
+    for final in (False, False, True):
+        rig.respond("a", number, b"" if final else b"\0" * 4, final)
+    for endpoint, submit in rig.sent():
+        rig.finish(endpoint, submit.id)
+    told = only(rig.told(), m.Failed)
+    assert (told.code, rig.core.live, rig.memory.used) == ("UNSUPPORTED", 0, 0)
+    assert "any number of responses" in told.message
+
+
+def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_response() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    rig.publish(model("a", decoupled=True))
+    number = rig.runs()["a"]
+    for final in (False, False, True):
+        rig.respond("a", number, b"" if final else b"\0" * 4, final)
+    rig.finish("b", rig.runs()["b"])
+    only(rig.told(), m.Finished)
+    assert rig.core.live == 0
+
+
 def test_only_so_many_requests_of_a_step_at_a_time() -> None:
     """Section 3.7: max_inflight_requests holds for all requests together, in order; unlike
     Triton's, for as long as it takes."""
