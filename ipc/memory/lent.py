@@ -155,7 +155,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers: Readers[tuple[int, int]] = Readers()  # reader, pid of the memory
+        self._readers: Readers[tuple[int, int]] = Readers()  # reader, id of the memory
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -186,11 +186,11 @@ class LentMemory:
 
     def lend(self, reader: int, place: Place, token: Token) -> None:
         """`reader` is told of a place, which this use of a token keeps until it releases it."""
-        self._readers.lend((reader, place.memory.pid), place.offset, token)
+        self._readers.lend((reader, place.memory.id), place.offset, token)
 
-    def release(self, reader: int, pid: int, offsets: Iterable[int]) -> bool:
-        """A reader needs these bytes of process `pid` no more; False: they were not lent here."""
-        return self._readers.release((reader, pid), offsets)
+    def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:
+        """A reader needs these bytes of a memory no more; False: they were not lent here."""
+        return self._readers.release((reader, memory), offsets)
 
     def drop_reader(self, reader: int) -> None:
         """A reader has ended: all that it was lent comes back."""
@@ -205,16 +205,16 @@ class LentMemory:
 
 
 def releases(outputs: Iterable[TensorRef], own: Container[int] = ()) -> list[Release]:
-    """The messages that give back the outputs of a response, one for each process whose memory they
+    """The messages that give back the outputs of a response, one for each memory that they
     lie in; none for what lies in a client's memory, or in `own` (ids)."""
-    offsets: dict[int, list[int]] = {}
+    offsets: dict[tuple[int, int], list[int]] = {}
     for tensor in outputs:
         place = tensor.data
         if isinstance(place, Place):
             memory = place.memory
             if memory.sealed and memory.pid and memory.id not in own:
-                offsets.setdefault(memory.pid, []).append(place.offset)
-    return [Release(pid, of_pid) for pid, of_pid in offsets.items()]
+                offsets.setdefault((memory.pid, memory.id), []).append(place.offset)
+    return [Release(pid, at, memory_id) for (pid, memory_id), at in offsets.items()]
 
 
 def unread(body: bytes, own: Container[int] = ()) -> list[Release]:

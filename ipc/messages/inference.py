@@ -57,10 +57,12 @@ class Credit:
 
 @message
 class Release:
-    """The outputs at these offsets of a worker's arena have been read."""
+    """The outputs at these offsets of a process's memory have been read. `memory` is that memory's
+    id: a process that hosts schedulers has several."""
 
     pid: int
     offsets: list[int]
+    memory: int = field(default=0, compare=False)
 
 
 @message

@@ -178,7 +178,7 @@ class Front(Generic[R]):
                 if request is not None:
                     self._core.credit(request, message.responses, now_ns)
             case Release():
-                read = (client.pid, message.pid, message.offsets)
+                read = (client.pid, message.memory, message.offsets)
                 if self._cache is None or not self._cache.lent.release(*read):
                     self._core.release(client, message)
             case ReportStatistics():

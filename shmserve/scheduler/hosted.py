@@ -183,6 +183,7 @@ class HostedScheduler(ABC):
             self._waiter.unwatch(fd)
         for outbox in self._outboxes:
             outbox.close(_PARTING_S)
+        self._lent.close()
 
 
 class BatchingScheduler(HostedScheduler):

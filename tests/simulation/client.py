@@ -263,5 +263,5 @@ class Client(Process):
         for tensor in unpack_inferred(message.body).outputs:
             data = tensor.data
             if isinstance(data, Place):
-                release = m.Release(data.memory.pid, [data.offset])
+                release = m.Release(data.memory.pid, [data.offset], data.memory.id)
                 self._link(self._latest(endpoint)).post(release)

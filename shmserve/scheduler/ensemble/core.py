@@ -158,7 +158,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._live.touch(request)
 
     def release(self, client: Client[EnsembleRequest], message: Release) -> None:
-        self._memory.lent.release(client.pid, message.pid, message.offsets)
+        self._memory.lent.release(client.pid, message.memory, message.offsets)
 
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):

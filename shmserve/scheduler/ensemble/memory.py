@@ -125,7 +125,6 @@ class EnsembleMemory:
         for memory_id in list(self._held):
             self._close(memory_id)
         self._mappings.drop_all()
-        self.lent.close()
 
 
 class _Held:

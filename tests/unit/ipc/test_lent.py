@@ -40,14 +40,14 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
 
 def test_only_its_reader_gives_a_block_back(memory: LentMemory) -> None:
     place = lent(memory, READER).place
-    pid, offset = place.memory.pid, place.offset
-    assert not memory.release(OTHER, pid, [offset])
-    assert not memory.release(READER, pid + 1, [offset])
-    assert not memory.release(READER, pid, [offset + 64])
+    memory_id, offset = place.memory.id, place.offset
+    assert not memory.release(OTHER, memory_id, [offset])
+    assert not memory.release(READER, memory_id + 1, [offset])
+    assert not memory.release(READER, memory_id, [offset + 64])
     assert memory.used
-    assert memory.release(READER, pid, [offset, offset])
+    assert memory.release(READER, memory_id, [offset, offset])
     assert (memory.used, len(memory)) == (0, 0)
-    assert not memory.release(READER, pid, [offset])
+    assert not memory.release(READER, memory_id, [offset])
 
 
 def test_a_reader_that_ends_gives_all_back(memory: LentMemory) -> None:
@@ -65,7 +65,7 @@ def test_what_is_lent_twice_is_given_back_twice(memory: LentMemory) -> None:
     block.acquire()
     memory.lend(READER, block.place, block)
     for used in (True, False):
-        memory.release(READER, block.place.memory.pid, [block.place.offset])
+        memory.release(READER, block.place.memory.id, [block.place.offset])
         assert bool(memory.used) == used
 
 

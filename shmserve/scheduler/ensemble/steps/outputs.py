@@ -123,7 +123,7 @@ class StepOutputs:
 
         def let_go() -> None:
             self._memory.let_go(data)
-            self._links.tell(endpoint, Release(data.memory.pid, [data.offset]))
+            self._links.tell(endpoint, Release(data.memory.pid, [data.offset], data.memory.id))
 
         return Holding(let_go)
 

@@ -217,7 +217,7 @@ def test_outputs_of_known_size_are_placed() -> None:
     rig.step_says("b", m.Finished(second.id, placed(last.place)))
     only(rig.told(), m.Finished)
     assert 0 < rig.memory.used < 8 * elements
-    rig.client_says(m.Release(last.place.memory.pid, [last.place.offset]))
+    rig.client_says(m.Release(last.place.memory.pid, [last.place.offset], last.place.memory.id))
     assert rig.memory.used == 0
 
 
@@ -247,7 +247,7 @@ def test_what_a_cache_has_lent_and_what_steps_have_made_come_back() -> None:
             rig.step_says("a", m.Finished(submit.id, placed(output.place)))
         (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
         assert isinstance(read.data, Place) and rig.memory.used
-        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset]))
+        rig.client_says(m.Release(read.data.memory.pid, [read.data.offset], read.data.memory.id))
         assert rig.memory.used == 0
 
 

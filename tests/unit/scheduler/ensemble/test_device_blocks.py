@@ -80,7 +80,7 @@ def test_what_is_between_two_steps_on_one_device_is_written_and_read_there() -> 
     finish(rig, endpoint, submit, last)
     (told,) = rig.told()
     assert isinstance(told, m.Finished)
-    rig.client_says(m.Release(last.memory.pid, [last.offset]))
+    rig.client_says(m.Release(last.memory.pid, [last.offset], last.memory.id))
     assert rig.memory.used == 0
 
 

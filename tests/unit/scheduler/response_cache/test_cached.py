@@ -56,6 +56,11 @@ def cached(
     return Rig(dynamic, cache=cache, **server)
 
 
+def released(place: Place) -> m.Release:
+    """What gives a place back."""
+    return m.Release(place.memory.pid, [place.offset], place.memory.id)
+
+
 def work(data: bytes | Place = b"x", output: Place | None = None, **fields: Any) -> bytes:
     shape = (len(data) if isinstance(data, bytes) else data.byte_size,)
     outputs = () if output is None else (RequestedOutput("O", output),)
@@ -163,7 +168,7 @@ def test_large_responses_are_copied_for_each_reader(arena: Arena) -> None:
         view = Mappings().view(output.data)
         assert bytes(view) == b"l" * LARGE
         view[:] = b"?" * LARGE
-        rig.client(m.Release(output.data.memory.pid, [output.data.offset]))
+        rig.client(released(output.data))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 
@@ -183,7 +188,7 @@ def test_what_a_reader_was_not_lent_it_cannot_give_back(arena: Arena) -> None:
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     (output,) = unpack_inferred(hit(rig, work()).body).outputs
     assert isinstance(output.data, Place)
-    rig.client(m.Release(output.data.memory.pid, [output.data.offset]), peer=b"7001.cd")
+    rig.client(released(output.data), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
 
 
