@@ -25,6 +25,7 @@ from bench.context import Context
 from bench.load import memcpy, perf, queue_cost
 from bench.load.client import RequestFailed
 from bench.report.results import MACHINE, US, Results, Row
+from bench.system import ensembles
 from bench.system.peer import Analyzer
 from bench.system.servers import BENCH, Server, ServerFailed, running
 
@@ -42,6 +43,7 @@ class Runner:
         self._context = context
         self._settings = context.settings
         self.results = context.results
+        self._written: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self) -> Results:
         """Measure every case that was asked for."""
@@ -99,13 +101,23 @@ class Runner:
         for product in self._context.products():
             self._context.say(f"{case.name}: starting {product.name}")
             notes = self.results.notes
-            models = [BENCH / "models" / name for name in (case.load.model, *case.load.steps)]
             try:
+                models = list(map(self._model, (case.load.model, *case.load.steps)))
                 server = running(product, models, notes=notes)
                 servers.append(started.enter_context(server))
             except _FAILURES as error:
                 self._context.skip(f"{case.name}, {product.name}", str(error), failed=True)
         return servers
+
+    def _model(self, name: str) -> Path:
+        """The folder of a model: one of bench/models, or one that is written when it is needed."""
+        kept = BENCH / "models" / name
+        if kept.is_dir():
+            return kept
+        if self._written is None:
+            self._written = tempfile.TemporaryDirectory(prefix="bench-models-")
+            ensembles.write(Path(self._written.name))
+        return Path(self._written.name, name)
 
     def _attempt(
         self, servers: list[Server], server: Server, case: LoadCase, step: Callable[[Server], None]

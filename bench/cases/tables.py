@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bench.cases import standing
 from bench.cases.figures import Better, Figure, Target
 from bench.load.perf import P50, P99, THROUGHPUT, Load
+from bench.system.ensembles import CHAIN, DIAMOND, NAPS
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,16 @@ LOADS = (
         THROUGHPUT,
         1.5,
         3.0,
+    ),
+    *(
+        _load(name, title, Load(model, in_flight, steps=steps), column, must, aim)
+        for name, title, (model, steps), in_flight, column, must, aim in (
+            ("chain", "three steps of 64 bytes, 8 in flight", CHAIN, 8, THROUGHPUT, 1.1, 2.0),
+            ("chain-p50", "three steps of 64 bytes, 1 in flight: p50", CHAIN, 1, P50, 1.1, 0.7),
+            ("diamond", "a diamond of four steps, 4 in flight", DIAMOND, 4, THROUGHPUT, 1.2, 2.0),
+            ("naps-4", "three steps that sleep 2 ms, 4 in flight", NAPS, 4, THROUGHPUT, 1.0, 1.0),
+            ("naps-8", "three steps that sleep 2 ms, 8 in flight", NAPS, 8, THROUGHPUT, 1.0, 1.0),
+        )
     ),
 )
 
