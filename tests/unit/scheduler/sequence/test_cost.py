@@ -67,7 +67,8 @@ def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
     """Of the others: it has as many itself."""
 
     def retiring(instances: int) -> int:
-        table = SequenceRig(rows=8, instances=instances).core._dispatch._sequences
+        dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch
+        table = dispatch._sequences
         gone = table._free[0][2]
         return operations(lambda: table.close(gone))
 
