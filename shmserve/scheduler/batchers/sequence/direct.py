@@ -45,7 +45,7 @@ class DirectLane(Lane):
         if not self._ready:
             return None
         slots = sorted(self._ready)
-        fronts = {slot: self._ready[slot].waiting[0] for slot in slots}
+        fronts = {slot: self._ready[slot].waiting.first for slot in slots}
         oldest = min(slots, key=lambda slot: (fronts[slot].enqueued_ns, slot))
         reason = Closed.FULL if len(slots) == len(self.slots) else Closed.IDLE
         if self._delay_ns and self._needed and len(slots) < self._needed:

@@ -121,16 +121,16 @@ class SequenceDispatch(Dispatcher):
         """As `Dispatcher` says: what is behind it in its sequence would miss it, and goes too."""
         sequence: Sequence = request.sequence
         code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
-        first = request
         if expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
-            if sequence.lane is None:
-                text, first = _BACKLOG_EXPIRED, sequence.waiting[0]
-        followers = self._sequences.drop(first)
-        if first is not request:
-            followers = [first, *(each for each in followers if each is not request)]
-        for each in () if apart else followers:
-            self._fail(each, code, text, reason, now_ns)
+        if expired and sequence.lane is None:
+            text = _BACKLOG_EXPIRED
+            removed = self._sequences.drop_all(sequence)
+        else:
+            removed = self._sequences.drop(request)
+        for each in () if apart else removed:
+            if each is not request:
+                self._fail(each, code, text, reason, now_ns)
 
     def _fail(self, request: Request, code: str, text: str, reason: Reason, now_ns: int) -> None:
         self._queue.remove(request)
@@ -246,5 +246,5 @@ def _state_lost(sequence: Sequence) -> str:
 def _row(number: int, sequence: Sequence | None) -> SequenceRow:
     if sequence is None:
         return SequenceRow(number, 0)
-    request = sequence.waiting[0]
+    request = sequence.waiting.first
     return SequenceRow(number, request.key, request.flags, *correlation_fields(sequence.id))

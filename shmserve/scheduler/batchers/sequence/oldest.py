@@ -36,7 +36,7 @@ class OldestLane(Lane):
 
     def decide(self, now_ns: int, reserve_ns: int) -> Rows | WaitUntil | None:
         """As `Lane` says."""
-        fronts = (sequence.waiting[0] for sequence in self._ready.values())
+        fronts = (sequence.waiting.first for sequence in self._ready.values())
         decision = decide(now_ns, fronts, self._rules, reserve_ns)
         if isinstance(decision, Batch):
             first = islice(self._ready.items(), decision.count)

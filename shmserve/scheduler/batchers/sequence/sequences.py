@@ -7,19 +7,26 @@
 An id is a client's word: who sends the same one belongs to the same sequence, whoever it is. A
 number and a text are never the same id. END takes the id out at once: a START after it is another
 sequence, which may run elsewhere while the first still does. A START on an id that is open begins
-anew in the same slot. Every operation takes the same time however many sequences there are.
+anew in the same slot. Every operation takes the same time however many sequences, requests and
+slots there are (a heap's logarithm apart, amortised): slots of instances that leave stay in the
+heap of free ones until they outnumber the others.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.scheduler.batchers.sequence.backlog import Backlog
-from shmserve.scheduler.batchers.sequence.lane import Lane, Owner, Sequence
+from shmserve.scheduler.batchers.sequence.lane import (
+    Lane,
+    Owner,
+    Sequence,
+    WaitingRequests,
+)
 from shmserve.scheduler.requests.request import NEVER, Request
 
 _LOST_REMEMBERED = 4096
@@ -43,7 +50,8 @@ class Sequences:
         self._most = most
         self._once = once
         self._open: dict[int | str, Sequence] = {}
-        self._free: list[tuple[int, tuple[int, int], Lane]] = []
+        self._free: list[tuple[int, tuple[int, int], Lane]] = []  # and stale ones, of closed lanes
+        self._stale = 0
         self._backlog = Backlog()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
         self._unended: dict[Lane, list[int]] = {}
@@ -86,11 +94,16 @@ class Sequences:
     def close(self, lane: Lane) -> None:
         """An instance takes no more sequences. Those that it has begun go on there, and the others
         wait for another slot, before all that do."""
+        if lane.closed:
+            return
         lane.closed = True
-        self._free = [entry for entry in self._free if entry[2] is not lane]
-        heapq.heapify(self._free)
+        self._stale += lane.slots.count(None)
+        if 2 * self._stale > len(self._free):  # paid for by those that it drops
+            self._free = [entry for entry in self._free if not entry[2].closed]
+            heapq.heapify(self._free)
+            self._stale = 0
         moved = [each for each in lane.slots if each is not None and not each.begun]
-        for sequence in sorted(moved, key=lambda each: each.waiting[0].key, reverse=True):
+        for sequence in sorted(moved, key=lambda each: each.waiting.first.key, reverse=True):
             lane.withdraw(sequence)
             lane.slots[sequence.slot] = None
             sequence.lane = None
@@ -149,27 +162,24 @@ class Sequences:
             del self._open[sequence.id]
 
     def drop(self, request: Request) -> list[Request]:
-        """A waiting request has left; those behind it leave with it, up to a START: they would miss
-        it. Where none is left to come, the sequence has ended."""
+        """A waiting request leaves, and those behind it up to a START, which would miss it: all of
+        these. Where none is left to come, the sequence has ended."""
         sequence: Sequence = request.sequence
-        if request not in sequence.waiting:
-            return []  # it has left with one before it
-        kept: deque[Request] = deque()
-        followers: list[Request] = []
-        leaving = False
-        for each in sequence.waiting:
-            if each is request:
-                leaving = True
-            elif leaving and not each.flags & SEQUENCE_START:
-                followers.append(each)
-            else:
-                leaving = False
-                kept.append(each)
-        sequence.waiting = kept
-        if leaving:  # to the end of it
+        ends = sequence.waiting.is_in_last_run(request)
+        removed = sequence.waiting.remove(request)
+        if ends:
             self._close(sequence)
+        if removed:  # else it has left with one before it
+            self._settle(sequence)
+        return removed
+
+    def drop_all(self, sequence: Sequence) -> list[Request]:
+        """All that waits of a sequence leaves, which has ended."""
+        removed = list(sequence.waiting)
+        sequence.waiting = WaitingRequests()
+        self._close(sequence)
         self._settle(sequence)
-        return followers
+        return removed
 
     def _settle(self, sequence: Sequence) -> None:
         """After requests have left."""
@@ -188,6 +198,9 @@ class Sequences:
         """Give free slots to those that wait."""
         while self._backlog and self._free:
             slot, _, lane = heapq.heappop(self._free)
+            if lane.closed:
+                self._stale -= 1
+                continue
             sequence = self._backlog.pop()
             sequence.lane, sequence.slot = lane, slot
             lane.slots[slot] = sequence
@@ -225,7 +238,7 @@ class Sequences:
         for _, sequence in rows:
             if sequence is None:
                 continue
-            request = sequence.waiting.popleft()
+            request = sequence.waiting.take()
             sequence.running = request
             sequence.begun = True
             lane.withdraw(sequence)
@@ -242,7 +255,7 @@ class Sequences:
         """Its model wants a request once more: before all others of its sequence."""
         sequence: Sequence = request.sequence
         request.flags = 0
-        sequence.waiting.appendleft(request)
+        sequence.waiting.put_back(request)
 
     def returned(self, lane: Lane, now_ns: int) -> None:
         """What an instance has run is back."""

@@ -38,6 +38,8 @@ from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
 
+_KILL_PATIENCE_S = 1.0  # for a scheduler that others share a process with
+
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
@@ -230,4 +232,6 @@ class ModelVersion:
         children = self.instances.children()
         for child in children:
             child.kill()
-        await asyncio.gather(self._scheduler.stop(), *(child.gone() for child in children))
+        await asyncio.gather(
+            self._scheduler.stop(_KILL_PATIENCE_S), *(child.gone() for child in children)
+        )

@@ -23,7 +23,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
-from shmserve.supervisor.processes.scheduler_hosts import Group, HostedScheduler
+from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedScheduler
 from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
@@ -274,8 +274,8 @@ class VersionScheduler:
         self._context.cache_shares.leave(id(self))
         self._context.tickets.remove(id(self))
 
-    async def stop(self) -> None:
-        """End it: what it has not finished it refuses."""
+    async def stop(self, patience_s: float = STOP_PATIENCE_S) -> None:
+        """End it: what it has not finished it refuses, within `patience_s` seconds."""
         self.leave()
         if self._last is not None:
-            await self._context.hosts.close(self._last)
+            await self._context.hosts.close(self._last, patience_s)

@@ -3,6 +3,7 @@ table of sequences alone: what it keeps is bounded, and others are served."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,16 @@ class Table:
         self.lane = DirectLane(b"0.100", (0, 0), SLOTS, 0, 0)
         self.sequences.join(self.lane)
         self.now = 0
+        self.keys = itertools.count()
         self.executed: list[Any] = []
 
     def ask(self, client: Client[Request], sequence: int, flags: int) -> Any:
         """A request; raises what it is refused with."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
-        request: Any = SimpleNamespace(client=client, flags=flags, sequence=None, submit=submit)
+        request: Any = SimpleNamespace(
+            key=next(self.keys), client=client, flags=flags, sequence=None, submit=submit
+        )
         self.sequences.arrive(request, sequence)
         return request
 

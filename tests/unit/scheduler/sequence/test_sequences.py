@@ -231,6 +231,19 @@ def test_3_3_a_timeout_in_the_backlog_rejects_the_whole_sequence() -> None:
     assert rig.report()["inference_stats"]["fail"]["count"] == 3
 
 
+def test_3_3_that_is_so_where_a_start_is_in_the_middle() -> None:
+    rig = SequenceRig(rows=1)
+    rig.ask(1, START)
+    numbers = [rig.ask(2, START), rig.ask(2), rig.ask(2, START), rig.ask(2, timeout_ns=5 * MS)]
+    rig.pass_time(6 * MS)
+    text = "timeout of the corresponding sequence has been expired"
+    assert rig.outcomes() == dict.fromkeys(numbers, text)
+    rig.ask(1, END)
+    rig.done()
+    rig.done()
+    assert not rig.runs() and rig.scheduler.live == 0
+
+
 def test_a_timeout_in_a_slot_ends_the_sequence_for_those_behind_it(rig: SequenceRig) -> None:
     rig.ask(1, START)
     late = rig.ask(1, timeout_ns=5 * MS)
