@@ -17,7 +17,7 @@ from shmserve.ipc.messages.supervision import (
     KillInstance,
     PoolFailed,
     ProcessExited,
-    StatisticsKept,
+    StatisticsSnapshot,
     Stop,
 )
 from shmserve.scheduler.requests.request import NEVER
@@ -641,7 +641,7 @@ def drained(rig: Rig) -> bool:
     """Whether the supervisor has been told so since the last time; what was counted it gets first,
     each time."""
     told = [message for _, message in rig.control.take()]
-    assert {type(message) for message in told[:-1]} <= {StatisticsKept}
+    assert {type(message) for message in told[:-1]} <= {StatisticsSnapshot}
     return bool(told) and told[-1] == Drained()
 
 
