@@ -77,8 +77,8 @@ GatewayToSupervisor = (
 )
 SupervisorToScheduler = (
     supervision.ProcessExited
-    | supervision.CountsInherited
-    | supervision.KeepStatistics
+    | supervision.BaseCounters
+    | supervision.SnapshotStatistics
     | supervision.ResizeCache
     | supervision.Drain
     | supervision.Stop
@@ -98,7 +98,7 @@ SchedulerToSupervisor = (
     | supervision.KillInstance
     | supervision.InstanceRetired
     | supervision.Drained
-    | supervision.StatisticsKept
+    | supervision.StatisticsSnapshot
     | supervision.AskTicket
     | supervision.TicketReturned
 )

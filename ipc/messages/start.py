@@ -57,8 +57,8 @@ class HostStart:
 class SchedulerStart:
     """A scheduler of a `kind` ("scheduler" or "ensemble"): `number` is its endpoints'.
 
-    `kept` is what a predecessor that died had counted, the last `StatisticsKept` (empty for the
-    first), `alive` the worker processes that there were. Local clients prove who they are by
+    `snapshot` is what a predecessor that died had counted, the last `StatisticsSnapshot` (empty for
+    the first), `alive` the worker processes that there were. Local clients prove who they are by
     `capability_key`; the programs of `group` are admitted, too (-1: none).
     """
 
@@ -72,7 +72,7 @@ class SchedulerStart:
     arena_byte_size: int = 0  # of what it lends
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
-    kept: list[Any] = field(default_factory=list)
+    snapshot: list[Any] = field(default_factory=list)
     alive: list[int] = field(default_factory=list)
 
 

@@ -272,23 +272,24 @@ class KillInstance:
 
 
 @message
-class StatisticsKept:
-    """What the scheduler has counted, before it tells anybody else; its successor goes on from
-    there. `metrics` are its model's own, as common/metrics/model_metrics.py keeps them. What is
-    left out of `statistics` is as it was kept before."""
+class StatisticsSnapshot:
+    """A snapshot of what the scheduler has counted, before it tells anybody else; its successor
+    restores it. `metrics` are its model's own, as common/model_metrics.py has them. What is left
+    out of `statistics` is as it was in the last."""
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]
 
 
 @message
-class KeepStatistics:
-    """Say `StatisticsKept` now, without the long `response_stats`: it is asked every second."""
+class SnapshotStatistics:
+    """Send `StatisticsSnapshot` now, without the long `response_stats`: it is asked every
+    second."""
 
 
 @message
-class CountsInherited:
-    """What was counted by the one that this version replaces, of its StatisticsKept: the latest
+class BaseCounters:
+    """What the one that this version replaces has counted, of its StatisticsSnapshot: the latest
     holds. See shmserve/common/cumulative_counters.py."""
 
     statistics: dict[str, Any]

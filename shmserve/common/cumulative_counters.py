@@ -16,7 +16,7 @@ _OURS = (
 )
 
 
-def lasting(report: dict[str, Any]) -> dict[str, Any]:
+def total_counters(report: dict[str, Any]) -> dict[str, Any]:
     """All counters of a scheduler's report, and of what was before it, in one dictionary under the
     keys that shmserve/scheduler/statistics gives them.
 
@@ -25,16 +25,16 @@ def lasting(report: dict[str, Any]) -> dict[str, Any]:
     ours = report["shmserve"]
     own = {key: report[key] for key in _SHOWN} | {key: ours[key] for key in _OURS}
     own["padding"] = ours.get("padding", {})
-    earlier = ours.get("earlier")
-    return _added(own, earlier) if earlier else own
+    base = ours.get("base")
+    return _added(own, base) if base else own
 
 
-def following(report: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's report, with the latest that the one before it has reported.
+def with_base(report: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's report, with the latest of the one before it as its base.
 
     Raises KeyError or TypeError for what is no report.
     """
-    return {**report, "shmserve": {**report["shmserve"], "earlier": lasting(before)}}
+    return {**report, "shmserve": {**report["shmserve"], "base": total_counters(base)}}
 
 
 def _added(one: Any, other: Any) -> Any:

@@ -113,16 +113,16 @@ class ModelMetrics:
         self._gone: Families = {}
         self._instances: dict[int, Families] = {}
 
-    def kept(self) -> list[Any]:
+    def snapshot(self) -> list[Any]:
         """A checkpoint for `restore`."""
         return [plain(self._gone), *([pid, plain(f)] for pid, f in self._instances.items())]
 
-    def restore(self, kept: list[Any], alive: Iterable[int]) -> None:
+    def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
         """Go on from what a predecessor had, with the instances `alive` (pids) of then.
 
-        Raises ValueError for what is not `kept`'s.
+        Raises ValueError for what is not `snapshot`'s.
         """
-        gone, *instances = kept
+        gone, *instances = snapshot
         self._gone = parse(gone)
         self._instances = {int(pid): parse(families) for pid, families in instances}
         for pid in self._instances.keys() - set(alive):

@@ -3,7 +3,7 @@ credit, release, drain, stop, restore, reports. No clock, no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
                                                                ├─> Front ──> Core
-    supervisor   Drain Stop ProcessExited KeepStatistics ... ──┘
+    supervisor   Drain Stop ProcessExited SnapshotStatistics ... ──┘
 
 What becomes of a request that was admitted is its core's decision (batching.py, ensemble/core.py).
 """
@@ -26,12 +26,12 @@ from shmserve.ipc.messages.inference import (
     Submit,
 )
 from shmserve.ipc.messages.supervision import (
-    CountsInherited,
+    BaseCounters,
     Drain,
     Drained,
-    KeepStatistics,
     ProcessExited,
     ResizeCache,
+    SnapshotStatistics,
     Stop,
 )
 from shmserve.ipc.transport.peercred_router import first_number, last_number
@@ -221,15 +221,15 @@ class Front(Generic[R]):
         match message:
             case ProcessExited():
                 self._process_exited(message.pid, now_ns)
-            case CountsInherited():
-                self._reports.inherit(message, now_ns)
-            case KeepStatistics():
-                self._reports.keep_brief(now_ns)
+            case BaseCounters():
+                self._reports.set_base(message, now_ns)
+            case SnapshotStatistics():
+                self._reports.snapshot_brief(now_ns)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
-                self._reports.keep(now_ns)
+                self._reports.snapshot(now_ns)
                 self._draining, self._drained = True, False
                 self._core.drain(message.sequences)
             case Stop():
@@ -271,16 +271,16 @@ class Front(Generic[R]):
         wake_ns = self._core.tick(now_ns)
         if self._draining and not self._drained and not self._core.unfinished:
             self._drained = True
-            self._reports.keep(now_ns)
+            self._reports.snapshot(now_ns)
             self._control.post(Drained())
         return wake_ns
 
-    def restore(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
-        """Count on from a predecessor's last StatisticsKept, as [statistics, metrics].
+    def restore(self, snapshot: list[Any], alive: list[int], now_ns: int) -> None:
+        """Count on from a predecessor's last StatisticsSnapshot, as [statistics, metrics].
 
         `alive` are the pids of the instances that it has left behind.
         """
-        self._reports.go_on(kept, alive, now_ns)
+        self._reports.restore(snapshot, alive, now_ns)
 
     def misplaced(self) -> None:
         """A message was dropped because it makes no sense from its sender or now."""

@@ -85,8 +85,8 @@ class HostedScheduler(ABC):
         self._front: Front[Any] = Front(
             self._core, self._clients, self._control, time.time_ns, self._cache
         )
-        if start.kept:
-            self._front.restore(start.kept, start.alive, time.monotonic_ns())
+        if start.snapshot:
+            self._front.restore(start.snapshot, start.alive, time.monotonic_ns())
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,

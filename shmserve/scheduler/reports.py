@@ -9,7 +9,7 @@ from typing import Any
 from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
 from shmserve.ipc.messages.inference import MetricsReported, StatisticsReported
-from shmserve.ipc.messages.supervision import CountsInherited, StatisticsKept
+from shmserve.ipc.messages.supervision import BaseCounters, StatisticsSnapshot
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.statistics.counters import Statistics
 
@@ -52,31 +52,31 @@ class Reports:
     def tell(self, peer: bytes, number: int, now_ns: int) -> None:
         """A client asks, with this number."""
         report = self.report(now_ns)
-        self._keep(report)
+        self._post(report)
         self._clients.post(peer, StatisticsReported(number, report))
 
-    def keep(self, now_ns: int) -> None:
+    def snapshot(self, now_ns: int) -> None:
         """Tell whoever starts our successor: no count that was shown may ever go back."""
-        self._keep(self.report(now_ns))
+        self._post(self.report(now_ns))
 
-    def keep_brief(self, now_ns: int) -> None:
-        """`keep`, but for what is counted by response: this is asked for once a second."""
-        self._keep(self._statistics.brief(now_ns, self._wall_clock(), self._all_gauges()))
+    def snapshot_brief(self, now_ns: int) -> None:
+        """`snapshot`, but for what is counted by response: this is asked for once a second."""
+        self._post(self._statistics.brief(now_ns, self._wall_clock(), self._all_gauges()))
 
-    def _keep(self, report: dict[str, Any]) -> None:
-        self._control.post(StatisticsKept(report, self._metrics.kept()))
+    def _post(self, report: dict[str, Any]) -> None:
+        self._control.post(StatisticsSnapshot(report, self._metrics.snapshot()))
 
-    def inherit(self, message: CountsInherited, now_ns: int) -> None:
+    def set_base(self, message: BaseCounters, now_ns: int) -> None:
         """What this version replaces has counted this."""
         try:
-            self._statistics.inherit(message.statistics)
+            self._statistics.set_base(message.statistics)
         except (KeyError, TypeError, ValueError):
             logger.exception("the statistics of what was here before cannot be read")
-        self.keep(now_ns)
+        self.snapshot(now_ns)
 
-    def go_on(self, kept: list[Any], alive: list[int], now_ns: int) -> None:
-        """As `Scheduler.go_on`."""
-        statistics, metrics = kept
+    def restore(self, snapshot: list[Any], alive: list[int], now_ns: int) -> None:
+        """As `Front.restore`."""
+        statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics, now_ns, self._wall_clock())
             self._metrics.restore(metrics, alive)

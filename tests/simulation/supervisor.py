@@ -27,7 +27,7 @@ class Version:
         self.number = number
         self.scheduler: SchedulerProcess | None = None
         self.workers: dict[int, Worker] = {}
-        self.kept: list[Any] = []
+        self.snapshot: list[Any] = []
         self.serves = False
         self.retiring = False
 
@@ -111,9 +111,9 @@ class Supervisor(Process):
                 worker = version.workers.get(index)
                 if worker is not None and worker.pid == pid:
                     self.kill(worker)
-            case supervision.StatisticsKept():
-                before = version.kept[0] if version.kept else {}
-                version.kept = [{**before, **message.statistics}, message.metrics]
+            case supervision.StatisticsSnapshot():
+                before = version.snapshot[0] if version.snapshot else {}
+                version.snapshot = [{**before, **message.statistics}, message.metrics]
             case supervision.InstanceRetired(index=index):
                 worker = version.workers.pop(index, None)
                 if worker is not None:
@@ -214,7 +214,7 @@ class Supervisor(Process):
             version.number,
             next(self._numbers),
             self.hear,
-            version.kept,
+            version.snapshot,
             alive,
             self.hosts,
         )

@@ -74,7 +74,7 @@ class _Families(Collector):
         self._reports = [
             (
                 {"model": str(report["name"]), "version": str(report["version"])},
-                {**report["shmserve"], **cumulative_counters.lasting(report)},
+                {**report["shmserve"], **cumulative_counters.total_counters(report)},
             )
             for report in reports
         ]

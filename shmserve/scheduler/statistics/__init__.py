@@ -3,10 +3,8 @@
 counters.py         requests, and the report of everything
 execution_stats.py  executions of batches
 response_stats.py   responses of a decoupled model, by their index
-timing.py           the phases of an execution, from what a worker says of it
-histogram.py        observations in fixed buckets
-quantiles.py        quantiles of the last minute: a sketch in a sliding window
-durations.py        times as they are reported
+timing.py           the phases of an execution, from what a worker says of it; reported times
+histograms.py       observations in fixed buckets, and quantiles of the last minute
 
 `Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
 
@@ -33,7 +31,7 @@ and one key more, for metrics:
         retried         requests that ran again, alone, after that
         overruns        executions that passed the limit
         malformed       frames and messages that were dropped
-        earlier         counters of what this one replaces, as counters.lasting gives them
+        base            counters of what this one replaces, as total_counters gives them
         copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
                         it; none for what is used where it lies}
         cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
-from shmserve.common.cumulative_counters import lasting
+from shmserve.common.cumulative_counters import total_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken
 from shmserve.scheduler.statistics.execution_stats import ExecutionStats
-from shmserve.scheduler.statistics.histogram import Histogram
-from shmserve.scheduler.statistics.quantiles import Quantiles
+from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
 from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, duration, taken
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
@@ -60,12 +58,12 @@ class Statistics:
         self.overruns = 0
         self._hits, self._hit_ns = 0, 0
         self._misses, self._miss_ns = 0, 0
-        self._earlier: dict[str, Any] = {}
+        self._base: dict[str, Any] = {}
 
-    def inherit(self, report: dict[str, Any]) -> None:
+    def set_base(self, report: dict[str, Any]) -> None:
         """What this version replaces has reported this; raises KeyError or TypeError for what is
         no report."""
-        self._earlier = lasting(report)
+        self._base = total_counters(report)
 
     def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
@@ -138,7 +136,7 @@ class Statistics:
         self._failures[reason] += 1
 
     def restore(self, report: dict[str, Any], now_ns: int, wall_ns: int) -> None:
-        """Go on from what a predecessor has reported.
+        """Count on from what a predecessor has reported.
 
         Raises KeyError, TypeError or ValueError for anything else, and may then be half done.
         """
@@ -163,7 +161,7 @@ class Statistics:
         self.workers_lost = int(ours["workers_lost"])
         self.retried = int(ours["retried"])
         self.overruns = int(ours["overruns"])
-        self._earlier = dict(ours["earlier"])
+        self._base = dict(ours["base"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the package says; `gauges` are the `shmserve` keys that others know."""
@@ -212,7 +210,7 @@ class Statistics:
                 "overruns": self.overruns,
                 "copied_bytes": executions.copied_bytes(),
                 "padding": executions.padding(),
-                "earlier": self._earlier,
+                "base": self._base,
                 **gauges,
             },
         }

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shmserve.scheduler.batchers.base import Closed
-from shmserve.scheduler.statistics.durations import NS_PER_S, SECONDS, duration, taken
-from shmserve.scheduler.statistics.histogram import Histogram
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics.histograms import Histogram
+from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, duration, taken
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -25,7 +25,7 @@ from shmserve.supervisor.models.registry import UNLOADED, ModelRegistry, Status
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.models.version.spec import ModelState
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.models.version.spec import ModelState, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)

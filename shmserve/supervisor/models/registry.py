@@ -16,8 +16,7 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.instance_update import InstanceUpdate
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel
-from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.models.version.spec import ModelState, StepModel
 from shmserve.supervisor.processes.table import Child
 
 UNLOADED = "unloaded"

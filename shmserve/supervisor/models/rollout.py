@@ -20,7 +20,7 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.states import ModelState
+from shmserve.supervisor.models.version.spec import ModelState
 
 logger = logging.getLogger(__name__)
 

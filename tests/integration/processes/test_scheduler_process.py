@@ -31,7 +31,7 @@ from shmserve.ipc.messages.supervision import (
     ProcessExited,
     SchedulerClosed,
     SchedulerReady,
-    StatisticsKept,
+    StatisticsSnapshot,
     Stop,
 )
 from shmserve.ipc.model_spec import ModelSpec
@@ -138,7 +138,7 @@ class Stage:
         told: list[Any] = []
         while Drained() not in told:
             told += [message for _, message in self.all(self.control)]
-        assert [type(message) for message in told[:-1]] == [StatisticsKept] * 2
+        assert [type(message) for message in told[:-1]] == [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
         """A client's request."""

@@ -54,7 +54,7 @@ def test_a_successor_goes_on() -> None:
         metrics.report(pid, added((counter(pid), gauge(pid, pid, 0))))
     metrics.exited(1)
     successor = ModelMetrics()
-    successor.restore(metrics.kept(), alive=[2, 9])
+    successor.restore(metrics.snapshot(), alive=[2, 9])
     assert plain(successor.total())[0] == plain(metrics.total())[0]
     assert successor.total()["g"] == gauge(2, 2, 0)["g"]
     successor.report(2, counter(5))

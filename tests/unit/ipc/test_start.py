@@ -32,7 +32,7 @@ STARTS = [
         run_dir=RUN_DIR,
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
-        kept=[{"name": "m"}, []],
+        snapshot=[{"name": "m"}, []],
         alive=[1, 2],
     ),
     WorkerStart(

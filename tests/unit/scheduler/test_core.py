@@ -17,7 +17,7 @@ from shmserve.ipc.messages.supervision import (
     KillInstance,
     PoolFailed,
     ProcessExited,
-    StatisticsKept,
+    StatisticsSnapshot,
     Stop,
 )
 from shmserve.scheduler.requests.request import NEVER
@@ -305,7 +305,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     rig = Rig({})
     rig.start()
-    rig.core._executions.service_time.credit = 2
+    rig.core._executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
@@ -641,7 +641,7 @@ def drained(rig: Rig) -> bool:
     """Whether the supervisor has been told so since the last time; what was counted it gets first,
     each time."""
     told = [message for _, message in rig.control.take()]
-    assert {type(message) for message in told[:-1]} <= {StatisticsKept}
+    assert {type(message) for message in told[:-1]} <= {StatisticsSnapshot}
     return bool(told) and told[-1] == Drained()
 
 

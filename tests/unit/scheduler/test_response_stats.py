@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import KeepStatistics, StatisticsKept
+from shmserve.ipc.messages.supervision import SnapshotStatistics, StatisticsSnapshot
 from shmserve.scheduler.statistics.response_stats import LAST_INDEX
-from shmserve.supervisor.models.version.carry_over import CarryOver
+from shmserve.supervisor.models.version.scheduler_process import CarryOver
 from tests.rigs.scheduler_rig import MS, Rig
 
 NONE = {"count": 0, "ns": 0}
@@ -121,15 +121,15 @@ def test_they_are_not_among_what_is_kept_once_a_second_and_outlive_their_schedul
     shown = rig.report()
     give(rig, peer, key, MS, 1, final=True)
     rig.control.take()
-    rig.scheduler.from_control(KeepStatistics(), rig.now)
+    rig.scheduler.from_control(SnapshotStatistics(), rig.now)
     ((_, kept),) = rig.control.take()
     assert "response_stats" not in kept.statistics
     assert [*kept.statistics] == [name for name in shown if name != "response_stats"]
-    for known in ([], [StatisticsKept(shown, [])]):
+    for known in ([], [StatisticsSnapshot(shown, [])]):
         for each in (*known, kept):
-            counts.keep(each.statistics, each.metrics)
+            counts.update(each.statistics, each.metrics)
         successor = Rig(decoupled=True)
-        successor.scheduler.restore(counts.kept, [], successor.now)
+        successor.scheduler.restore(counts.snapshot, [], successor.now)
         assert successor.report()["inference_stats"]["success"]["count"] == 1
         assert stats(successor) == (stats_of(shown) if known else {})
 

@@ -7,16 +7,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.cumulative_counters import following, lasting
+from shmserve.common.cumulative_counters import total_counters, with_base
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
-    CountsInherited,
+    BaseCounters,
     Drain,
     InstanceExpected,
-    StatisticsKept,
+    StatisticsSnapshot,
 )
 from shmserve.scheduler.instances.service_time import ServiceTime
-from shmserve.scheduler.statistics.histogram import Histogram
+from shmserve.scheduler.statistics.histograms import Histogram
 from shmserve.scheduler.statistics.timing import Timing
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
 
@@ -214,7 +214,7 @@ def test_a_successor_counts_on() -> None:
     rig.finish(peer, batch)
     told = rig.report()
     assert told["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
-    (kept,) = [message for _, message in rig.control.take() if type(message) is StatisticsKept]
+    (kept,) = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
     assert kept.statistics == told
 
     successor = Rig({})
@@ -235,18 +235,18 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     _, batch = old.execute()
     old.supervisor(Drain())
     kept = told_supervisor(old)
-    assert lasting(kept)["inference_count"] == 0
+    assert total_counters(kept)["inference_count"] == 0
     new = Rig({})
-    new.supervisor(CountsInherited(kept))
+    new.supervisor(BaseCounters(kept))
     other = new.start()
     new.finish(other, run_one(new))
     old.pass_time(MS)
     old.finish(peer, batch)
     last = told_supervisor(old)
-    new.supervisor(CountsInherited(last))
+    new.supervisor(BaseCounters(last))
     report = new.report()
     assert report["inference_count"] == 1
-    total = lasting(report)
+    total = total_counters(report)
     assert total["inference_count"] == 3
     assert total["inference_stats"]["success"]["count"] == 3
     assert total["histograms"]["batch_size"]["counts"][:2] == [1, 1]
@@ -268,12 +268,12 @@ def test_what_replaces_a_version_counts_on_for_metrics_alone() -> None:
     # Its own successor, of either kind, goes on from both.
     after_a_death = Rig({})
     after_a_death.scheduler.restore([report, [[]]], [], new.now)
-    assert lasting(after_a_death.report()) == total
+    assert total_counters(after_a_death.report()) == total
     after_a_reload = Rig({})
-    after_a_reload.supervisor(CountsInherited(report))
-    assert lasting(after_a_reload.report()) == total
-    after_a_reload.supervisor(CountsInherited({"nonsense": 1}))
-    assert lasting(after_a_reload.report()) == total
+    after_a_reload.supervisor(BaseCounters(report))
+    assert total_counters(after_a_reload.report()) == total
+    after_a_reload.supervisor(BaseCounters({"nonsense": 1}))
+    assert total_counters(after_a_reload.report()) == total
 
 
 def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
@@ -285,14 +285,14 @@ def test_a_histogram_whose_bounds_were_changed_starts_anew() -> None:
         rig.respond(peer, rig.execute()[1].requests[0].key)
         reports.append(rig.report())
     assert reports[0]["shmserve"]["histograms"]["first_response_ms"]["counts"] == [1, 0, 0]
-    same, other = (lasting(following(after, reports[0])) for after in reports[1:])
+    same, other = (total_counters(with_base(after, reports[0])) for after in reports[1:])
     assert same["histograms"]["first_response_ms"]["counts"] == [2, 0, 0]
     assert other["histograms"]["first_response_ms"]["counts"] == [1, 0]
 
 
 def told_supervisor(rig: Rig) -> dict[str, Any]:
     """What a scheduler has last given to whoever comes after it."""
-    kept = [message for _, message in rig.control.take() if type(message) is StatisticsKept]
+    kept = [message for _, message in rig.control.take() if type(message) is StatisticsSnapshot]
     return dict(kept[-1].statistics)
 
 

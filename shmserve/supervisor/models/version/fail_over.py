@@ -14,7 +14,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.spec import Lifetime
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import RestartBackoff
 

@@ -30,8 +30,7 @@ from shmserve.supervisor.models.version.instances import (
     inbox,
 )
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.models.version.states import InstanceState, Lifetime
+from shmserve.supervisor.models.version.spec import InstanceState, Lifetime, VersionSpec
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)

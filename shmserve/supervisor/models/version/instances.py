@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.model_spec import ModelSpec, RateLimit
-from shmserve.supervisor.models.version.states import InstanceState, instance_after
+from shmserve.supervisor.models.version.spec import InstanceState, instance_after
 from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for

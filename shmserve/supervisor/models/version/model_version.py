@@ -31,8 +31,7 @@ from shmserve.supervisor.models.version.instance_update import (
     differs_in_instances_only,
 )
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
 from shmserve.supervisor.models.version.step_models import EnsembleInstances, ServingModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import Child
@@ -178,7 +177,9 @@ class ModelVersion:
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """What this version has counted, and will while it finishes what it has, is
         `successor`'s."""
-        self._scheduler.counts.hand_to(None if successor is None else successor._scheduler.counts)
+        self._scheduler.counts.be_base_of(
+            None if successor is None else successor._scheduler.counts
+        )
 
     def publish_counters(self) -> None:
         """Have its counters published as an event."""

@@ -1,7 +1,7 @@
 """The scheduler of a model version, hosted by a process: started, replaced, drained, stopped.
 
 Every one has a number of its own, and with it endpoints of its own: what is sent to one that died
-reaches no other.
+reaches no other. Its counters outlive it: `CarryOver`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from shmserve.common.cumulative_counters import with_base
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -20,14 +21,56 @@ from shmserve.ipc.messages.start import CacheStart, SchedulerStart, SchedulingLi
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
-from shmserve.supervisor.models.version.carry_over import CarryOver
 from shmserve.supervisor.models.version.instances import Instance
-from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedScheduler
 from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
+
+
+class CarryOver:
+    """Snapshots of one scheduler's counters, for whatever follows it: one that takes over restores
+    the last, and what replaces the version, or moves it to another process, has it as its base.
+    `tell` reaches the scheduler."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
+        self.snapshot: list[Any] = []  # as SchedulerStart has it
+        self._base: dict[str, Any] = {}
+        self._successor: CarryOver | None = None
+
+    def update(self, statistics: dict[str, Any], metrics: list[list[Any]]) -> None:
+        """The scheduler has counted so much; a key that is not there is as it was."""
+        last = self.snapshot[0] if self.snapshot else {}
+        self.snapshot = [{**last, **statistics}, metrics]
+        self._update_successor()
+
+    def be_base_of(self, successor: CarryOver | None) -> None:
+        """`successor` adds to its own what this one has counted, and will while it drains."""
+        self._successor = successor
+        self._update_successor()
+
+    def _set_base(self, base: dict[str, Any]) -> None:
+        self._base = base
+        self.send_base()
+        self._update_successor()
+
+    def send_base(self) -> None:
+        """Tell the scheduler what was counted before this version; one that was only just started
+        does not know it."""
+        if self._base:
+            self._tell(m.BaseCounters(self._base))
+
+    def _update_successor(self) -> None:
+        # Our scheduler may have ended, and one before it be counting still.
+        if self._successor is None:
+            return
+        counted = self.snapshot[0] if self.snapshot else self._base
+        if self.snapshot and self._base:
+            counted = with_base(counted, self._base)
+        if counted:
+            self._successor._set_base(counted)
 
 
 class VersionScheduler:
@@ -107,7 +150,7 @@ class VersionScheduler:
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self._number = number  # now there is something at its endpoints
         self._serving = hosted
-        self.counts.scheduler_started()
+        self.counts.send_base()
 
     def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config
@@ -131,7 +174,7 @@ class VersionScheduler:
             arena_byte_size=server.arena_byte_size,
             limits=limits,
             cache=self._cache_start(config),
-            kept=self.counts.kept,
+            snapshot=self.counts.snapshot,
             alive=workers,
         )
 
@@ -158,8 +201,8 @@ class VersionScheduler:
             case m.Drained():
                 if not self._drained.done():
                     self._drained.set_result(None)
-            case m.StatisticsKept(statistics, metrics):
-                counts.keep(statistics, metrics)
+            case m.StatisticsSnapshot(statistics, metrics):
+                counts.update(statistics, metrics)
                 if self._publish_counters:
                     self._publish_counters = False
                     self._context.events.publish(counted(statistics))
@@ -174,7 +217,7 @@ class VersionScheduler:
     def publish_counters(self) -> None:
         """Have its counters published as an event."""
         self._publish_counters = True
-        self.tell(m.KeepStatistics())
+        self.tell(m.SnapshotStatistics())
 
     async def drain(self, sequences: bool = False) -> None:
         """Have it finish what it has, with `sequences` those that are open, too; returns when it
@@ -207,7 +250,7 @@ class VersionScheduler:
         except Unavailable:
             self._last, self._group, self.counts = self._serving, former, before
             raise
-        before.hand_to(counts)
+        before.be_base_of(counts)
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Whether the rate limiter has a say in it."""

@@ -10,8 +10,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.spec import Lifetime, StepModel, VersionSpec
 
 
 class ServingModels(Protocol):

@@ -30,7 +30,7 @@ def commands(pid):
         m.ChangeLogging(3, {"log_verbose_level": 7}),
         m.UnloadModel(4, "constant", False),
         m.LoadModel(5, "spare", "", {}),
-        m.StatisticsKept({}, []),
+        m.StatisticsSnapshot({}, []),
         m.KillInstance(0, "it was asked for", pid),
         InstanceReady(0, pid),
         BatchFinished(1, 0, 0, 0, 0, []),

@@ -14,7 +14,7 @@ from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import CacheStart
-from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsKept
+from shmserve.ipc.messages.supervision import ProcessExited, ResizeCache, StatisticsSnapshot
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
@@ -285,7 +285,7 @@ def test_counts_go_on_in_a_successor() -> None:
     peer = rig.start()
     run(rig, peer, work(), body(b"y"))
     hit(rig, work())
-    kept = [message for _, message in rig.control.take() if isinstance(message, StatisticsKept)]
+    kept = [message for _, message in rig.control.take() if isinstance(message, StatisticsSnapshot)]
     before = rig.report()
     assert kept == []
     heir = cached()

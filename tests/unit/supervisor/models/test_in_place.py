@@ -25,8 +25,7 @@ from shmserve.supervisor.models.version.instances import (
     expand_instances,
 )
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.states import InstanceState
+from shmserve.supervisor.models.version.spec import InstanceState, StepModel, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.supervisor.models.version.states import (
+from shmserve.supervisor.models.version.spec import (
     INSTANCE,
     IllegalTransition,
     InstanceState,

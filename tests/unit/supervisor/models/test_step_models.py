@@ -11,8 +11,7 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
-from shmserve.supervisor.models.version.states import Lifetime
+from shmserve.supervisor.models.version.spec import Lifetime, StepModel, VersionSpec
 from shmserve.supervisor.models.version.step_models import EnsembleInstances
 
 CONFIG: dict[str, Any] = {

@@ -8,8 +8,7 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import StepModel
-from shmserve.supervisor.models.version.states import InstanceState
+from shmserve.supervisor.models.version.spec import InstanceState, StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Made, Processes, plan, turns
 

@@ -1,4 +1,4 @@
-"""Quantiles of the last minute: a sketch in a sliding window.
+"""Histograms: in fixed buckets since the start, and a sketch of the last minute for quantiles.
 
 A sketch counts observations in buckets whose bounds grow by a constant factor, so that every
 quantile is known within a relative error of `ACCURACY`, at the price of one dictionary entry an
@@ -12,9 +12,11 @@ what is shown is of the last 48 to 60 seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from math import ceil, log
+from typing import Any
 
 ACCURACY = 0.005
 _WINDOW_NS = 60_000_000_000
@@ -22,6 +24,40 @@ _PARTS = 5
 _PART_NS = _WINDOW_NS // _PARTS
 _GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
 _LOG_GROWTH = log(_GROWTH)
+
+
+class Histogram:
+    """Observations in fixed buckets; reported bounds and sum are observations / `scale`."""
+
+    __slots__ = ("_bounds", "_counts", "_scale", "_shown", "_sum")
+
+    def __init__(self, shown: Sequence[float], scale: int = 1) -> None:
+        self._shown = list(shown)
+        self._scale = scale
+        self._bounds = [round(bound * scale) for bound in shown]
+        self._counts = [0] * (len(shown) + 1)
+        self._sum = 0
+
+    def observe(self, value: int) -> None:
+        """Count one observation; a value equal to a bound lies within it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def restore(self, report: dict[str, Any]) -> None:
+        """Go on from there; raises ValueError for another histogram's."""
+        if report["buckets"] != self._shown or len(report["counts"]) != len(self._counts):
+            raise ValueError("these are other buckets")
+        self._counts = list(map(int, report["counts"]))
+        self._sum = round(report["sum"] * self._scale)
+
+    def report(self) -> dict[str, Any]:
+        """As the package says."""
+        return {
+            "buckets": self._shown,
+            "counts": list(self._counts),
+            "sum": self._sum / self._scale if self._scale != 1 else self._sum,
+            "count": sum(self._counts),
+        }
 
 
 class Quantiles:
