@@ -146,7 +146,9 @@ class VersionScheduler:
             await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
         if not ready.done():
-            reason = hosted.child.exited.result() if hosted.child.exited.done() else "refused"
+            await context.hosts.close(hosted)
+            ended = hosted.child.exited
+            reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self._number = number  # now there is something at its endpoints
         self._serving = hosted
