@@ -104,7 +104,7 @@ class PaddedBatch:
         self._true = [0] * len(self._pads)  # elements of each input that clients sent
         self._apart = [0] * len(self._pads)  # elements if each request were padded by itself
 
-    def admits(self, key: bytes, units: int) -> bool:
+    def may_join(self, key: bytes, units: int) -> bool:
         """Whether a request of `units` rows joins; if it does, it is one of the batch.
 
         The first one does. Another one does where what must be equal is, there is a shape for all,

@@ -115,17 +115,17 @@ class BatchingCore(Core[Request]):
             raise Unavailable(self._pool.failure)
         if self._pool.free and len(self._queue) and self._queue.full(submit.priority):
             self._dispatch.run(now_ns)
-        identity = self._dispatch.identify(client, submit)
-        request = self._queue.admit(client, submit, now_ns)
+        sequence_key = self._dispatch.identify(client, submit)
+        request = self._queue.enqueue(client, submit, now_ns)
         request.lookup = lookup
-        self._responses.admitted(request)
-        self._dispatch.admitted(request, identity)
+        self._responses.enqueued(request)
+        self._dispatch.enqueued(request, sequence_key)
 
     def hit(self, client: Client[Request], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         # Only its turn may still have to come.
-        request = self._queue.admit(client, submit, now_ns, cached=True)
+        request = self._queue.enqueue(client, submit, now_ns, cached=True)
         request.lookup = lookup
-        self._responses.admitted(request)
+        self._responses.enqueued(request)
         timing = Timing(now_ns, 0, 0, 0)
         self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
 
@@ -174,7 +174,7 @@ class BatchingCore(Core[Request]):
             self._responses.abandon(request, now_ns)
 
     def accepts_while_draining(self, submit: Submit) -> bool:
-        return self._dispatch.goes_on(submit)
+        return self._dispatch.accepts_while_draining(submit)
 
     def stop(self, request: Request, now_ns: int) -> None:
         if request.state is State.FAILED_EARLY:
@@ -223,7 +223,7 @@ class BatchingCore(Core[Request]):
                 self._dispatch.open_sequences,
                 self._name,
             )
-        self._dispatch.hurry()
+        self._dispatch.flush()
 
     @property
     def unfinished(self) -> int:

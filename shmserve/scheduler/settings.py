@@ -100,6 +100,11 @@ class Sequencing:
     hold: int = 0
     hold_backlog: int = 0
 
+    def without_delay(self) -> Sequencing:
+        """These rules where nothing more comes that would be worth waiting for."""
+        oldest = None if self.oldest is None else replace(self.oldest, delay_ns=0)
+        return replace(self, delay_ns=0, oldest=oldest)
+
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raises InvalidArgument for an id that the model's control input cannot hold."""
         is_text = isinstance(correlation_id, str)

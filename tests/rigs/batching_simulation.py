@@ -23,7 +23,7 @@ class Item:
     enqueued_ns: int
     units: int = 1
     shape_key: bytes = b""
-    hurry_ns: int = NEVER
+    flush_by_ns: int = NEVER
 
 
 @dataclass(slots=True)

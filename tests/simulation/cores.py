@@ -36,7 +36,7 @@ _KEPT = {
     "Pool._slots": 64,
     "Pool._by_peer": 64,
     "Pool.free": 64,
-    "SequenceDispatch._lanes": 64,
+    "SequenceDispatch._slots": 64,
     "Executions._early": 64,
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,

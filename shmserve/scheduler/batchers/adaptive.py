@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
-from shmserve.scheduler.batchers.dynamic import Front, closed, gather
+from shmserve.scheduler.batchers.dynamic import QueueHead, closed, gather
 from shmserve.scheduler.batchers.estimates import Arrivals, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -160,70 +160,70 @@ class AdaptiveBatcher(Batcher):
 
     # --- what it decides ----------------------------------------------------------------------
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """As `Batcher` says."""
         self._draining = True
 
     def closed(self, pending: Iterable[Pending]) -> Batch | None:
         """As `Batcher` says."""
-        front = gather(pending, self._rules)
-        batch = closed(front)
-        return batch if front is None or batch is None else self._sized(front, batch)
+        head = gather(pending, self._rules)
+        batch = closed(head)
+        return batch if head is None or batch is None else self._sized(head, batch)
 
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         """As `Batcher` says."""
-        front = gather(pending, self._rules)
-        if front is None:
+        head = gather(pending, self._rules)
+        if head is None:
             return None
         # A batch that was decided on is not always taken: the instance may still wait for its
         # ticket. So what ends a wait is that its first request is gone, not the decision.
-        if not any(request is self._first for request in front.requests):
-            self._first, self._until_ns = front.requests[0], now_ns + int(self._time.setup_ns)
-        batch = closed(front)
+        if not any(request is self._first for request in head.requests):
+            self._first, self._until_ns = head.requests[0], now_ns + int(self._time.setup_ns)
+        batch = closed(head)
         if self._draining or not self._time.known:
-            return batch or Batch(len(front.requests), Closed.IDLE)
-        tried = self._tried(now_ns, front)
+            return batch or Batch(len(head.requests), Closed.IDLE)
+        tried = self._tried(now_ns, head)
         if tried:
             return Batch(tried, Closed.PREFERRED)
         if batch is not None:
-            return self._sized(front, batch)
-        if front.hurry_ns - reserve_ns <= now_ns:
-            return self._sized(front, Batch(len(front.requests), Closed.DEADLINE))
-        return self._wait(now_ns, front, reserve_ns)
+            return self._sized(head, batch)
+        if head.flush_by_ns - reserve_ns <= now_ns:
+            return self._sized(head, Batch(len(head.requests), Closed.DEADLINE))
+        return self._wait(now_ns, head, reserve_ns)
 
-    def _wait(self, now_ns: int, front: Front, reserve_ns: int) -> Batch | WaitUntil:
+    def _wait(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
         """Wait for more, or run what is there."""
-        count = len(front.requests)
-        burst_ns, sooner = self._burst(front)
-        ends_ns = self._start_by(front.oldest_ns, front.units)
+        count = len(head.requests)
+        burst_ns, sooner = self._burst(head)
+        ends_ns = self._start_by(head.oldest_ns, head.units)
         if sooner or self._misses > _OUT_OF_REACH:
             ends_ns = max(ends_ns, burst_ns)
         reason = Closed.IDLE
         if ends_ns <= now_ns:
             reason = Closed.TARGET
         elif self._rules.delay_ns:
-            ends_ns = min(ends_ns, front.oldest_ns + self._rules.delay_ns)
+            ends_ns = min(ends_ns, head.oldest_ns + self._rules.delay_ns)
         until_ns = min(ends_ns, self._until_ns, burst_ns)
         if until_ns > now_ns:
-            return WaitUntil(min(until_ns, front.hurry_ns - reserve_ns))
-        batch = self._sized(front, Batch(count, reason))
+            return WaitUntil(min(until_ns, head.flush_by_ns - reserve_ns))
+        batch = self._sized(head, Batch(count, reason))
         if batch.reason is Closed.TARGET:
-            return Batch(self._in_time(now_ns, front.requests) or count, reason)
+            return Batch(self._in_time(now_ns, head.requests) or count, reason)
         return batch
 
-    def _sized(self, front: Front, batch: Batch) -> Batch:
+    def _sized(self, head: QueueHead, batch: Batch) -> Batch:
         """The batch, or its first requests where these are done faster for their number."""
-        best = self._time.best(front.units)
-        if best >= front.units:
+        best = self._time.best(head.units)
+        if best >= head.units:
             return batch
-        return Batch(_within(front.requests, best), Closed.PREFERRED)
+        return Batch(_within(head.requests, best), Closed.PREFERRED)
 
-    def _burst(self, front: Front) -> tuple[int, bool]:
+    def _burst(self, head: QueueHead) -> tuple[int, bool]:
         """Until when the next request is to be expected of a burst that is worth waiting for (0:
         there is none), and whether the larger batch would even end sooner."""
-        time, units, count = self._time, front.units, len(front.requests)
+        time, units, count = self._time, head.units, len(head.requests)
         best = time.best(units)
         now_ns = time.expected_ns(best)
         each = units / count
@@ -236,21 +236,21 @@ class AdaptiveBatcher(Batcher):
                 return self._arrivals.next_by_ns, sooner
         return 0, False
 
-    def _tried(self, now_ns: int, front: Front) -> int:
+    def _tried(self, now_ns: int, head: QueueHead) -> int:
         """How many of the first requests to run to learn how long so many take; 0: none."""
         if self._batches < self._try_at:
             return 0
         missed = self._misses > _OUT_OF_REACH
         self._try_at = self._batches + (_TRY_SOON if missed else _TRY_EVERY)
         time = self._time
-        size, worst = time.untried(front.units)
+        size, worst = time.untried(head.units)
         if not size:
             return 0
         if self._aim_ns > _MISSING * self._rules.target_ns:
             ends_ns = now_ns + max(time.most_ns(size), time.most_ns(worst))
-            if ends_ns > self._start_by(front.oldest_ns, front.units - size):
+            if ends_ns > self._start_by(head.oldest_ns, head.units - size):
                 return 0
-        return _within(front.requests, size)
+        return _within(head.requests, size)
 
     def _start_by(self, oldest_ns: int, units: int) -> int:
         """When a batch must start whose oldest request came then, to be in time."""

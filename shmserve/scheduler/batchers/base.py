@@ -31,7 +31,7 @@ class Pending(Protocol):
     units: int
     shape_key: bytes
     enqueued_ns: int
-    hurry_ns: int
+    flush_by_ns: int
 
 
 @record
@@ -65,7 +65,7 @@ class Batcher(Protocol):
     def closed(self, pending: Iterable[Pending]) -> Batch | None:
         """The batch at the front of `pending` that can take no further request, if there is one."""
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Nothing more comes that would be worth waiting for."""
         return
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
-from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
+from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
@@ -54,12 +54,12 @@ class Dispatch(Dispatcher):
         self._tickets = tickets
         self._sends_ahead = not settings.policies.limited and tickets is None
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """As `Dispatcher` says."""
         self._queue.release_hold()
-        self._batcher.hurry()
+        self._batcher.flush()
 
-    def admitted(self, request: Request, identity: Identity | None) -> None:
+    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:
         """As `Dispatcher` says."""
         if self._batcher.learns:
             self._batcher.arrived(request.enqueued_ns, self._responses.live)
@@ -72,7 +72,8 @@ class Dispatch(Dispatcher):
         while len(queue):
             slot, ahead = None, not pool.free
             if ahead:
-                slot = pool.room(executions.service_time.credit) if self._sends_ahead else None
+                depth = executions.service_time.pipeline_depth
+                slot = pool.room(depth) if self._sends_ahead else None
                 if slot is None:
                     break
             elif tickets is not None:

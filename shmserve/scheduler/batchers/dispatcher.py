@@ -12,7 +12,7 @@ from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Request
 
 
-class Identity(NamedTuple):
+class SequenceKey(NamedTuple):
     """The sequence that a request belongs to, and its flags there."""
 
     correlation_id: int | str
@@ -27,17 +27,17 @@ class Dispatcher(ABC):
         """Start all that can; returns when to try again if nothing happens before."""
 
     @abstractmethod
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Nothing more comes that would be worth waiting for."""
 
-    def identify(self, client: Client[Request], message: Submit) -> Identity | None:
+    def identify(self, client: Client[Request], message: Submit) -> SequenceKey | None:
         """The sequence that a request belongs to, before it is admitted to the queue.
 
         Raises InvalidArgument or QueueFull for one that may not be.
         """
         return None
 
-    def admitted(self, request: Request, identity: Identity | None) -> None:  # noqa: B027
+    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:  # noqa: B027
         """A request is in the queue."""
 
     def removed(  # noqa: B027
@@ -67,6 +67,6 @@ class Dispatcher(ABC):
         """How many sequences have begun and not ended."""
         return 0
 
-    def goes_on(self, message: Submit) -> bool:
+    def accepts_while_draining(self, message: Submit) -> bool:
         """Whether a request may come while the model is being stopped."""
         return False

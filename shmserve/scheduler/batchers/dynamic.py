@@ -41,13 +41,13 @@ class DynamicBatcher(Batcher):
         """As `Batcher` says."""
         return closed(gather(pending, self._rules))
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """As `Batcher` says."""
         self._rules = replace(self._rules, delay_ns=0)
 
 
 @record
-class Front:
+class QueueHead:
     """The first requests of the queue that may run together, `units` in all.
 
     `best` of them (0: none) reach the largest preferred size, or come as near as they can. The next
@@ -60,10 +60,10 @@ class Front:
     full: bool
     other_shape: bool
     oldest_ns: int
-    hurry_ns: int
+    flush_by_ns: int
 
 
-def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
+def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     """How far the queue may run together; None where it is empty. Looks at no more requests than
     fit a batch, and one."""
     largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
@@ -72,7 +72,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
     full = other_shape = False
     shape_key = b""
     padded = None if rules.padding is None else rules.padding.batch()
-    oldest = hurry = NEVER
+    oldest = flush_by = NEVER
     for request in pending:
         grown = total + request.units
         if requests:
@@ -84,20 +84,20 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
             if (
                 request.shape_key != shape_key
                 if padded is None
-                else not padded.admits(request.shape_key, request.units)
+                else not padded.may_join(request.shape_key, request.units)
             ):
                 other_shape = True
                 break
         else:
             shape_key = request.shape_key
             if padded is not None:
-                padded.admits(shape_key, request.units)
+                padded.may_join(shape_key, request.units)
         total = grown
         requests.append(request)
         if request.enqueued_ns < oldest:
             oldest = request.enqueued_ns
-        if request.hurry_ns < hurry:
-            hurry = request.hurry_ns
+        if request.flush_by_ns < flush_by:
+            flush_by = request.flush_by_ns
         if total in preferred:
             best = len(requests)
         if total >= most:
@@ -105,17 +105,17 @@ def gather(pending: Iterable[Pending], rules: Batching) -> Front | None:
             break
     if not requests:
         return None
-    return Front(requests, total, best, full, other_shape, oldest, hurry)
+    return QueueHead(requests, total, best, full, other_shape, oldest, flush_by)
 
 
-def closed(front: Front | None) -> Batch | None:
+def closed(head: QueueHead | None) -> Batch | None:
     """The batch of the first requests of a queue, if it can take no further one."""
-    if front is None or 0 < front.best < len(front.requests):
+    if head is None or 0 < head.best < len(head.requests):
         return None
-    if front.full:
-        return Batch(len(front.requests), Closed.FULL)
-    if front.other_shape and not front.best:
-        return Batch(len(front.requests), Closed.SHAPE)
+    if head.full:
+        return Batch(len(head.requests), Closed.FULL)
+    if head.other_shape and not head.best:
+        return Batch(len(head.requests), Closed.SHAPE)
     return None
 
 
@@ -126,23 +126,23 @@ def decide(
 
     `reserve_ns`: how long before a deadline a batch must start to be done in time.
     """
-    front = gather(pending, rules)
-    if front is None:
+    head = gather(pending, rules)
+    if head is None:
         return None
-    count, best, delay = len(front.requests), front.best, rules.delay_ns
-    waited_enough = 0 < delay <= now_ns - front.oldest_ns
+    count, best, delay = len(head.requests), head.best, rules.delay_ns
+    waited_enough = 0 < delay <= now_ns - head.oldest_ns
     if best and not waited_enough:
-        return Batch(best, Closed.FULL if front.full and best == count else Closed.PREFERRED)
-    if front.full:
+        return Batch(best, Closed.FULL if head.full and best == count else Closed.PREFERRED)
+    if head.full:
         return Batch(count, Closed.FULL)
-    if front.other_shape:
+    if head.other_shape:
         return Batch(count, Closed.SHAPE)
     if waited_enough:
         return Batch(count, Closed.DELAY)
-    if front.units >= rules.largest_preferred:
+    if head.units >= rules.largest_preferred:
         return Batch(count, Closed.PREFERRED)
     if not delay:
         return Batch(count, Closed.IDLE)
-    if front.hurry_ns - reserve_ns <= now_ns:
+    if head.flush_by_ns - reserve_ns <= now_ns:
         return Batch(count, Closed.DEADLINE)
-    return WaitUntil(min(front.oldest_ns + delay, front.hurry_ns - reserve_ns))
+    return WaitUntil(min(head.oldest_ns + delay, head.flush_by_ns - reserve_ns))

@@ -83,7 +83,7 @@ class Executions:
         if self._padding is not None:
             padded = self._padding.batch()
             for request in requests:
-                padded.admits(request.shape_key, request.units)
+                padded.may_join(request.shape_key, request.units)
             self._statistics.executions.padded(padded.elements())
         execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)

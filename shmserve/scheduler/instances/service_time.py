@@ -7,7 +7,7 @@ _FIRST_GUESS_NS = 10_000_000
 _MARGIN_NS = 1_000_000  # timers and messages on the way
 _LONGEST_RETRY_S = 60
 _AHEAD_NS = 500_000  # of computation that may be at a worker
-_MOST_CREDITS = 4
+_DEEPEST = 4
 _KNOWN = 16  # observations that say something about the next execution
 
 
@@ -20,7 +20,7 @@ class ServiceTime:
         "_mean_ns",
         "_observed",
         "_requests",
-        "credit",
+        "pipeline_depth",
         "reserve_ns",
     )
 
@@ -32,7 +32,7 @@ class ServiceTime:
         self._observed = 0
         # How many batches a worker may have at a time: more than one where they are so short that
         # it would otherwise wait for messages as long as it computes.
-        self.credit = 1
+        self.pipeline_depth = 1
         # How long before a deadline an execution must start to be done in time.
         self.reserve_ns = _FIRST_GUESS_NS
 
@@ -53,7 +53,7 @@ class ServiceTime:
             self._busy_ns = busy_ns
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observed >= _KNOWN:
-            self.credit = max(1, min(_MOST_CREDITS, int(_AHEAD_NS / (self._busy_ns + 1))))
+            self.pipeline_depth = max(1, min(_DEEPEST, int(_AHEAD_NS / (self._busy_ns + 1))))
 
     def drain_s(self, waiting: int, instances: int) -> int:
         """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""

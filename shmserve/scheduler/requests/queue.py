@@ -1,4 +1,4 @@
-"""The queue of requests: admission, order, deadlines, cancellation (pure).
+"""The queue of requests: enqueue, order, deadlines, cancellation (pure).
 
 retries   alone, one an execution: their worker died; always first
 queue     by priority and in order of arrival; any request can leave from the middle
@@ -53,7 +53,7 @@ class RequestQueue:
         level = policies.level(priority)
         return 0 < policies.of(level).max_size <= self._queue.size(level)
 
-    def admit(
+    def enqueue(
         self, client: Client[Request], message: Submit, now_ns: int, *, cached: bool = False
     ) -> Request:
         """Enqueue a request; one whose response is `cached` only to have its deadline kept.
@@ -90,7 +90,7 @@ class RequestQueue:
         return request
 
     def check(self, message: Submit, now_ns: int) -> None:
-        """Raise what `admit` does of a request that would be cached."""
+        """Raise what `enqueue` does of a request that would be cached."""
         self._limits(message, now_ns)
 
     def _limits(self, message: Submit, now_ns: int) -> tuple[int, QueuePolicy, int, int, int]:

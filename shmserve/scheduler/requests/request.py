@@ -123,12 +123,12 @@ class Request:
     long as it lives. Times are monotonic ns, 0: none.
 
     `deadline_ns` holds until the last response, `queue_limit_ns` only in the queue; before
-    `hurry_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker` is who
-    had it last. Of a decoupled model's: `responses` it has had, as many as `credited` of which its
-    client has read; since `responded_ns` the model has been at the next one. `level` is its
-    priority level, 1 the highest; it is `delayed` where its timeout put it behind the others there.
-    `sequence` is the one that it belongs to, where there are any, and `flags` say where in it.
-    `lookup` is what the response cache said of it, if it was asked.
+    `flush_by_ns` a batch should rather run than wait for more (`NEVER`: it may wait). `worker`
+    is who had it last. Of a decoupled model's: `responses` it has had, as many as `credited` of
+    which its client has read; since `responded_ns` the model has been at the next one. `level`
+    is its priority level, 1 the highest; it is `delayed` where its timeout put it behind the
+    others there. `sequence` is the one that it belongs to, where there are any, and `flags` say
+    where in it. `lookup` is what the response cache said of it, if it was asked.
     """
 
     __slots__ = (
@@ -140,7 +140,7 @@ class Request:
         "delayed",
         "enqueued_ns",
         "flags",
-        "hurry_ns",
+        "flush_by_ns",
         "id",
         "key",
         "level",
@@ -170,7 +170,7 @@ class Request:
         enqueued_ns: int,
         deadline_ns: int,
         queue_limit_ns: int,
-        hurry_ns: int,
+        flush_by_ns: int,
         submit: Submit,
         level: int = 0,
     ) -> None:
@@ -183,7 +183,7 @@ class Request:
         self.enqueued_ns = enqueued_ns
         self.deadline_ns = deadline_ns
         self.queue_limit_ns = queue_limit_ns
-        self.hurry_ns = hurry_ns
+        self.flush_by_ns = flush_by_ns
         self.submit = submit
         self.level = level
         self.delayed = False
@@ -195,7 +195,7 @@ class Request:
         self.responded_ns = 0
         self.credited = 0
         self.timing: Timing | None = None  # of the execution, once it has returned
-        self.sequence: Any = None  # a batchers.sequence.lane.Sequence
+        self.sequence: Any = None  # a batchers.sequence.slots.Sequence
         self.flags = 0
         self.untimed = False  # it succeeded before that
         self.lookup: Lookup | None = None

@@ -63,7 +63,7 @@ class Responses:
         self.live = 0
         self.cache = cache
 
-    def admitted(self, request: Request) -> None:
+    def enqueued(self, request: Request) -> None:
         """From now on this request is owed a response."""
         request.client.requests[request.id] = request
         self.live += 1

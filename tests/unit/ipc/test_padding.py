@@ -74,9 +74,9 @@ def test_the_shape_key_tells_padded_shapes_apart_from_what_must_be_equal() -> No
     assert pad.read(admit({}, (3, 8, 8), words=2))[0] == rest
     assert pad.read(admit({}, (3, 7, 9), words=1))[0] != rest
     batch = pad.batch()
-    assert batch.admits(admit({}, (3, 7, 9), words=2), 1)
-    assert not batch.admits(admit({}, (3, 7, 9), words=1), 1)
-    assert batch.admits(admit({}, (3, 9, 7), words=2), 2)
+    assert batch.may_join(admit({}, (3, 7, 9), words=2), 1)
+    assert not batch.may_join(admit({}, (3, 7, 9), words=1), 1)
+    assert batch.may_join(admit({}, (3, 9, 7), words=2), 2)
     total = 3 * 3 * 9 * 9
     assert batch.elements() == {"IMAGE": (total, total - 3 * 3 * 7 * 9)}
 
@@ -84,18 +84,18 @@ def test_the_shape_key_tells_padded_shapes_apart_from_what_must_be_equal() -> No
 def test_no_bucket_for_both_parts_them() -> None:
     pad = padding({"buckets": [[3, 10, 100], [3, 100, 10]]})
     batch = pad.batch()
-    assert batch.admits(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
-    assert not batch.admits(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
-    assert batch.admits(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
+    assert batch.may_join(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
+    assert not batch.may_join(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
+    assert batch.may_join(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
 
 
 def test_two_small_requests_do_not_become_a_huge_batch() -> None:
     """A row that is long in one dimension and one that is long in the other."""
     pad = padding({}, (-1, -1))
     batch = pad.batch()
-    assert batch.admits(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
-    assert not batch.admits(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
-    assert batch.admits(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
+    assert batch.may_join(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
+    assert not batch.may_join(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
+    assert batch.may_join(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
 
 
 SIZES = st.tuples(st.integers(0, 40), st.integers(0, 40))
@@ -116,7 +116,7 @@ def test_waste_is_bounded(
     batch = pad.batch()
     taken: list[tuple[tuple[int, int], int]] = []
     for each, units in asked:
-        if batch.admits(pad.key(b"", {"IMAGE": each}), units):
+        if batch.may_join(pad.key(b"", {"IMAGE": each}), units):
             taken.append((each, units))
     assert taken[0] == asked[0]
     target = shape(pad, *(each for each, _ in taken))

@@ -213,10 +213,10 @@ def test_a_configured_delay_is_the_most_it_waits() -> None:
 def test_a_deadline_and_a_drain_end_the_wait() -> None:
     batcher, now = learned(1000, gap_ms=0.1)
     batcher.arrived(now, 1)
-    item = Item(now, hurry_ns=now + 15 * MS)
+    item = Item(now, flush_by_ns=now + 15 * MS)
     assert batcher.decide(now, [item], 15 * MS) == Batch(1, Closed.DEADLINE)
     assert isinstance(batcher.decide(now, [item], 0), WaitUntil)
-    batcher.hurry()
+    batcher.flush()
     assert batcher.decide(now, [item], 0) == Batch(1, Closed.IDLE)
 
 

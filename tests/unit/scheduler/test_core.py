@@ -305,7 +305,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     rig = Rig({})
     rig.start()
-    rig.core._executions.service_time.credit = 2
+    rig.core._executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()

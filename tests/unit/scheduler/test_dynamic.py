@@ -26,7 +26,7 @@ class Item:
     units: int = 1
     shape_key: bytes = b""
     enqueued_ns: int = NOW
-    hurry_ns: int = NEVER
+    flush_by_ns: int = NEVER
 
 
 def rules(most: int = 8, preferred: tuple[int, ...] = (), delay_ns: int = 0) -> Batching:
@@ -119,23 +119,23 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     assert isinstance(decision, Batch)
     taken = queued[: decision.count]
     batch = pads.batch()
-    assert all(batch.admits(item.shape_key, item.units) for item in taken)
+    assert all(batch.may_join(item.shape_key, item.units) for item in taken)
     total = sum(item.units for item in taken)
     if decision.count < len(queued):
         after = queued[decision.count]
         fits = total + after.units <= most
-        assert not fits or not batch.admits(after.shape_key, after.units) or total == most
+        assert not fits or not batch.may_join(after.shape_key, after.units) or total == most
         assert (decision.reason is Closed.SHAPE) == (fits and total < most)
     ((elements, waste),) = batch.elements().values()
     assert waste <= most_waste * elements + 1e-9 or decision.count == 1
 
 
 def test_a_deadline_ends_the_wait_while_there_is_time_to_run() -> None:
-    queue = [Item(), Item(hurry_ns=NOW + 60_000)]
+    queue = [Item(), Item(flush_by_ns=NOW + 60_000)]
     how = rules(8, (), DELAY)
     assert decide(NOW, queue, how, 20_000) == WaitUntil(NOW + 40_000)
     assert decide(NOW + 40_000, queue, how, 20_000) == Batch(2, Closed.DEADLINE)
-    far = [Item(hurry_ns=NOW + 60 * DELAY)]
+    far = [Item(flush_by_ns=NOW + 60 * DELAY)]
     assert decide(NOW, far, how, 20_000) == WaitUntil(NOW + DELAY)
 
 
@@ -153,7 +153,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
         units=st.integers(1, most),
         shape_key=st.sampled_from([b"a", b"b"]) if draw(st.booleans()) else st.just(b"a"),
         enqueued_ns=st.integers(NOW - 1500, NOW),
-        hurry_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
+        flush_by_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
     )
     return draw(st.lists(item, max_size=16)), how, draw(st.sampled_from([0, 10, 500]))
 
@@ -207,7 +207,7 @@ def test_a_batch_is_legal_and_its_reason_true(
         case Closed.IDLE:
             assert how.delay_ns == 0 and count == len(queue)
         case Closed.DEADLINE:
-            assert min(item.hurry_ns for item in queue[:count]) - reserve <= NOW
+            assert min(item.flush_by_ns for item in queue[:count]) - reserve <= NOW
             assert how.delay_ns > 0 and count == len(queue)
         case Closed.RETRY:
             pytest.fail("the batcher knows no retries")

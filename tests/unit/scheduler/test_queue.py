@@ -49,7 +49,7 @@ def submit(**fields: Any) -> Submit:
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> Request:
     """Admit `submit(**fields)`."""
-    return queue.admit(CLIENT, submit(**fields), now_ns)
+    return queue.enqueue(CLIENT, submit(**fields), now_ns)
 
 
 def test_requests_leave_in_the_order_they_came() -> None:
@@ -143,9 +143,9 @@ def test_an_override_without_a_default_timeout_is_shorter_than_none() -> None:
 def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:
     policy = {"default_timeout_microseconds": 100, "allow_timeout_override": True}
     later = NOW + 40_000
-    assert admit(backlog(), deadline_ns=later, timeout_us=40).hurry_ns == later
-    assert admit(backlog(policy), deadline_ns=later, timeout_us=40).hurry_ns == NEVER
-    assert admit(backlog(policy)).hurry_ns == NEVER
+    assert admit(backlog(), deadline_ns=later, timeout_us=40).flush_by_ns == later
+    assert admit(backlog(policy), deadline_ns=later, timeout_us=40).flush_by_ns == NEVER
+    assert admit(backlog(policy)).flush_by_ns == NEVER
 
 
 def test_the_queue_limit_ends_with_the_queue_and_the_deadline_does_not() -> None:

@@ -2,8 +2,6 @@
 
 sequences.py    the table of all sequences: ids, slots, idle ones (pure)
 backlog.py      those that wait for a slot
-lane.py         a sequence; the slots of one instance
-direct.py       Triton's direct strategy: a row of the batch for each slot
-oldest.py       its oldest strategy: a dynamic batcher over the first request of each slot
+slots.py        a sequence; the slots of one instance, and the strategies: which make a batch
 dispatch.py     from the queue to the instances
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-from shmserve.scheduler.batchers.sequence.lane import Sequence
+from shmserve.scheduler.batchers.sequence.slots import Sequence
 
 
 class Backlog:

@@ -11,11 +11,9 @@ from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.base import WaitUntil
-from shmserve.scheduler.batchers.dispatcher import Dispatcher, Identity
-from shmserve.scheduler.batchers.sequence.direct import DirectLane
-from shmserve.scheduler.batchers.sequence.lane import Lane, Rows, Sequence
-from shmserve.scheduler.batchers.sequence.oldest import OldestLane
+from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
+from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool, Slot
 from shmserve.scheduler.instances.tickets import InstanceTickets
@@ -54,16 +52,15 @@ class SequenceDispatch(Dispatcher):
         self._executions = executions
         self._responses = responses
         self._sequences = Sequences(settings.name, rules.idle_ns, rules.most, rules.iterative)
-        self._lanes: dict[bytes, Lane] = {}
+        self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
         self._members = -1  # the pool's, as of the last turn
         self._own_ids = itertools.count(1)
-        self._hurries = False
         self._holds = rules.hold > 0 or rules.hold_backlog > 0
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, client: Client[Request], message: Submit) -> Identity:
+    def identify(self, client: Client[Request], message: Submit) -> SequenceKey:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
@@ -83,27 +80,27 @@ class SequenceDispatch(Dispatcher):
             )
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
         self._sequences.check(correlation_id, flags, (client, message.source))
-        return Identity(correlation_id, flags)
+        return SequenceKey(correlation_id, flags)
 
     @property
     def open_sequences(self) -> int:
         """As `Dispatcher` says."""
         return self._sequences.open
 
-    def goes_on(self, message: Submit) -> bool:
+    def accepts_while_draining(self, message: Submit) -> bool:
         """Whether it belongs to a sequence that has begun: that may be finished while the model is
         being stopped."""
         known = self._sequences.knows(message.correlation_text or message.correlation_id)
         return known and not message.flags & SEQUENCE_START
 
-    def admitted(self, request: Request, identity: Identity | None) -> None:
+    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:
         """As `Dispatcher` says."""
-        assert identity is not None
-        request.flags = identity.flags
-        if self._sequences.arrive(request, identity.correlation_id):
+        assert sequence_key is not None
+        request.flags = sequence_key.flags
+        if self._sequences.arrive(request, sequence_key.correlation_id):
             logger.warning(
                 "sequence %s of model '%s' began anew without having ended",
-                identity.correlation_id,
+                sequence_key.correlation_id,
                 self._name,
             )
 
@@ -113,7 +110,7 @@ class SequenceDispatch(Dispatcher):
 
     def expired_text(self, request: Request) -> str:
         """As `Dispatcher` says: of a sequence that waits for a slot, all goes."""
-        return EXPIRED if request.sequence.lane is not None else _BACKLOG_EXPIRED
+        return EXPIRED if request.sequence.home is not None else _BACKLOG_EXPIRED
 
     def removed(
         self, request: Request, now_ns: int, *, expired: bool = False, apart: bool = False
@@ -123,7 +120,7 @@ class SequenceDispatch(Dispatcher):
         code, text, reason = "CANCELLED", _MISSED, Reason.CANCELED
         if expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
-        if expired and sequence.lane is None:
+        if expired and sequence.home is None:
             text = _BACKLOG_EXPIRED
             removed = self._sequences.drop_all(sequence)
         else:
@@ -144,12 +141,10 @@ class SequenceDispatch(Dispatcher):
 
     # --- time -------------------------------------------------------------------------------------
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """As `Dispatcher` says."""
         self._holds = False
-        self._hurries = True
-        for lane in self._lanes.values():
-            lane.hurry()
+        self._rules = self._rules.without_delay()
 
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
@@ -157,57 +152,45 @@ class SequenceDispatch(Dispatcher):
         if self._members != self._pool.members:
             self._members = self._pool.members
             self._follow(now_ns)
-        slots = [(lane, self._pool.by_peer(peer)) for peer, lane in self._lanes.items()]
-        for lane, slot in slots:
-            if lane.runs and slot is not None and slot.execution is None:
-                sequences.returned(lane, now_ns)
+        instances = [(slots, self._pool.by_peer(peer)) for peer, slots in self._slots.items()]
+        for slots, instance in instances:
+            if slots.running and instance is not None and instance.execution is None:
+                sequences.returned(slots, now_ns)
         for idle in sequences.reap(now_ns):
             logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
-        for lane, ended in sequences.take_unended().items():
-            if self._lanes.get(lane.peer) is lane:
-                self._executions.end_sequences(lane.peer, ended)
+        for slots, ended in sequences.take_unended().items():
+            if self._slots.get(slots.peer) is slots:
+                self._executions.end_sequences(slots.peer, ended)
         wake_ns = NEVER
         if not self._waits_for_more():
-            for lane, slot in slots:
-                if slot is not None and slot.idle:
-                    wake_ns = min(wake_ns, self._start(lane, slot, now_ns))
+            for slots, instance in instances:
+                if instance is not None and instance.idle:
+                    wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
             self._tickets.give_back()
         return min(wake_ns, sequences.next_idle_ns())
 
     def _follow(self, now_ns: int) -> None:
         """Take note of the instances that came and went."""
-        there = {slot.peer: slot for slot in self._pool.ready()}
-        for peer in self._lanes.keys() - there.keys():
-            for sequence in self._sequences.leave(self._lanes.pop(peer)):
+        there = {instance.peer: instance for instance in self._pool.ready()}
+        for peer in self._slots.keys() - there.keys():
+            for sequence in self._sequences.leave(self._slots.pop(peer)):
                 text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
-        for slot in sorted(there.values(), key=lambda slot: slot.index):
-            if slot.peer not in self._lanes:
-                lane = self._lanes[slot.peer] = self._lane(slot)
-                self._sequences.join(lane)
-            if slot.retiring:
-                self._sequences.close(self._lanes[slot.peer])
+        for instance in sorted(there.values(), key=lambda instance: instance.index):
+            peer = instance.peer
+            if peer not in self._slots:
+                order = (instance.index, next(self._numbers))
+                self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
+                self._sequences.join(self._slots[peer])
+            if instance.retiring:
+                self._sequences.close(self._slots[peer])
 
     def needs(self, slot: Slot) -> bool:
         """As `Dispatcher` says: for the sequences that it has begun."""
-        lane = self._lanes.get(slot.peer)
-        return lane is not None and not lane.empty
-
-    def _lane(self, slot: Slot) -> Lane:
-        rules = self._rules
-        lane: Lane
-        number = (slot.index, next(self._numbers))
-        if rules.oldest is not None:
-            lane = OldestLane(slot.peer, number, rules.slots, rules.oldest)
-        else:
-            lane = DirectLane(
-                slot.peer, number, rules.slots, rules.delay_ns, rules.minimum_utilization
-            )
-        if self._hurries:
-            lane.hurry()
-        return lane
+        slots = self._slots.get(slot.peer)
+        return slots is not None and not slots.empty
 
     def _waits_for_more(self) -> bool:
         """Whether so many requests are to come before the first batch (a hook for tests)."""
@@ -217,20 +200,20 @@ class SequenceDispatch(Dispatcher):
             self._holds = in_slots < self._rules.hold or backlog < self._rules.hold_backlog
         return self._holds
 
-    def _start(self, lane: Lane, slot: Slot, now_ns: int) -> int:
+    def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
         """Give an idle instance its next batch; returns when to ask again, NEVER: no need."""
-        decision = lane.decide(now_ns, self._executions.service_time.reserve_ns)
+        decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
         if isinstance(decision, Rows):
-            if self._tickets is not None and self._tickets.find([slot]) is None:
-                self._tickets.ask([slot], 1)
+            if self._tickets is not None and self._tickets.find([instance]) is None:
+                self._tickets.ask([instance], 1)
                 return NEVER
             # Before they begin: who ends then has no slot any more.
             rows = [_row(number, sequence) for number, sequence in decision.rows]
-            requests = self._sequences.begin(lane, decision.rows)
+            requests = self._sequences.begin(slots, decision.rows)
             for request in requests:
                 self._queue.remove(request)
                 request.meet(Event.DISPATCH)
-            self._executions.start(requests, decision.reason, now_ns, slot, rows)
+            self._executions.start(requests, decision.reason, now_ns, instance, rows)
         elif isinstance(decision, WaitUntil):
             return decision.ns
         return NEVER

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.scheduler.batchers.sequence.backlog import Backlog
-from shmserve.scheduler.batchers.sequence.lane import (
-    Lane,
+from shmserve.scheduler.batchers.sequence.slots import (
+    InstanceSlots,
     Owner,
     Sequence,
     WaitingRequests,
@@ -50,11 +50,12 @@ class Sequences:
         self._most = most
         self._once = once
         self._open: dict[int | str, Sequence] = {}
-        self._free: list[tuple[int, tuple[int, int], Lane]] = []  # and stale ones, of closed lanes
+        # And stale ones, of closed instances.
+        self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
         self._backlog = Backlog()
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
-        self._unended: dict[Lane, list[int]] = {}
+        self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
 
     @property
@@ -73,40 +74,40 @@ class Sequences:
 
     # --- instances --------------------------------------------------------------------------------
 
-    def join(self, lane: Lane) -> None:
+    def join(self, slots: InstanceSlots) -> None:
         """An instance is there: its slots are free."""
-        for slot in range(len(lane.slots)):
-            heapq.heappush(self._free, (slot, lane.number, lane))
+        for slot in range(len(slots.sequences)):
+            heapq.heappush(self._free, (slot, slots.order, slots))
         self._fill()
 
-    def leave(self, lane: Lane) -> list[Sequence]:
+    def leave(self, slots: InstanceSlots) -> list[Sequence]:
         """An instance is gone, and with it the state of these, which are over. Those that it has
         not begun wait for another slot, as `close` says."""
-        self.close(lane)
-        lost = [sequence for sequence in lane.slots if sequence is not None]
+        self.close(slots)
+        lost = [sequence for sequence in slots.sequences if sequence is not None]
         for sequence in lost:
-            sequence.lane = None
+            sequence.home = None
             self._idle.pop(sequence, None)
             self._close(sequence)
             self._remember(sequence.id)
         return lost
 
-    def close(self, lane: Lane) -> None:
+    def close(self, slots: InstanceSlots) -> None:
         """An instance takes no more sequences. Those that it has begun go on there, and the others
         wait for another slot, before all that do."""
-        if lane.closed:
+        if slots.closed:
             return
-        lane.closed = True
-        self._stale += lane.slots.count(None)
+        slots.closed = True
+        self._stale += slots.sequences.count(None)
         if 2 * self._stale > len(self._free):  # paid for by those that it drops
             self._free = [entry for entry in self._free if not entry[2].closed]
             heapq.heapify(self._free)
             self._stale = 0
-        moved = [each for each in lane.slots if each is not None and not each.begun]
+        moved = [each for each in slots.sequences if each is not None and not each.begun]
         for sequence in sorted(moved, key=lambda each: each.waiting.first.key, reverse=True):
-            lane.withdraw(sequence)
-            lane.slots[sequence.slot] = None
-            sequence.lane = None
+            slots.withdraw(sequence)
+            slots.sequences[sequence.slot] = None
+            sequence.home = None
             self._backlog.put_back(sequence)
         self._fill()
 
@@ -150,10 +151,10 @@ class Sequences:
         if request.flags & SEQUENCE_END:
             self._close(sequence)
         self._idle.pop(sequence, None)
-        if sequence.lane is None:
+        if sequence.home is None:
             self._fill()
         elif sequence.running is None:
-            sequence.lane.offer(sequence)
+            sequence.home.offer(sequence)
         return anew
 
     def _close(self, sequence: Sequence) -> None:
@@ -183,11 +184,11 @@ class Sequences:
 
     def _settle(self, sequence: Sequence) -> None:
         """After requests have left."""
-        lane = sequence.lane
+        slots = sequence.home
         if sequence.waiting or sequence.running is not None:
-            if lane is not None and not sequence.waiting:
-                lane.withdraw(sequence)
-        elif lane is None:
+            if slots is not None and not sequence.waiting:
+                slots.withdraw(sequence)
+        elif slots is None:
             self._backlog.discard(sequence)
         else:
             self._end(sequence)
@@ -197,41 +198,43 @@ class Sequences:
     def _fill(self) -> None:
         """Give free slots to those that wait."""
         while self._backlog and self._free:
-            slot, _, lane = heapq.heappop(self._free)
-            if lane.closed:
+            slot, _, slots = heapq.heappop(self._free)
+            if slots.closed:
                 self._stale -= 1
                 continue
             sequence = self._backlog.pop()
-            sequence.lane, sequence.slot = lane, slot
-            lane.slots[slot] = sequence
-            lane.offer(sequence)
+            sequence.home, sequence.slot = slots, slot
+            slots.sequences[slot] = sequence
+            slots.offer(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         """It is over without an END that its instance has run."""
-        if sequence.begun and sequence.lane is not None:
-            self._unended.setdefault(sequence.lane, []).append(sequence.slot)
+        if sequence.begun and sequence.home is not None:
+            self._unended.setdefault(sequence.home, []).append(sequence.slot)
         self._release(sequence)
 
-    def take_unended(self) -> dict[Lane, list[int]]:
+    def take_unended(self) -> dict[InstanceSlots, list[int]]:
         """The slots whose sequences are over since the last call, and whose instances cannot know
         that: to be told before another one begins there."""
         unended, self._unended = self._unended, {}
         return unended
 
     def _release(self, sequence: Sequence) -> None:
-        lane = sequence.lane
-        assert lane is not None
-        lane.withdraw(sequence)
-        lane.slots[sequence.slot] = None
-        sequence.lane = None
+        slots = sequence.home
+        assert slots is not None
+        slots.withdraw(sequence)
+        slots.sequences[sequence.slot] = None
+        sequence.home = None
         self._idle.pop(sequence, None)
-        if not lane.closed:
-            heapq.heappush(self._free, (sequence.slot, lane.number, lane))
+        if not slots.closed:
+            heapq.heappush(self._free, (sequence.slot, slots.order, slots))
             self._fill()
 
     # --- executions -------------------------------------------------------------------------------
 
-    def begin(self, lane: Lane, rows: Iterable[tuple[int, Sequence | None]]) -> list[Request]:
+    def begin(
+        self, slots: InstanceSlots, rows: Iterable[tuple[int, Sequence | None]]
+    ) -> list[Request]:
         """These run now: their requests, in order. Who has had its END makes room at once."""
         begun: list[Request] = []
         over: list[Sequence] = []
@@ -241,8 +244,8 @@ class Sequences:
             request = sequence.waiting.take()
             sequence.running = request
             sequence.begun = True
-            lane.withdraw(sequence)
-            lane.runs.append(sequence)
+            slots.withdraw(sequence)
+            slots.running.append(sequence)
             begun.append(request)
             # One that has ended otherwise goes when this has returned: its instance is to be told.
             if request.flags & SEQUENCE_END and not sequence.waiting and not self._once:
@@ -257,15 +260,15 @@ class Sequences:
         request.flags = 0
         sequence.waiting.put_back(request)
 
-    def returned(self, lane: Lane, now_ns: int) -> None:
+    def returned(self, slots: InstanceSlots, now_ns: int) -> None:
         """What an instance has run is back."""
-        runs, lane.runs = lane.runs, []
+        runs, slots.running = slots.running, []
         for sequence in runs:
             sequence.running = None
-            if sequence.lane is not lane:
+            if sequence.home is not slots:
                 continue  # it has made room
             if sequence.waiting:
-                lane.offer(sequence)
+                slots.offer(sequence)
             elif sequence.ended or self._once:
                 self._close(sequence)
                 self._end(sequence)

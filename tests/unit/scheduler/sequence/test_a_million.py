@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument, QueueFull
-from shmserve.scheduler.batchers.sequence.direct import DirectLane
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
+from shmserve.scheduler.batchers.sequence.slots import InstanceSlots
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import Request
 from tests.rigs.sequence_rig import END, START
@@ -24,8 +24,8 @@ class Table:
 
     def __init__(self) -> None:
         self.sequences = Sequences("m", IDLE_NS, MOST)
-        self.lane = DirectLane(b"0.100", (0, 0), SLOTS, 0, 0)
-        self.sequences.join(self.lane)
+        self.slots = InstanceSlots(b"0.100", (0, 0), SLOTS)
+        self.sequences.join(self.slots)
         self.now = 0
         self.keys = itertools.count()
         self.executed: list[Any] = []
@@ -42,9 +42,11 @@ class Table:
 
     def turn(self) -> None:
         """All slots with a request execute; who had been idle for too long is over by then."""
-        rows = [(slot, each) for slot, each in enumerate(self.lane.slots) if each and each.waiting]
-        self.executed = self.sequences.begin(self.lane, rows)
-        self.sequences.returned(self.lane, self.now)
+        rows = [
+            (slot, each) for slot, each in enumerate(self.slots.sequences) if each and each.waiting
+        ]
+        self.executed = self.sequences.begin(self.slots, rows)
+        self.sequences.returned(self.slots, self.now)
         self.now += IDLE_NS
         self.sequences.reap(self.now)
 

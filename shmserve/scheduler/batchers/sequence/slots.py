@@ -1,0 +1,205 @@
+"""A sequence, the slots of one instance, and Triton's two strategies: which make a batch (pure).
+
+Direct: a batch has a row for each slot, and a sequence keeps its row.
+
+1. A batch has the rows from slot 0 to the highest slot with a request. Slots below it without one,
+   and those whose request has other shapes, get null rows. Behind it there is no row, not even for
+   an idle sequence: a lone request in slot 0 is READY [1], as a real Triton has it, where its
+   documentation's example shows READY [1, 0].
+2. The request that has waited for longest says which shapes a batch has.
+3. Where a delay and a minimum utilization are both set, a batch waits until so many of the slots
+   have a request, its oldest request has waited that long, or a deadline would pass.
+
+Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
+that may run; the next one may when that has returned, and then comes behind those of the other
+sequences. So no batch has two of one sequence, and none is passed over for long.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from itertools import islice
+
+from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.transport.records import record
+from shmserve.scheduler.batchers import dynamic
+from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.settings import Batching, Sequencing
+
+# Who began a sequence: a client of the scheduler's, and who that says it comes from.
+Owner = tuple[Client[Request], int]
+
+
+class WaitingRequests:
+    """A FIFO queue of the requests of one sequence, in runs: a run is what cannot do without the
+    request at its front, and a START begins one. Every operation takes constant time, a request's
+    removal for each one that leaves with it."""
+
+    __slots__ = ("_run_of", "_runs")
+
+    def __init__(self) -> None:
+        self._runs: deque[OrderedDict[int, Request]] = deque()  # empty ones only in the middle
+        self._run_of: dict[int, OrderedDict[int, Request]] = {}  # by the key of a request
+
+    def __len__(self) -> int:
+        return len(self._run_of)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for run in self._runs for request in run.values())
+
+    @property
+    def first(self) -> Request:
+        """The one that came first."""
+        return next(iter(self._runs[0].values()))
+
+    def append(self, request: Request) -> None:
+        """Behind all others."""
+        if not self._runs or request.flags & SEQUENCE_START:
+            self._runs.append(OrderedDict())
+        run = self._run_of[request.key] = self._runs[-1]
+        run[request.key] = request
+
+    def put_back(self, request: Request) -> None:
+        """Before all others, which belong to it up to a START."""
+        if not self._runs or self.first.flags & SEQUENCE_START:
+            self._runs.appendleft(OrderedDict())
+        run = self._run_of[request.key] = self._runs[0]
+        run[request.key] = request
+        run.move_to_end(request.key, last=False)
+
+    def take(self) -> Request:
+        """The one that came first, which leaves."""
+        key, request = self._runs[0].popitem(last=False)
+        del self._run_of[key]
+        self._trim()
+        return request
+
+    def is_in_last_run(self, request: Request) -> bool:
+        """Whether all that came behind a request would leave with it."""
+        return bool(self._runs) and request.key in self._runs[-1]
+
+    def remove(self, request: Request) -> list[Request]:
+        """A request leaves: what does so, with those behind it up to a START; [] where it has left
+        already."""
+        removed: list[Request] = []
+        run = self._run_of.get(request.key)
+        while run is not None and request.key in run:
+            key, last = run.popitem()
+            del self._run_of[key]
+            removed.append(last)
+        self._trim()
+        removed.reverse()
+        return removed
+
+    def _trim(self) -> None:
+        while self._runs and not self._runs[0]:
+            self._runs.popleft()
+        while self._runs and not self._runs[-1]:
+            self._runs.pop()
+
+
+class Sequence:
+    """Requests with one correlation id, from a START to an END, in the order of their arrival.
+
+    It has a slot (`slot` at its `home`) or waits in the backlog (no `home`). At most one of its
+    requests runs at a time. `owner` is who began it. `ended`: no more can come. `begun`: its
+    instance has state of it.
+    """
+
+    __slots__ = ("begun", "ended", "home", "id", "owner", "running", "slot", "waiting")
+
+    def __init__(self, correlation_id: int | str, owner: Owner) -> None:
+        self.id = correlation_id
+        self.owner = owner
+        self.waiting = WaitingRequests()
+        self.running: Request | None = None
+        self.home: InstanceSlots | None = None
+        self.slot = 0
+        self.ended = False
+        self.begun = False
+
+
+@record
+class Rows:
+    """Run these now, each in its slot; None is a null row."""
+
+    rows: list[tuple[int, Sequence | None]]
+    reason: Closed
+
+
+class InstanceSlots:
+    """The slots of the instance at `peer`, each of which one of `sequences` has at a time, and
+    those that are `running`. `order`: whose slots are taken first."""
+
+    def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
+        self.peer = peer
+        self.order = order
+        self.sequences: list[Sequence | None] = [None] * slots
+        self.running: list[Sequence] = []
+        self.closed = False  # to sequences that come
+        self.ready: OrderedDict[int, Sequence] = OrderedDict()  # by slot, in order of offer
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no sequence, and runs none."""
+        return not self.running and not any(self.sequences)
+
+    def offer(self, sequence: Sequence) -> None:
+        """The first waiting request of a sequence may run."""
+        self.ready[sequence.slot] = sequence
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """It may not any more, or runs; nothing if it was not offered."""
+        if self.ready.get(sequence.slot) is sequence:
+            del self.ready[sequence.slot]
+
+
+def decide(
+    now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
+) -> Rows | WaitUntil | None:
+    """What an instance that is idle runs now; None: nothing is there.
+
+    `reserve_ns`: how long before a deadline a batch must start to be done in time.
+    """
+    if not slots.ready:
+        return None
+    if rules.oldest is None:
+        return _direct(now_ns, slots, rules, reserve_ns)
+    return _oldest(now_ns, slots, rules.oldest, reserve_ns)
+
+
+def _direct(
+    now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
+) -> Rows | WaitUntil:
+    ready = sorted(slots.ready)
+    heads = {slot: slots.ready[slot].waiting.first for slot in ready}
+    oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
+    reason = Closed.FULL if len(ready) == rules.slots else Closed.IDLE
+    if rules.delay_ns and len(ready) < rules.minimum_utilization * rules.slots:
+        # More than the delay must have passed.
+        until = heads[oldest].enqueued_ns + rules.delay_ns + 1
+        flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
+        if now_ns < min(until, flush_by):
+            return WaitUntil(min(until, flush_by))
+        reason = Closed.DELAY if until <= now_ns else Closed.DEADLINE
+    shape_key = heads[oldest].shape_key
+    rows: list[tuple[int, Sequence | None]] = [(slot, None) for slot in range(ready[-1] + 1)]
+    for slot in ready:
+        if heads[slot].shape_key == shape_key:
+            rows[slot] = slot, slots.ready[slot]
+        else:
+            reason = Closed.SHAPE
+    return Rows(rows, reason)
+
+
+def _oldest(
+    now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
+) -> Rows | WaitUntil | None:
+    heads = (sequence.waiting.first for sequence in slots.ready.values())
+    decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
+    if isinstance(decision, Batch):
+        return Rows(list(islice(slots.ready.items(), decision.count)), decision.reason)
+    return decision
