@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shmserve.common.cumulative_counters import with_base
+from shmserve.common.counters import total
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -66,11 +66,12 @@ class CarryOver:
         # Our scheduler may have ended, and one before it be counting still.
         if self._successor is None:
             return
-        counted = self.snapshot[0] if self.snapshot else self._base
-        if self.snapshot and self._base:
-            counted = with_base(counted, self._base)
-        if counted:
-            self._successor._set_base(counted)
+        base = self._base
+        if self.snapshot:
+            counted = self.snapshot[0]
+            base = total({**counted, "base": base or counted["base"]})
+        if base:
+            self._successor._set_base(base)
 
 
 class VersionScheduler:
@@ -207,7 +208,8 @@ class VersionScheduler:
                 counts.update(statistics, metrics)
                 if self._publish_counters:
                     self._publish_counters = False
-                    self._context.events.publish(counted(statistics))
+                    event = counted(self._spec.name, self._spec.version, statistics)
+                    self._context.events.publish(event)
             case _:
                 self._on_message(message)
 
