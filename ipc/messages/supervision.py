@@ -274,8 +274,8 @@ class KillInstance:
 @message
 class StatisticsSnapshot:
     """A snapshot of what the scheduler has counted, before it tells anybody else; its successor
-    restores it. `metrics` are its model's own, as common/model_metrics.py has them. What is left
-    out of `statistics` is as it was in the last."""
+    restores it. `statistics` are those of scheduler/statistics, `metrics` its model's own, as
+    common/model_metrics.py has them. What is left out of `statistics` is as it was in the last."""
 
     statistics: dict[str, Any]
     metrics: list[list[Any]]
@@ -283,14 +283,14 @@ class StatisticsSnapshot:
 
 @message
 class SnapshotStatistics:
-    """Send `StatisticsSnapshot` now, without the long `response_stats`: it is asked every
+    """Send `StatisticsSnapshot` now, without the long rows of responses: it is asked every
     second."""
 
 
 @message
 class BaseCounters:
-    """What the one that this version replaces has counted, of its StatisticsSnapshot: the latest
-    holds. See shmserve/common/cumulative_counters.py."""
+    """What those that this version replaces have counted, as `total` of shmserve/common/counters.py
+    gives it: the latest holds."""
 
     statistics: dict[str, Any]
 

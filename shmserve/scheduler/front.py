@@ -222,14 +222,14 @@ class Front(Generic[R]):
             case ProcessExited():
                 self._process_exited(message.pid, now_ns)
             case BaseCounters():
-                self._reports.set_base(message, now_ns)
+                self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.snapshot_brief(now_ns)
+                self._reports.snapshot(brief=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
-                self._reports.snapshot(now_ns)
+                self._reports.snapshot()
                 self._draining, self._drained = True, False
                 self._core.drain(message.sequences)
             case Stop():
@@ -271,16 +271,16 @@ class Front(Generic[R]):
         wake_ns = self._core.tick(now_ns)
         if self._draining and not self._drained and not self._core.unfinished:
             self._drained = True
-            self._reports.snapshot(now_ns)
+            self._reports.snapshot()
             self._control.post(Drained())
         return wake_ns
 
-    def restore(self, snapshot: list[Any], alive: list[int], now_ns: int) -> None:
+    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
         """Count on from a predecessor's last StatisticsSnapshot, as [statistics, metrics].
 
         `alive` are the pids of the instances that it has left behind.
         """
-        self._reports.restore(snapshot, alive, now_ns)
+        self._reports.restore(snapshot, alive)
 
     def misplaced(self) -> None:
         """A message was dropped because it makes no sense from its sender or now."""

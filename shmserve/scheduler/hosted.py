@@ -86,7 +86,7 @@ class HostedScheduler(ABC):
             self._core, self._clients, self._control, time.time_ns, self._cache
         )
         if start.snapshot:
-            self._front.restore(start.snapshot, start.alive, time.monotonic_ns())
+            self._front.restore(start.snapshot, start.alive)
         # The supervisor first: it says who is gone and who will come.
         self._inboxes: dict[int, Take] = {
             self._control.fd: self._from_control,

@@ -44,44 +44,45 @@ class Reports:
         return self._statistics.report(now_ns, self._wall_clock(), self._all_gauges())
 
     def _all_gauges(self) -> dict[str, Any]:
-        gauges = self._gauges()
-        gauges["malformed"] += self.misplaced
+        gauges = self._count_malformed()
         gauges["families"] = model_metrics.plain(self._metrics.total())
         return gauges
 
     def tell(self, peer: bytes, number: int, now_ns: int) -> None:
         """A client asks, with this number."""
         report = self.report(now_ns)
-        self._post(report)
+        self.snapshot()
         self._clients.post(peer, StatisticsReported(number, report))
 
-    def snapshot(self, now_ns: int) -> None:
-        """Tell whoever starts our successor: no count that was shown may ever go back."""
-        self._post(self.report(now_ns))
+    def _count_malformed(self) -> dict[str, Any]:
+        gauges = self._gauges()
+        self._statistics.malformed = gauges.pop("malformed") + self.misplaced
+        return gauges
 
-    def snapshot_brief(self, now_ns: int) -> None:
-        """`snapshot`, but for what is counted by response: this is asked for once a second."""
-        self._post(self._statistics.brief(now_ns, self._wall_clock(), self._all_gauges()))
+    def snapshot(self, brief: bool = False) -> None:
+        """Send what is counted to whoever starts our successor: no count that was shown may ever go
+        back. `brief` as in `Statistics.snapshot`."""
+        gauges = self._count_malformed()
+        now = {name: gauges[name] for name in ("pending", "executing")}
+        statistics = {**self._statistics.snapshot(brief), **now}
+        self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
-    def _post(self, report: dict[str, Any]) -> None:
-        self._control.post(StatisticsSnapshot(report, self._metrics.snapshot()))
-
-    def set_base(self, message: BaseCounters, now_ns: int) -> None:
+    def set_base(self, message: BaseCounters) -> None:
         """What this version replaces has counted this."""
         try:
             self._statistics.set_base(message.statistics)
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of what was here before cannot be read")
-        self.snapshot(now_ns)
+        self.snapshot()
 
-    def restore(self, snapshot: list[Any], alive: list[int], now_ns: int) -> None:
+    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
         """As `Front.restore`."""
         statistics, metrics = snapshot
         try:
-            self._statistics.restore(statistics, now_ns, self._wall_clock())
+            self._statistics.restore(statistics)
             self._metrics.restore(metrics, alive)
-            self.misplaced = int(statistics["shmserve"]["malformed"])
-        except (KeyError, TypeError, ValueError):
+            self.misplaced = self._statistics.malformed
+        except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("a predecessor's statistics cannot be read")
 
     def metrics_reported(self, pid: int, message: MetricsReported) -> None:

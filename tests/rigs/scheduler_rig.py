@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.common import model_settings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.messages.supervision import InstanceExpected
+from shmserve.ipc.messages.supervision import InstanceExpected, StatisticsSnapshot
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -182,6 +182,15 @@ class Rig:
         """`execute` of a decoupled model returns; its requests go on but for these."""
         times = (self.now - 4, self.now - 3, self.now - 1, self.now)
         self.worker(peer, m.BatchFinished(batch.batch, *times, list(replies)))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The statistics, as the supervisor gets them."""
+        self.report()
+        told = [message for _, message in self.control.take()]
+        statistics: dict[str, Any] = [m for m in told if type(m) is StatisticsSnapshot][
+            -1
+        ].statistics
+        return statistics
 
     def report(self) -> dict[str, Any]:
         """The statistics, as a client gets them."""

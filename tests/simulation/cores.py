@@ -86,7 +86,7 @@ class Scheduler:
             self.from_peer = core.from_worker
         self.front: Front[Any] = Front(core, clients, control, world.wall_clock, cache)
         if kept:
-            self.front.restore(kept, alive, world.now_ns)
+            self.front.restore(kept, alive)
 
 
 class _Held:

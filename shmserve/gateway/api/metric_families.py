@@ -30,7 +30,7 @@ class ReportFamily(NamedTuple):
     @property
     def is_latency(self) -> bool:
         """Whether it is a time, which settings can switch off."""
-        return self.path[-1] == "ns"
+        return self.path[-1].endswith("_ns")
 
     def metric(self, reports: Reports) -> Metric:
         """The family with its samples."""
@@ -70,7 +70,7 @@ _TRITONS = (
         "nv_inference_request_success",
         f"Number of successful {_ALL}",
         "counter",
-        ("inference_stats", "success", "count"),
+        ("success",),
     ),
     ReportFamily(
         "nv_inference_count",
@@ -89,7 +89,7 @@ _TRITONS = (
             f"nv_inference_{name}_duration_us",
             f"Cumulative {text}",
             "counter",
-            ("inference_stats", counter, "ns"),
+            (f"{counter}_ns",),
         )
         for name, text, counter in _LATENCIES
     ),
@@ -103,23 +103,19 @@ _TRITONS = (
 # Of models that have a response cache.
 _OF_CACHE = (
     *(
-        ReportFamily(
-            f"nv_cache_{name}_per_model", text, "counter", ("inference_stats", counter, part)
-        )
-        for name, text, counter, part in (
-            ("num_hits", "Number of cache hits per model", "cache_hit", "count"),
-            ("num_misses", "Number of cache misses per model", "cache_miss", "count"),
+        ReportFamily(f"nv_cache_{name}_per_model", text, "counter", (counter,))
+        for name, text, counter in (
+            ("num_hits", "Number of cache hits per model", "cache_hit"),
+            ("num_misses", "Number of cache misses per model", "cache_miss"),
             (
                 "hit_duration",
                 "Total cache hit duration per model, in microseconds",
-                "cache_hit",
-                "ns",
+                "cache_hit_ns",
             ),
             (
                 "miss_duration",
                 "Total cache miss duration per model, in microseconds",
-                "cache_miss",
-                "ns",
+                "cache_miss_ns",
             ),
         )
     ),
@@ -220,7 +216,7 @@ def first_responses(reports: Reports) -> Iterator[Metric]:
     text = "Duration from request to first response in milliseconds"
     family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
     for labels, report in reports:
-        histogram = report["histograms"].get("first_response_ms")
+        histogram = report.get("first_response_ms")
         if histogram is None:
             continue
         for bound, cumulative in _cumulative(histogram):
@@ -239,9 +235,13 @@ def _with_cache(reports: Reports) -> Reports:
 def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> Metric:
     family = Metric(full_name, text, "summary")
     for labels, report in reports:
-        total = report["inference_stats"][counter]
-        family.add_sample(f"{family.name}_count", labels, total["count"])
-        family.add_sample(f"{family.name}_sum", labels, total["ns"] // 1000)
+        count = report["success"]
+        if counter in ("cache_hit", "cache_miss"):
+            count = report[counter]
+        elif counter.startswith("compute"):
+            count -= report["cache_hit"]
+        family.add_sample(f"{family.name}_count", labels, count)
+        family.add_sample(f"{family.name}_sum", labels, report[f"{counter}_ns"] // 1000)
         for quantile, value in report.get("quantiles", {}).get(name, ()):
             number = float("nan") if value is None else value
             family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
@@ -251,7 +251,7 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
 def _histogram(name: str, text: str, reports: Reports) -> Metric:
     family = HistogramMetricFamily(f"shmserve_{name}", text, labels=("model", "version"))
     for labels, report in reports:
-        raw = report["histograms"][name]
+        raw = report[name]
         buckets = [
             (bound if isinstance(bound, str) else repr(float(bound)), cumulative)
             for bound, cumulative in _cumulative(raw)

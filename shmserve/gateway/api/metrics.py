@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shmserve.common import cumulative_counters, model_metrics
+from shmserve.common import model_metrics
 from shmserve.gateway.api import metric_families, statistics
 from shmserve.gateway.api.process_stats import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.context import Gateway
@@ -74,7 +74,7 @@ class _Families(Collector):
         self._reports = [
             (
                 {"model": str(report["name"]), "version": str(report["version"])},
-                {**report["shmserve"], **cumulative_counters.total_counters(report)},
+                report["shmserve"],
             )
             for report in reports
         ]

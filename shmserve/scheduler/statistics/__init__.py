@@ -1,5 +1,6 @@
 """A model version's statistics, updated with a few additions a request (pure).
 
+table.py            a flat table of counters: snapshot and restore
 counters.py         requests, and the report of everything
 execution_stats.py  executions of batches
 response_stats.py   responses of a decoupled model, by their index
@@ -11,32 +12,38 @@ histograms.py       observations in fixed buckets, and quantiles of the last min
     name, version, last_inference, inference_count, execution_count, inference_stats,
     response_stats, batch_stats, memory_usage
 
-and one key more, for metrics:
+and one key more, `shmserve`, for metrics: the flat table with what the versions that this one
+replaces had counted (its base), and what is so now:
 
-    shmserve
-        failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
-        pending         requests in the queue now
-        executing       requests at workers now
-        batches_closed  {reason of batchers.base.Closed: executions}
-        histograms      {"request_seconds" | "queue_seconds" (one observation a success) |
-                        "compute_seconds" | "batch_size" (one an execution) |
-                        "first_response_ms" (one a request; decoupled models only):
-                        {"buckets": upper bounds, "counts": observations per bucket, not
-                        cumulative, one more than bounds (+Inf), "sum", "count"}}
-        quantiles       {"request" | "queue" | "compute_input" | "compute_infer" |
-                        "compute_output": [[quantile, µs or None], ...]} of the last minute, one
-                        observation a success; empty unless they are asked for
-        instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
-        workers_lost    instances that died or were killed while they were in use
-        retried         requests that ran again, alone, after that
-        overruns        executions that passed the limit
-        malformed       frames and messages that were dropped
-        base            counters of what this one replaces, as total_counters gives them
-        copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from
-                        it; none for what is used where it lies}
-        cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty:
-                        it has none
-        families        the model's own metrics, as model_metrics.plain has them
+    inference_count, execution_count, success, fail, cache_hit, cache_miss, and times:
+        success_ns, fail_ns, queue_ns, compute_input_ns, compute_infer_ns, compute_output_ns,
+        cache_hit_ns, cache_miss_ns
+    failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
+    batches_closed  {reason of batchers.base.Closed: executions}
+    request_seconds, queue_seconds (one observation a success), compute_seconds, batch_size (one an
+        execution), first_response_ms (one a request; decoupled models only)
+                    {"buckets": upper bounds, "counts": observations per bucket, not cumulative,
+                    one more than bounds (+Inf), "sum", "count"}
+    workers_lost    instances that died or were killed while they were in use
+    retried         requests that ran again, alone, after that
+    overruns        executions that passed the limit
+    malformed       frames and messages that were dropped
+    copied_bytes    {"in" | "out": bytes of tensors that workers copied for the model, or from it;
+                    none for what is used where it lies}
+    padding         {padded input: [elements, of these padding]}
+
+    pending         requests in the queue now
+    executing       requests at workers now
+    quantiles       {"request" | "queue" | "compute_input" | "compute_infer" | "compute_output":
+                    [[quantile, µs or None], ...]} of the last minute, one observation a success;
+                    empty unless they are asked for
+    instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
+    cache           {"bytes", "entries", "evicted", "lent_bytes"} of the response cache; empty: it
+                    has none
+    families        the model's own metrics, as model_metrics.plain has them
+
+`Statistics.snapshot` gives the table itself, without base, with "base" beside it, and rows that are
+this version's alone: batch_sizes, responses, last_ns (of the last execution, monotonic).
 
 A request counts when its last response is known, before that is sent: who asks after its own sees
 itself. A decoupled model's request has failed if its model raised, or nothing was there to take its

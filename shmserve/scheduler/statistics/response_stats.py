@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.scheduler.statistics.table import Table
 
 # A request may have any number of responses, and what is reported has an end: those from this index
 # on are counted together.
@@ -38,13 +39,13 @@ _NAMES = ("compute_infer", "compute_output", "success", "fail", "empty_response"
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 
 
-class ResponseStats:
+class ResponseStats(Table):
     """Counts and times (ns) of responses, a row an index."""
 
-    __slots__ = ("_rows",)
+    __slots__ = ("responses",)
 
     def __init__(self) -> None:
-        self._rows: list[list[int]] = []  # count and ns of each name
+        self.responses: list[list[int]] = []  # count and ns of each name
 
     def responded(
         self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
@@ -78,20 +79,12 @@ class ResponseStats:
         row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
 
     def _row(self, index: int) -> list[int]:
-        rows = self._rows
+        rows = self.responses
         if index >= len(rows):
             index = min(index, LAST_INDEX)
             while len(rows) <= index:
                 rows.append([0] * 12)
         return rows[index]
-
-    def restore(self, report: dict[str, Any]) -> None:
-        """Go on from there; raises KeyError, TypeError or ValueError for what is no report."""
-        for index, parts in report.items():
-            row = self._row(int(index))
-            for at, name in enumerate(_NAMES):
-                row[2 * at] = int(parts[name]["count"])
-                row[2 * at + 1] = int(parts[name]["ns"])
 
     def report(self) -> dict[str, Any]:
         """By index, as `response_stats` of GET /v2/models/NAME/stats."""
@@ -100,5 +93,5 @@ class ResponseStats:
                 name: {"count": row[2 * at], "ns": row[2 * at + 1]}
                 for at, name in enumerate(_NAMES)
             }
-            for index, row in enumerate(self._rows)
+            for index, row in enumerate(self.responses)
         }

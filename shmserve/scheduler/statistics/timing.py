@@ -21,11 +21,6 @@ def duration(count: int, ns: int) -> dict[str, int]:
     return {"count": count, "ns": ns}
 
 
-def taken(reported: dict[str, int]) -> tuple[int, int]:
-    """(count, ns) of a reported duration; raises KeyError, TypeError or ValueError."""
-    return int(reported["count"]), int(reported["ns"])
-
-
 class Timing(NamedTuple):
     """The phases of an execution: when it began (monotonic ns) and how long each took (ns)."""
 

@@ -196,20 +196,15 @@ def changes(before: States, after: States) -> Iterator[ModelChanged]:
             yield ModelChanged(name, version, *state)
 
 
-_DURATIONS = ("queue", "compute_input", "compute_infer", "compute_output")
+_COUNTED = ("success", "fail", "inference_count", "execution_count", "pending", "executing")
+_DURATIONS = ("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns")
 
 
-def counted(statistics: dict[str, Any]) -> ModelCounted:
-    """The event for a scheduler's statistics; times are those of all requests together, in ns."""
-    stats, own = statistics["inference_stats"], statistics["shmserve"]
+def counted(name: str, version: str, statistics: dict[str, Any]) -> ModelCounted:
+    """The event for a scheduler's snapshot; times are those of all requests together, in ns."""
     counters = {
-        "success": stats["success"]["count"],
-        "fail": stats["fail"]["count"],
-        "inference_count": statistics["inference_count"],
-        "execution_count": statistics["execution_count"],
-        "pending": own["pending"],
-        "executing": own["executing"],
-        "request_ns": stats["success"]["ns"],
-        **{f"{name}_ns": stats[name]["ns"] for name in _DURATIONS},
+        **{name: statistics[name] for name in _COUNTED},
+        "request_ns": statistics["success_ns"],
+        **{name: statistics[name] for name in _DURATIONS},
     }
-    return ModelCounted(statistics["name"], statistics["version"], counters)
+    return ModelCounted(name, version, counters)

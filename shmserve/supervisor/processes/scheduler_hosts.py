@@ -36,13 +36,13 @@ class Group(NamedTuple):
 
 class HostedHandle:
     """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
-    not any more."""
+    not any more, with the reason where it has never been."""
 
     def __init__(self, host: _Host, name: str, number: int) -> None:
         self.name = name
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def child(self) -> Child:
@@ -137,11 +137,8 @@ class SchedulerHosts:
                     host.ready.set_result(None)
             case m.SchedulerClosed(number, reason):
                 hosted = host.hosted.get(number)
-                if hosted is not None:
-                    if reason:
-                        logger.error("a scheduler could not be opened: %s", reason)
-                    if not hosted.closed.done():
-                        hosted.closed.set_result(None)
+                if hosted is not None and not hosted.closed.done():
+                    hosted.closed.set_result(reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """End a scheduler, and its process if it was the last there; returns when it has."""
@@ -149,7 +146,7 @@ class SchedulerHosts:
         self._control.send(hosted.address, m.Stop())
         await _either(hosted.closed, host.child.exited, timeout_s=patience_s)
         if not hosted.closed.done():
-            hosted.closed.set_result(None)
+            hosted.closed.set_result("")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
         if host.hosted or host.awaited:

@@ -253,7 +253,7 @@ def test_the_queue_delay_is_a_matter_of_microseconds(stage: Stage) -> None:
         replies = [m.Reply(batch.requests[0].key, "", "", b"")]
         stage.worker.send(m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
         stage.next(stage.client)
-    histogram = stage.statistics()["shmserve"]["histograms"]["queue_seconds"]
+    histogram = stage.statistics()["shmserve"]["queue_seconds"]
     upto = dict(zip(histogram["buckets"], itertools.accumulate(histogram["counts"]), strict=False))
     assert upto[0.0001] <= 3, "batches left before their delay was over"
     assert upto[0.001] >= 1, f"a delay of 100 us takes milliseconds: {upto}"

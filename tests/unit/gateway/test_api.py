@@ -65,6 +65,9 @@ def report(name: str, version: str) -> dict[str, Any]:
         key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
     }
     empty = {"count": 0, "ns": 0}
+    flat = {"inference_count": 3_000_000_001, "execution_count": 2, "success": 3, "fail": 3}
+    flat |= {f"{key}_ns": each["ns"] for key, each in stats.items()}
+    flat |= dict.fromkeys(("cache_hit", "cache_miss", "cache_hit_ns", "cache_miss_ns"), 0)
     counts = [1, 0, 2, 0]
     histogram = {"buckets": [0.001, 0.01, 1.0], "counts": counts, "sum": 0.5, "count": 3}
     return {
@@ -82,9 +85,11 @@ def report(name: str, version: str) -> dict[str, Any]:
             "pending": 5,
             "executing": 2,
             "batches_closed": {"full": 1, "delay": 1},
-            "histograms": dict.fromkeys(
+            **flat,
+            **dict.fromkeys(
                 ("request_seconds", "queue_seconds", "compute_seconds", "batch_size"), histogram
             ),
+            "padding": {},
             "instances": {"idle": 1, "busy": 2},
             "workers_lost": 7,
             "retried": 1,

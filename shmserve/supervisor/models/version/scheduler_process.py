@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shmserve.common.cumulative_counters import with_base
+from shmserve.common.counters import total
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -66,11 +66,12 @@ class CarryOver:
         # Our scheduler may have ended, and one before it be counting still.
         if self._successor is None:
             return
-        counted = self.snapshot[0] if self.snapshot else self._base
-        if self.snapshot and self._base:
-            counted = with_base(counted, self._base)
-        if counted:
-            self._successor._set_base(counted)
+        base = self._base
+        if self.snapshot:
+            counted = self.snapshot[0]
+            base = total({**counted, "base": base or counted["base"]})
+        if base:
+            self._successor._set_base(base)
 
 
 class VersionScheduler:
@@ -146,7 +147,9 @@ class VersionScheduler:
             await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
         if not ready.done():
-            reason = hosted.child.exited.result() if hosted.child.exited.done() else "refused"
+            await context.hosts.close(hosted)
+            ended = hosted.child.exited
+            reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self._number = number  # now there is something at its endpoints
         self._serving = hosted
@@ -205,7 +208,8 @@ class VersionScheduler:
                 counts.update(statistics, metrics)
                 if self._publish_counters:
                     self._publish_counters = False
-                    self._context.events.publish(counted(statistics))
+                    event = counted(self._spec.name, self._spec.version, statistics)
+                    self._context.events.publish(event)
             case _:
                 self._on_message(message)
 

@@ -289,7 +289,7 @@ def test_counts_go_on_in_a_successor() -> None:
     before = rig.report()
     assert kept == []
     heir = cached()
-    heir.scheduler.restore([before, []], [], heir.now)
+    heir.scheduler.restore([rig.snapshot(), []], [])
     stats = heir.report()["inference_stats"]
     assert stats == before["inference_stats"]
 
