@@ -11,7 +11,7 @@ from shmserve.common import model_settings
 from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec
+from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
 from shmserve.ipc.tensors.padding import Padding
 
 logger = logging.getLogger(__name__)
@@ -62,22 +62,21 @@ class QueuePolicies:
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
-    waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
+    """The sequence batcher's rules: those of the configuration, its `spec`, and what follows from
+    it and the server's. `slots` an instance; no `oldest`: the direct strategy, which waits for a
+    minimum utilization of its slots up to `delay_ns` where both are set.
 
-    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `id_datatype` is
-    that of the control input `id_name`, "" without one. `iterative`: a model may ask for a request
-    again. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
+    is as the spec has it. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the
+    first batch.
     """
 
+    spec: SequenceBatching
+    correlation_id: tuple[str, str]
     slots: int
     idle_ns: int
     oldest: Batching | None = None
     delay_ns: int = 0
-    minimum_utilization: float = 0.0
-    iterative: bool = False
-    id_name: str = ""
-    id_datatype: str = ""
     most: int = _MOST_SEQUENCES
     hold: int = 0
     hold_backlog: int = 0
@@ -89,12 +88,12 @@ class Sequencing:
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        name, datatype = self.correlation_id
         is_text = isinstance(correlation_id, str)
-        if self.id_datatype and is_text != (self.id_datatype == "BYTES"):
+        if datatype and is_text != (datatype == "BYTES"):
             raise InvalidArgument(
-                f"{prefix}sequence batching control '{self.id_name}' data-type is "
-                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects "
-                f"'{self.id_datatype}'"
+                f"{prefix}sequence batching control '{name}' data-type is "
+                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects '{datatype}'"
             )
 
 
@@ -178,16 +177,13 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         return None
     oldest = given.oldest
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
-    name, datatype = given.correlation_id
     return Sequencing(
+        spec=given,
+        correlation_id=given.correlation_id,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        minimum_utilization=given.minimum_slot_utilization,
-        iterative=given.iterative_sequence,
-        id_name=name,
-        id_datatype=datatype,
         # Not so many that one client's fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
         hold=limits.delay_scheduler,
