@@ -46,7 +46,7 @@ from shmserve.scheduler.requests.request import (
     Event,
     Lookup,
     Outcome,
-    Request,
+    ScheduledRequest,
     State,
 )
 from shmserve.scheduler.requests.responses import Responses
@@ -58,7 +58,7 @@ from shmserve.scheduler.statistics.timing import Timing
 logger = logging.getLogger(__name__)
 
 
-class BatchingCore(Core[Request]):
+class BatchingCore(Core[ScheduledRequest]):
     """One model version's requests, queued, batched and sent to its instances."""
 
     def __init__(
@@ -109,7 +109,7 @@ class BatchingCore(Core[Request]):
         self._queue.check(submit, now_ns)
 
     def admit(
-        self, client: Client[Request], submit: Submit, lookup: Lookup | None, now_ns: int
+        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
@@ -121,7 +121,9 @@ class BatchingCore(Core[Request]):
         self._responses.enqueued(request)
         self._dispatch.enqueued(request, sequence_key)
 
-    def hit(self, client: Client[Request], submit: Submit, lookup: Lookup, now_ns: int) -> None:
+    def hit(
+        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
+    ) -> None:
         # Only its turn may still have to come.
         request = self._queue.enqueue(client, submit, now_ns, cached=True)
         request.lookup = lookup
@@ -135,7 +137,7 @@ class BatchingCore(Core[Request]):
         service_time = self._executions.service_time
         return service_time.drain_s(len(self._queue), self._pool.ready_count)
 
-    def cancel(self, request: Request, now_ns: int) -> None:
+    def cancel(self, request: ScheduledRequest, now_ns: int) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._withdraw(request, now_ns)
@@ -148,19 +150,19 @@ class BatchingCore(Core[Request]):
             case _:
                 pass  # decided already
 
-    def _withdraw(self, request: Request, now_ns: int) -> None:
+    def _withdraw(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.QUEUED:
             self._queue.remove(request)
             self._dispatch.removed(request, now_ns)
 
-    def credit(self, request: Request, responses: int, now_ns: int) -> None:
+    def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
             self._executions.credit(request, responses)
 
-    def release(self, client: Client[Request], message: Release) -> None:
+    def release(self, client: Client[ScheduledRequest], message: Release) -> None:
         self._executions.release(client.pid, message.pid, message.offsets)
 
-    def disconnect(self, client: Client[Request], now_ns: int) -> None:
+    def disconnect(self, client: Client[ScheduledRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
             match request.state:
                 case State.DONE:
@@ -176,7 +178,7 @@ class BatchingCore(Core[Request]):
     def accepts_while_draining(self, submit: Submit) -> bool:
         return self._dispatch.accepts_while_draining(submit)
 
-    def stop(self, request: Request, now_ns: int) -> None:
+    def stop(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.FAILED_EARLY:
             self._responses.close(request, now_ns)
         else:
@@ -257,7 +259,7 @@ class BatchingCore(Core[Request]):
         self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
-    def _expire(self, request: Request, now_ns: int) -> None:
+    def _expire(self, request: ScheduledRequest, now_ns: int) -> None:
         early, reason, text = False, Reason.OTHER, EXPIRED
         match request.state:
             case State.QUEUED:

@@ -96,8 +96,9 @@ class Host:
             scheduler = KINDS[start.kind](start, self._waiter, self._neighbours)
         except (ShmserveError, OSError) as error:
             # Of no descriptor or memory left: others here go on.
-            logger.error("a scheduler cannot be opened: %s", error)
-            self._control.send(SchedulerClosed(start.number, str(error)))
+            reason = error.message if isinstance(error, ShmserveError) else str(error)
+            logger.error("a scheduler cannot start: %s", reason)
+            self._control.send(SchedulerClosed(start.number, reason))
             return
         self._schedulers.append(scheduler)
         gc.freeze()  # what is here now stays: no collection needs to look at it

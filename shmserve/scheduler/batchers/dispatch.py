@@ -12,7 +12,7 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
@@ -59,7 +59,7 @@ class Dispatch(Dispatcher):
         self._queue.release_hold()
         self._batcher.flush()
 
-    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:
+    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         """As `Dispatcher` says."""
         if self._batcher.learns:
             self._batcher.arrived(request.enqueued_ns, self._responses.live)

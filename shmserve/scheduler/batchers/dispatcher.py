@@ -9,7 +9,7 @@ from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import ScheduledRequest
 
 
 class SequenceKey(NamedTuple):
@@ -30,31 +30,31 @@ class Dispatcher(ABC):
     def flush(self) -> None:
         """Nothing more comes that would be worth waiting for."""
 
-    def identify(self, client: Client[Request], message: Submit) -> SequenceKey | None:
+    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey | None:
         """The sequence that a request belongs to, before it is admitted to the queue.
 
         Raises InvalidArgument or QueueFull for one that may not be.
         """
         return None
 
-    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:  # noqa: B027
+    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:  # noqa: B027
         """A request is in the queue."""
 
     def removed(  # noqa: B027
-        self, request: Request, now_ns: int, *, expired: bool = False, apart: bool = False
+        self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
         """A request was taken out of the queue, for ever; what cannot run without it fails, unless
         it is dealt with `apart`."""
 
-    def again(self, request: Request) -> bool:
+    def again(self, request: ScheduledRequest) -> bool:
         """Its model has asked for an executed request once more; whether it gets it."""
         return False
 
-    def lost_text(self, request: Request) -> str:
+    def lost_text(self, request: ScheduledRequest) -> str:
         """Why a request whose worker died in the middle cannot run again; "": it may."""
         return ""
 
-    def expired_text(self, request: Request) -> str:
+    def expired_text(self, request: ScheduledRequest) -> str:
         """What a request is told whose time is over while it waits."""
         return EXPIRED
 

@@ -14,7 +14,7 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import AT_WORK, Outcome, Request, State
+from shmserve.scheduler.requests.request import AT_WORK, Outcome, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -63,7 +63,7 @@ class Recovery:
             for request in execution.requests:
                 self._died_running(request, why, dispatch.lost_text(request), now_ns)
 
-    def _died_running(self, request: Request, why: str, lost: str, now_ns: int) -> None:
+    def _died_running(self, request: ScheduledRequest, why: str, lost: str, now_ns: int) -> None:
         if request.state is not State.EXECUTING:
             self._lost(request, _DIED_OPEN + why, now_ns)
             return
@@ -81,7 +81,7 @@ class Recovery:
                 text += "; its outputs go over its inputs, which may be changed"
             self._lost(request, text, now_ns)
 
-    def _lost(self, request: Request, text: str, now_ns: int) -> None:
+    def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """It ended with its worker, unless it had ended before."""
         if request.state in AT_WORK:
             self._responses.finish(request, Outcome("INTERNAL", text, b"", None), now_ns)
@@ -114,5 +114,5 @@ class Recovery:
         self._pool.doom(slot)
         self._control.post(KillInstance(slot.index, reason, slot.pid))
 
-    def _fail_early(self, request: Request, text: str, now_ns: int) -> None:
+    def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)

@@ -24,7 +24,7 @@ from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
-from shmserve.scheduler.ensemble.responses import Responses, check_places
+from shmserve.scheduler.ensemble.responses import EnsembleResponses, check_places
 from shmserve.scheduler.ensemble.steps.memory_plan import MemoryPlanner
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks
 from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
@@ -64,7 +64,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         graph = Graph.of(config)
         signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
-        responses = Responses(signature, settings.decoupled, clients, memory, statistics, cache)
+        responses = EnsembleResponses(
+            signature, settings.decoupled, clients, memory, statistics, cache
+        )
         live = LiveRequests(settings.name, statistics, responses)
         targets = Targets(graph)
         steps = StepRunner(graph, targets, links, memory, live)

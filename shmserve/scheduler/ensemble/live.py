@@ -10,7 +10,7 @@ import itertools
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
-from shmserve.scheduler.ensemble.responses import Responses
+from shmserve.scheduler.ensemble.responses import EnsembleResponses
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -22,7 +22,7 @@ _STALE_TIMERS = 1024
 class LiveRequests:
     """Requests from their admission to their end. `now_ns` is the time of what is being handled."""
 
-    def __init__(self, name: str, statistics: Statistics, responses: Responses) -> None:
+    def __init__(self, name: str, statistics: Statistics, responses: EnsembleResponses) -> None:
         self._name = name
         self._statistics = statistics
         self._responses = responses

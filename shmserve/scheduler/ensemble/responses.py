@@ -29,7 +29,7 @@ from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
 
-class Responses:
+class EnsembleResponses:
     """Posts to clients, and knows what they are reading."""
 
     def __init__(

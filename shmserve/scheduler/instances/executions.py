@@ -26,7 +26,7 @@ from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.outboxes import Peers
-from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, Request, State
+from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Statistics
@@ -51,7 +51,7 @@ class Executions:
         statistics: Statistics,
         recovery: Recovery,
         batcher: Batcher,
-        again: Callable[[Request], bool],
+        again: Callable[[ScheduledRequest], bool],
     ) -> None:
         self.service_time = ServiceTime()
         self.misplaced = 0
@@ -72,7 +72,7 @@ class Executions:
 
     def start(
         self,
-        requests: list[Request],
+        requests: list[ScheduledRequest],
         reason: Closed,
         now_ns: int,
         wanted: Slot | None = None,
@@ -90,12 +90,12 @@ class Executions:
         work = list(map(_work, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: ScheduledRequest) -> None:
         """Tell the worker that has this request that its outputs are not wanted."""
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key))
 
-    def credit(self, request: Request, responses: int) -> None:
+    def credit(self, request: ScheduledRequest, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what
         it has not been sent it has read none."""
         read = min(responses, request.responses - request.credited)
@@ -237,7 +237,7 @@ class Executions:
             self._responses.drop_outputs(request, message.body)
 
     def _ended(
-        self, slot: Slot, request: Request, last: ExecutionResponded | Reply, now_ns: int
+        self, slot: Slot, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         del slot.requests[request.key]
         self._pool.ended(slot)
@@ -251,7 +251,7 @@ class Executions:
             self._responses.close(request, now_ns)
 
 
-def _work(request: Request) -> Work:
+def _work(request: ScheduledRequest) -> Work:
     submit = request.submit
     return Work(
         request.key,
@@ -267,7 +267,7 @@ def _work(request: Request) -> Work:
     )
 
 
-def matched(requests: list[Request], replies: list[Reply]) -> list[Reply] | None:
+def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
     """The replies in the order of `requests`, or None: not one each."""
     if len(replies) != len(requests):
         return None

@@ -27,7 +27,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from shmserve.scheduler.batchers.base import Closed
-from shmserve.scheduler.requests.request import NEVER, Request, Worker
+from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
@@ -77,7 +77,12 @@ class Execution:
     __slots__ = ("gaps", "id", "reason", "requests", "sent_ns", "started_ns")
 
     def __init__(
-        self, number: int, requests: list[Request], reason: Closed, sent_ns: int, gaps: int = 0
+        self,
+        number: int,
+        requests: list[ScheduledRequest],
+        reason: Closed,
+        sent_ns: int,
+        gaps: int = 0,
     ) -> None:
         self.id = number
         self.requests = requests
@@ -102,7 +107,7 @@ class Slot:
     offer: Worker | None = None  # the last one, as long as it is not taken
     retiring: bool = False
     executions: deque[Execution] = field(default_factory=deque)
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
     @property
     def execution(self) -> Execution | None:
@@ -124,7 +129,7 @@ class Lost(NamedTuple):
     whose execution had returned."""
 
     executions: list[Execution]
-    open: list[Request]
+    open: list[ScheduledRequest]
 
 
 class Ticketing(Protocol):

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import ScheduledRequest
 
 
 class _Level:
@@ -26,18 +26,18 @@ class _Level:
     __slots__ = ("delayed", "in_time")
 
     def __init__(self) -> None:
-        self.in_time: OrderedDict[int, Request] = OrderedDict()
-        self.delayed: OrderedDict[int, Request] = OrderedDict()
+        self.in_time: OrderedDict[int, ScheduledRequest] = OrderedDict()
+        self.delayed: OrderedDict[int, ScheduledRequest] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.in_time) + len(self.delayed)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ScheduledRequest]:
         if self.delayed:
             return chain(self.in_time.values(), self.delayed.values())
         return iter(self.in_time.values())
 
-    def part(self, request: Request) -> OrderedDict[int, Request]:
+    def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Where this request is, or belongs."""
         return self.delayed if request.delayed else self.in_time
 
@@ -54,7 +54,7 @@ class PriorityQueue:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ScheduledRequest]:
         if len(self._order) == 1:
             return iter(self._levels[self._order[0]])
         return chain.from_iterable(map(self._levels.__getitem__, self._order))
@@ -64,25 +64,25 @@ class PriorityQueue:
         found = self._levels.get(level)
         return 0 if found is None else len(found)
 
-    def append(self, request: Request) -> None:
+    def append(self, request: ScheduledRequest) -> None:
         """Enqueue a request behind those of its level that are in time."""
         self._level(request.level).in_time[request.key] = request
         self.count += 1
 
-    def prepend(self, request: Request) -> None:
+    def prepend(self, request: ScheduledRequest) -> None:
         """Put a request before all others of its level, or of its delayed ones if it is one."""
         part = self._level(request.level).part(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
         self.count += 1
 
-    def delay(self, request: Request) -> None:
+    def delay(self, request: ScheduledRequest) -> None:
         """Move a request that is in time behind all others of its level."""
         level = self._levels[request.level]
         level.delayed[request.key] = level.in_time.pop(request.key)
         request.delayed = True
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: ScheduledRequest) -> bool:
         """Take a request out from anywhere; whether it was there."""
         level = self._levels.get(request.level)
         if level is None or level.part(request).pop(request.key, None) is None:
@@ -92,9 +92,9 @@ class PriorityQueue:
             self._forget(request.level)
         return True
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[ScheduledRequest]:
         """Take the first `count` requests out."""
-        taken: list[Request] = []
+        taken: list[ScheduledRequest] = []
         self.count -= count
         while len(taken) < count:
             number = self._order[0]

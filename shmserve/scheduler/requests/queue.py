@@ -20,7 +20,7 @@ from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, Event, Request, State
+from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import QueuePolicy, Settings
 
 EXPIRED = "Request timeout expired"
@@ -37,8 +37,8 @@ class RequestQueue:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._queue = PriorityQueue()
-        self.retries: OrderedDict[int, Request] = OrderedDict()
-        self._timers: list[tuple[int, int, Request]] = []
+        self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
+        self._timers: list[tuple[int, int, ScheduledRequest]] = []
         self._keys = itertools.count(1)
         self._hold_until = settings.hold_until
 
@@ -54,8 +54,13 @@ class RequestQueue:
         return 0 < policies.of(level).max_size <= self._queue.size(level)
 
     def enqueue(
-        self, client: Client[Request], message: Submit, now_ns: int, *, cached: bool = False
-    ) -> Request:
+        self,
+        client: Client[ScheduledRequest],
+        message: Submit,
+        now_ns: int,
+        *,
+        cached: bool = False,
+    ) -> ScheduledRequest:
         """Enqueue a request; one whose response is `cached` only to have its deadline kept.
 
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
@@ -64,7 +69,7 @@ class RequestQueue:
         if not cached and 0 < policy.max_size <= self._queue.size(level):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout = own or policy.timeout_ns
-        request = Request(
+        request = ScheduledRequest(
             next(self._keys),
             client,
             message.id,
@@ -121,7 +126,7 @@ class RequestQueue:
         """Let batches form from now on, however few requests wait."""
         self._hold_until = 0
 
-    def waiting(self) -> Iterator[Request]:
+    def waiting(self) -> Iterator[ScheduledRequest]:
         """The queue in order, without retries; nothing until it has filled once where that is
         waited for (a hook for tests)."""
         if self._queue.count < self._hold_until:
@@ -129,35 +134,35 @@ class RequestQueue:
         self._hold_until = 0
         return iter(self._queue)
 
-    def all(self) -> list[Request]:
+    def all(self) -> list[ScheduledRequest]:
         """Everything that waits, retries first."""
         return [*self.retries.values(), *self._queue]
 
-    def take_retry(self) -> Request:
+    def take_retry(self) -> ScheduledRequest:
         """Dispatch the first request that must run alone."""
         request = self.retries.popitem(last=False)[1]
         request.meet(Event.DISPATCH)
         return request
 
-    def take(self, count: int) -> list[Request]:
+    def take(self, count: int) -> list[ScheduledRequest]:
         """Dispatch the first `count` requests of the queue."""
         taken = self._queue.take(count)
         for request in taken:
             request.meet(Event.DISPATCH)
         return taken
 
-    def retry(self, request: Request) -> None:
+    def retry(self, request: ScheduledRequest) -> None:
         """Take back a request whose worker is gone, to run alone and before all others."""
         request.meet(Event.RETURN)
         request.queue_limit_ns = 0  # it has had its wait
         self.retries[request.key] = request
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: ScheduledRequest) -> None:
         """Take back a request that was dispatched and not begun: it comes before all others."""
         request.meet(Event.RETURN)
         self._queue.prepend(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: ScheduledRequest) -> None:
         """Take a queued request out; its state is the caller's to change."""
         if not self._queue.remove(request):
             self.retries.pop(request.key, None)
@@ -172,13 +177,13 @@ class RequestQueue:
         # A timeout is over when more than its time has passed.
         return timers[0][0] + 1 if timers else NEVER
 
-    def expired(self, now_ns: int) -> list[Request]:
+    def expired(self, now_ns: int) -> list[ScheduledRequest]:
         """Requests whose time is over: a deadline anywhere, a queue limit only in the queue.
 
         Where the policy of its level is to delay it, a request whose queue limit has passed goes
         behind the others there, and has none any more.
         """
-        over: list[Request] = []
+        over: list[ScheduledRequest] = []
         timers = self._timers
         while timers and timers[0][0] < now_ns:
             _, _, request = heapq.heappop(timers)

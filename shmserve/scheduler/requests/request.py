@@ -118,7 +118,7 @@ class Outcome(NamedTuple):
     timing: Timing | None
 
 
-class Request:
+class ScheduledRequest:
     """One inference, which counts for `units` in a batch, and the message that submitted it, as
     long as it lives. Times are monotonic ns, 0: none.
 
@@ -162,7 +162,7 @@ class Request:
     def __init__(
         self,
         key: int,
-        client: Client[Request],
+        client: Client[ScheduledRequest],
         number: int,
         units: int,
         shape_key: bytes,

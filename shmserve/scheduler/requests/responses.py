@@ -31,7 +31,7 @@ from shmserve.scheduler.requests.request import (
     OVER,
     Event,
     Outcome,
-    Request,
+    ScheduledRequest,
     State,
 )
 from shmserve.scheduler.response_cache import ResponseCache
@@ -59,11 +59,11 @@ class Responses:
         self._workers = workers
         self._statistics = statistics
         self._ordered = preserve_ordering
-        self._order: deque[Request] = deque()
+        self._order: deque[ScheduledRequest] = deque()
         self.live = 0
         self.cache = cache
 
-    def enqueued(self, request: Request) -> None:
+    def enqueued(self, request: ScheduledRequest) -> None:
         """From now on this request is owed a response."""
         request.client.requests[request.id] = request
         self.live += 1
@@ -71,14 +71,18 @@ class Responses:
             self._order.append(request)
 
     def refuse(
-        self, client: Client[Request], message: Submit, error: ShmserveError, retry_after_s: int
+        self,
+        client: Client[ScheduledRequest],
+        message: Submit,
+        error: ShmserveError,
+        retry_after_s: int,
     ) -> None:
         """Refuse a request that was not admitted."""
         self._clients.post(
             client.peer, Failed(message.id, error.code, error.message, retry_after_s, False)
         )
 
-    def relay(self, request: Request, message: ExecutionResponded) -> None:
+    def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
         """Pass on a response that is not the last."""
         if request.state is State.EXECUTING:
             request.meet(Event.RESPOND)
@@ -88,7 +92,7 @@ class Responses:
             Responded(request.id, message.code, message.message, message.body, False),
         )
 
-    def end(self, request: Request, last: ExecutionResponded | Reply, now_ns: int) -> None:
+    def end(self, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int) -> None:
         """Pass on what ends a decoupled model's request. An error that its model has sent is a
         response, and its request a success, as in Triton; one that it raised is a failure."""
         if last.code and (isinstance(last, Reply) or last.failed):
@@ -104,7 +108,7 @@ class Responses:
         )
         self._forget(request)
 
-    def finish(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+    def finish(self, request: ScheduledRequest, outcome: Outcome, now_ns: int) -> None:
         """End an executing request with its outcome, as soon as its turn comes."""
         lookup = request.lookup
         if lookup is not None and lookup.key and self.cache is not None and not outcome.code:
@@ -132,7 +136,7 @@ class Responses:
         if len(self._order) > 2 * self.live + _STALE_PLACES:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
-    def _deliver(self, request: Request, outcome: Outcome, now_ns: int) -> None:
+    def _deliver(self, request: ScheduledRequest, outcome: Outcome, now_ns: int) -> None:
         code, text, body, timing = outcome
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
@@ -154,7 +158,7 @@ class Responses:
 
     def fail(
         self,
-        request: Request,
+        request: ScheduledRequest,
         code: str,
         message: str,
         reason: Reason,
@@ -169,7 +173,7 @@ class Responses:
             self._drop_held(request)
             self._forget(request)
 
-    def close(self, request: Request, now_ns: int) -> None:
+    def close(self, request: ScheduledRequest, now_ns: int) -> None:
         """No worker has the request any more, and its result is of no use."""
         match request.state:
             case State.CANCELLED:
@@ -182,7 +186,7 @@ class Responses:
                 request.meet(Event.SETTLE)
                 self._forget(request)
 
-    def abandon(self, request: Request, now_ns: int) -> None:
+    def abandon(self, request: ScheduledRequest, now_ns: int) -> None:
         """The client is gone; a worker that has the request still returns it."""
         if request.state is not State.FAILED_EARLY:
             self._statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
@@ -191,7 +195,7 @@ class Responses:
             self._drop_held(request)
             self._forget(request)
 
-    def drop_outputs(self, request: Request, body: bytes) -> None:
+    def drop_outputs(self, request: ScheduledRequest, body: bytes) -> None:
         """Tell the worker that had this request that nobody will read what it made."""
         worker = request.worker
         for release in unread(body):
@@ -199,7 +203,7 @@ class Responses:
                 outputs = ReleaseOutputs(request.client.pid, release.offsets)
                 self._workers.post(worker.peer, outputs)
 
-    def _drop_held(self, request: Request) -> None:
+    def _drop_held(self, request: ScheduledRequest) -> None:
         outcome, request.outcome = request.outcome, None
         if outcome is None:
             return
@@ -207,7 +211,7 @@ class Responses:
             request.lookup.cancel()
         self.drop_outputs(request, outcome.body)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: ScheduledRequest) -> None:
         self.live -= 1
         request.submit = OVER
         request.client.requests.pop(request.id, None)

@@ -34,15 +34,15 @@ class Group(NamedTuple):
     names: frozenset[str]
 
 
-class HostedScheduler:
+class HostedHandle:
     """A scheduler that a process hosts, or did, for the model of this name; `closed` once it does
-    not any more."""
+    not any more, with the reason where it has never been."""
 
     def __init__(self, host: _Host, name: str, number: int) -> None:
         self.name = name
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
     def child(self) -> Child:
@@ -61,7 +61,7 @@ class _Host:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.names: frozenset[str] = frozenset()
-        self.hosted: dict[int, HostedScheduler] = {}
+        self.hosted: dict[int, HostedHandle] = {}
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.awaited = 0  # who is about to open a scheduler there
 
@@ -81,7 +81,7 @@ class SchedulerHosts:
 
     async def open(
         self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
-    ) -> HostedScheduler:
+    ) -> HostedHandle:
         """Have a scheduler opened, whose messages `on_message` takes: it is there once it says
         `SchedulerReady`. Raises Unavailable when no process can host it.
         """
@@ -93,12 +93,12 @@ class SchedulerHosts:
             host.awaited -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
-        hosted = host.hosted[start.number] = HostedScheduler(host, start.config.name, start.number)
+        hosted = host.hosted[start.number] = HostedHandle(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode(start)))
         return hosted
 
-    def misplaced(self, hosted: HostedScheduler, group: Group) -> bool:
+    def misplaced(self, hosted: HostedHandle, group: Group) -> bool:
         """Whether a scheduler is in another process than one of this group would be opened in."""
         host = hosted._host
         if len(group.names) == 1:
@@ -137,19 +137,16 @@ class SchedulerHosts:
                     host.ready.set_result(None)
             case m.SchedulerClosed(number, reason):
                 hosted = host.hosted.get(number)
-                if hosted is not None:
-                    if reason:
-                        logger.error("a scheduler could not be opened: %s", reason)
-                    if not hosted.closed.done():
-                        hosted.closed.set_result(None)
+                if hosted is not None and not hosted.closed.done():
+                    hosted.closed.set_result(reason)
 
-    async def close(self, hosted: HostedScheduler, patience_s: float = STOP_PATIENCE_S) -> None:
+    async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """End a scheduler, and its process if it was the last there; returns when it has."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
         await _either(hosted.closed, host.child.exited, timeout_s=patience_s)
         if not hosted.closed.done():
-            hosted.closed.set_result(None)
+            hosted.closed.set_result("")
         host.hosted.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
         if host.hosted or host.awaited:

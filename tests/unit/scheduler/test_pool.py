@@ -7,7 +7,7 @@ import pytest
 from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.instances.pool import SLOT, Execution, Lost, Pool, SlotState
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import NEVER, OVER, Request
+from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500
@@ -16,8 +16,8 @@ NOTHING = Lost([], [])
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
-    client = Client[Request](b"77.ab")
-    request = Request(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
+    client = Client[ScheduledRequest](b"77.ab")
+    request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
     return Execution(number, [request], Closed.IDLE, started_ns)
 
 

@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
-from shmserve.scheduler.requests.request import NEVER, OVER, Request
+from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
-CLIENT = Client[Request](b"1.a")
+CLIENT = Client[ScheduledRequest](b"1.a")
 
 
-def request(key: int, level: int) -> Request:
+def request(key: int, level: int) -> ScheduledRequest:
     """A queued request of this level."""
-    return Request(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, OVER, level)
+    return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, OVER, level)
 
 
 class AgainstAList(RuleBasedStateMachine):
@@ -27,14 +27,14 @@ class AgainstAList(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = PriorityQueue()
-        self.naive: list[tuple[tuple[int, bool, int], Request]] = []
-        self.made: list[Request] = []
+        self.naive: list[tuple[tuple[int, bool, int], ScheduledRequest]] = []
+        self.made: list[ScheduledRequest] = []
         self.places = 0
 
-    def _expected(self) -> list[Request]:
+    def _expected(self) -> list[ScheduledRequest]:
         return [each for _, each in sorted(self.naive, key=lambda item: item[0])]
 
-    def _drop(self, requests: Iterable[Request]) -> None:
+    def _drop(self, requests: Iterable[ScheduledRequest]) -> None:
         gone = set(map(id, requests))
         self.naive = [item for item in self.naive if id(item[1]) not in gone]
 

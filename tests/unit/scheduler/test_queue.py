@@ -12,11 +12,11 @@ from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Event, Request, State
+from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000
-CLIENT = Client[Request](b"77.ab")
+CLIENT = Client[ScheduledRequest](b"77.ab")
 
 
 def backlog(
@@ -47,7 +47,7 @@ def submit(**fields: Any) -> Submit:
     return Submit(**{**given, **fields})
 
 
-def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> Request:
+def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:
     """Admit `submit(**fields)`."""
     return queue.enqueue(CLIENT, submit(**fields), now_ns)
 

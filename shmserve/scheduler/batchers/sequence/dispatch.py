@@ -19,7 +19,7 @@ from shmserve.scheduler.instances.pool import Pool, Slot
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Event, Request
+from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason
@@ -60,7 +60,7 @@ class SequenceDispatch(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(self, client: Client[Request], message: Submit) -> SequenceKey:
+    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey:
         """The sequence and the flags that a request counts as.
 
         Raises InvalidArgument for one that cannot be of a sequence, QueueFull where too many
@@ -93,7 +93,7 @@ class SequenceDispatch(Dispatcher):
         known = self._sequences.knows(message.correlation_text or message.correlation_id)
         return known and not message.flags & SEQUENCE_START
 
-    def enqueued(self, request: Request, sequence_key: SequenceKey | None) -> None:
+    def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         """As `Dispatcher` says."""
         assert sequence_key is not None
         request.flags = sequence_key.flags
@@ -104,16 +104,16 @@ class SequenceDispatch(Dispatcher):
                 self._name,
             )
 
-    def lost_text(self, request: Request) -> str:
+    def lost_text(self, request: ScheduledRequest) -> str:
         """As `Dispatcher` says: the sequence's state is lost with its instance."""
         return _state_lost(request.sequence)
 
-    def expired_text(self, request: Request) -> str:
+    def expired_text(self, request: ScheduledRequest) -> str:
         """As `Dispatcher` says: of a sequence that waits for a slot, all goes."""
         return EXPIRED if request.sequence.home is not None else _BACKLOG_EXPIRED
 
     def removed(
-        self, request: Request, now_ns: int, *, expired: bool = False, apart: bool = False
+        self, request: ScheduledRequest, now_ns: int, *, expired: bool = False, apart: bool = False
     ) -> None:
         """As `Dispatcher` says: what is behind it in its sequence would miss it, and goes too."""
         sequence: Sequence = request.sequence
@@ -129,11 +129,13 @@ class SequenceDispatch(Dispatcher):
             if each is not request:
                 self._fail(each, code, text, reason, now_ns)
 
-    def _fail(self, request: Request, code: str, text: str, reason: Reason, now_ns: int) -> None:
+    def _fail(
+        self, request: ScheduledRequest, code: str, text: str, reason: Reason, now_ns: int
+    ) -> None:
         self._queue.remove(request)
         self._responses.fail(request, code, text, reason, now_ns)
 
-    def again(self, request: Request) -> bool:
+    def again(self, request: ScheduledRequest) -> bool:
         """As `Dispatcher` says."""
         self._queue.put_back(request)
         self._sequences.again(request)

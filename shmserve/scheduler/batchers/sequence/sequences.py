@@ -27,12 +27,12 @@ from shmserve.scheduler.batchers.sequence.slots import (
     Sequence,
     WaitingRequests,
 )
-from shmserve.scheduler.requests.request import NEVER, Request
+from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
 
 _LOST_REMEMBERED = 4096
 
 
-def owner_of(request: Request) -> Owner:
+def owner_of(request: ScheduledRequest) -> Owner:
     """Who begins a sequence with this request."""
     return request.client, request.submit.source
 
@@ -137,7 +137,7 @@ class Sequences:
                 f"'{self._model}', which is as many as may"
             )
 
-    def arrive(self, request: Request, correlation_id: int | str) -> bool:
+    def arrive(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
         """A request that was checked waits for its turn; whether it has begun an id anew that was
         open."""
         sequence = self._open.get(correlation_id)
@@ -162,7 +162,7 @@ class Sequences:
         if self._open.get(sequence.id) is sequence:
             del self._open[sequence.id]
 
-    def drop(self, request: Request) -> list[Request]:
+    def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """A waiting request leaves, and those behind it up to a START, which would miss it: all of
         these. Where none is left to come, the sequence has ended."""
         sequence: Sequence = request.sequence
@@ -174,7 +174,7 @@ class Sequences:
             self._settle(sequence)
         return removed
 
-    def drop_all(self, sequence: Sequence) -> list[Request]:
+    def drop_all(self, sequence: Sequence) -> list[ScheduledRequest]:
         """All that waits of a sequence leaves, which has ended."""
         removed = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
@@ -234,9 +234,9 @@ class Sequences:
 
     def begin(
         self, slots: InstanceSlots, rows: Iterable[tuple[int, Sequence | None]]
-    ) -> list[Request]:
+    ) -> list[ScheduledRequest]:
         """These run now: their requests, in order. Who has had its END makes room at once."""
-        begun: list[Request] = []
+        begun: list[ScheduledRequest] = []
         over: list[Sequence] = []
         for _, sequence in rows:
             if sequence is None:
@@ -254,7 +254,7 @@ class Sequences:
             self._release(sequence)
         return begun
 
-    def again(self, request: Request) -> None:
+    def again(self, request: ScheduledRequest) -> None:
         """Its model wants a request once more: before all others of its sequence."""
         sequence: Sequence = request.sequence
         request.flags = 0

@@ -26,11 +26,11 @@ from shmserve.ipc.transport.records import record
 from shmserve.scheduler.batchers import dynamic
 from shmserve.scheduler.batchers.base import Batch, Closed, WaitUntil
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import ScheduledRequest
 from shmserve.scheduler.settings import Batching, Sequencing
 
 # Who began a sequence: a client of the scheduler's, and who that says it comes from.
-Owner = tuple[Client[Request], int]
+Owner = tuple[Client[ScheduledRequest], int]
 
 
 class WaitingRequests:
@@ -41,28 +41,30 @@ class WaitingRequests:
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self) -> None:
-        self._runs: deque[OrderedDict[int, Request]] = deque()  # empty ones only in the middle
-        self._run_of: dict[int, OrderedDict[int, Request]] = {}  # by the key of a request
+        self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
+            deque()
+        )  # empty ones only in the middle
+        self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}  # by the key of a request
 
     def __len__(self) -> int:
         return len(self._run_of)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ScheduledRequest]:
         return (request for run in self._runs for request in run.values())
 
     @property
-    def first(self) -> Request:
+    def first(self) -> ScheduledRequest:
         """The one that came first."""
         return next(iter(self._runs[0].values()))
 
-    def append(self, request: Request) -> None:
+    def append(self, request: ScheduledRequest) -> None:
         """Behind all others."""
         if not self._runs or request.flags & SEQUENCE_START:
             self._runs.append(OrderedDict())
         run = self._run_of[request.key] = self._runs[-1]
         run[request.key] = request
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: ScheduledRequest) -> None:
         """Before all others, which belong to it up to a START."""
         if not self._runs or self.first.flags & SEQUENCE_START:
             self._runs.appendleft(OrderedDict())
@@ -70,21 +72,21 @@ class WaitingRequests:
         run[request.key] = request
         run.move_to_end(request.key, last=False)
 
-    def take(self) -> Request:
+    def take(self) -> ScheduledRequest:
         """The one that came first, which leaves."""
         key, request = self._runs[0].popitem(last=False)
         del self._run_of[key]
         self._trim()
         return request
 
-    def is_in_last_run(self, request: Request) -> bool:
+    def is_in_last_run(self, request: ScheduledRequest) -> bool:
         """Whether all that came behind a request would leave with it."""
         return bool(self._runs) and request.key in self._runs[-1]
 
-    def remove(self, request: Request) -> list[Request]:
+    def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """A request leaves: what does so, with those behind it up to a START; [] where it has left
         already."""
-        removed: list[Request] = []
+        removed: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
             key, last = run.popitem()
@@ -115,7 +117,7 @@ class Sequence:
         self.id = correlation_id
         self.owner = owner
         self.waiting = WaitingRequests()
-        self.running: Request | None = None
+        self.running: ScheduledRequest | None = None
         self.home: InstanceSlots | None = None
         self.slot = 0
         self.ended = False

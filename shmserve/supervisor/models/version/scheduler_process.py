@@ -23,7 +23,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import counted
 from shmserve.supervisor.models.version.instances import Instance
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
-from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedScheduler
+from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
 from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class VersionScheduler:
         self._lifetime = lifetime
         self._on_message = on_message
         self._number = next(context.numbers)
-        self._last: HostedScheduler | None = None  # that was started
-        self._serving: HostedScheduler | None = None  # the one that is at `endpoint`
+        self._last: HostedHandle | None = None  # that was started
+        self._serving: HostedHandle | None = None  # the one that is at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
@@ -122,7 +122,7 @@ class VersionScheduler:
         return self._serving is not None and self._serving.alive
 
     @property
-    def serving(self) -> HostedScheduler:
+    def serving(self) -> HostedHandle:
         """The one at `endpoint`, dead or alive; there has been one."""
         assert self._serving is not None
         return self._serving
@@ -147,7 +147,9 @@ class VersionScheduler:
             await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
         if not ready.done():
-            reason = hosted.child.exited.result() if hosted.child.exited.done() else "refused"
+            await context.hosts.close(hosted)
+            ended = hosted.child.exited
+            reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self._number = number  # now there is something at its endpoints
         self._serving = hosted
@@ -229,7 +231,7 @@ class VersionScheduler:
 
     async def drain_one(
         self,
-        hosted: HostedScheduler,
+        hosted: HostedHandle,
         sequences: bool = False,
         unless: Iterable[asyncio.Future[Any]] = (),
     ) -> None:

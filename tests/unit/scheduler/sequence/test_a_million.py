@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.request import Request
+from shmserve.scheduler.requests.request import ScheduledRequest
 from tests.rigs.sequence_rig import END, START
 
 MILLION, SLOTS, MOST, IDLE_NS = 1_000_000, 64, 1000, 1000
@@ -30,7 +30,7 @@ class Table:
         self.keys = itertools.count()
         self.executed: list[Any] = []
 
-    def ask(self, client: Client[Request], sequence: int, flags: int) -> Any:
+    def ask(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
         """A request; raises what it is refused with."""
         self.sequences.check(sequence, flags, (client, 0))
         submit = SimpleNamespace(source=0)
@@ -60,8 +60,8 @@ class Table:
 def test_each_of_a_million_runs_once_and_is_forgotten() -> None:
     """All have a slot, one after the other, until they have been idle for too long."""
     table = Table()
-    greedy: Client[Request] = Client(b"7001.a")
-    other: Client[Request] = Client(b"7002.a")
+    greedy: Client[ScheduledRequest] = Client(b"7001.a")
+    other: Client[ScheduledRequest] = Client(b"7002.a")
     opened = 0
     while opened < MILLION:
         for _ in range(SLOTS):
@@ -82,8 +82,8 @@ def test_each_of_a_million_runs_once_and_is_forgotten() -> None:
 def test_of_a_million_that_find_no_slot_so_many_wait() -> None:
     """The others are refused, and leave nothing; who comes with another client has its turn."""
     table = Table()
-    greedy: Client[Request] = Client(b"7001.a")
-    other: Client[Request] = Client(b"7002.a")
+    greedy: Client[ScheduledRequest] = Client(b"7001.a")
+    other: Client[ScheduledRequest] = Client(b"7002.a")
     refused = 0
     for sequence in range(MILLION):
         try:
