@@ -41,39 +41,21 @@ class Batching:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePolicy:
-    """What a level of the queue refuses. 0: no limit. `override`: a request's own, shorter timeout
-    counts. `delays`: a request whose timeout has passed waits on, behind the others of its level;
-    else it is rejected."""
-
-    max_size: int
-    timeout_ns: int = 0
-    override: bool = False
-    delays: bool = False
-
-    def own_timeout_ns(self, timeout_us: int) -> int:
-        """A request's own timeout where it may and does override the policy's, else 0. To have no
-        timeout is the longest one, which any other is shorter than."""
-        own = timeout_us * _NS_PER_US
-        return own if self.override and own > 0 and not 0 < self.timeout_ns <= own else 0
-
-
-@dataclass(frozen=True, slots=True)
 class QueuePolicies:
     """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
     policy of each."""
 
-    default: QueuePolicy
+    default: LevelPolicy
     levels: int = 0
     default_level: int = 0
-    by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
     limited: bool = False  # the model's configuration asks for any of it
 
     def level(self, priority: int) -> int:
         """The level of a request with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
-    def of(self, level: int) -> QueuePolicy:
+    def of(self, level: int) -> LevelPolicy:
         """The policy of a level."""
         return self.by_level.get(level, self.default)
 
@@ -233,14 +215,12 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
     )
 
 
-def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> QueuePolicy:
-    delays = policy.timeout_action == "DELAY"
-    return QueuePolicy(
-        max_size=policy.max_queue_size or default_bound,
-        timeout_ns=policy.default_timeout_microseconds * _NS_PER_US,
+def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPolicy:
+    return replace(
+        policy,
+        max_queue_size=policy.max_queue_size or default_bound,
         # A request that is put behind the others would hold up the responses of all of them.
-        override=policy.allow_timeout_override and not (ordered and delays),
-        delays=delays,
+        allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
     )
 
 
