@@ -5,7 +5,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
     gateway/http          bytes -> route -> handler; a body -> the tensors of a request, and back
     gateway/inference     the request is built, its memory found, admitted
     gateway/links         to the model's scheduler, until it has responded
-    scheduler             host.py, hosted.py -> front.py -> batching.py: receive, decide, send
+    scheduler             hosting/ -> front.py -> batching.py: receive, decide, send
       requests/           it waits (queue.py)
       batchers/           what runs next (dispatch.py)
       instances/          and where (pool.py); given to a worker (executions.py)
@@ -14,7 +14,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
 
 A local client's request: client/session.py finds the server and client/connection.py talks to it
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
-in shared memory, client/inflight/ submits; scheduler/local_clients.py checks what no gateway has.
+in shared memory, client/inflight/ submits; scheduler/hosting/local_clients.py checks it.
 
 A model's load: supervisor/models/manager.py takes the request and gives it its turn;
 model_loader.py has load_planner.py read folder and configuration; version/model_version.py starts

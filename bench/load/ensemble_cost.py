@@ -28,9 +28,9 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.in_process import InProcessLinks
+from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.waiting import Waiter
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.waiting import Waiter
 
 _GATEWAY = b"7000.ab"
 _IDENTITY = b"6000.1"

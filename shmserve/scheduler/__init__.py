@@ -1,9 +1,13 @@
 """Schedulers: each owns its model version's requests from arrival to their last response, and
 decides what runs when. One model is one process; the steps of an ensemble are in that of it.
 
-main.py, host.py        the process; its loop: wait, receive, tick, send, for all that it hosts
-hosted.py               one scheduler of it: its sockets, its front, its core; the kinds as a table
-in_process.py           calls between the schedulers of one process
+main.py                 the process
+hosting/                host.py         its loop: wait, receive, tick, send, for all that it hosts
+                        hosted.py       one scheduler: sockets, front, core; the kinds as a table
+                        in_process.py   calls between the schedulers of one process
+                        local_clients.py
+                                        requests of programs outside the server, checked
+                        waiting.py      waiting for sockets, or for a time in microseconds
 front.py                clients, submit, cancel, credit, release, drain, reports: for every kind
 batching.py             the core of a model that has instances (no clock, no socket)
 outboxes.py             what a core posts messages to
@@ -26,7 +30,5 @@ instances/              pool.py         slots: who is there, who is free, what e
 response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the core of an ensemble: its steps are other models
-waiting.py              waiting for sockets, or for a time in microseconds
 reports.py              what clients, and a successor, are told of them
-local_clients.py        requests of programs outside the server, checked
 """

@@ -7,7 +7,7 @@ import signal
 from shmserve import logs
 from shmserve.ipc import processes
 from shmserve.ipc.messages.start import HostStart, decode
-from shmserve.scheduler.host import Host
+from shmserve.scheduler.hosting.host import Host
 
 
 def run(data: bytes) -> None:

@@ -46,7 +46,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.scheduler.local_clients import LocalClientRules
+from shmserve.scheduler.hosting.local_clients import LocalClientRules
 
 _LIMIT = 1 << 16
 _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")

@@ -8,7 +8,7 @@
             ── end of connection ──>          everything it had is dropped, at once
 
 A local client can submit requests, and share its own memory for them; it manages nothing. Requests
-do not come here: they go to the schedulers, which check them (shmserve/scheduler/local_clients.py).
+do not come here: they go to the schedulers, which check them (scheduler/hosting/local_clients.py).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
 from shmserve.ipc.tensors.inference import RequestedOutput, pack_inference
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.local_clients import LocalClientListener
+from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.regions.cuda_handles import HandleCheck

@@ -11,7 +11,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.local_clients import LocalClientRules
+from shmserve.scheduler.hosting.local_clients import LocalClientRules
 
 CONFIG = {
     "name": "m",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from shmserve.scheduler.hosting.waiting import Waiter
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.waiting import Waiter
 
 _HIGH = 1100  # past what select(2) can wait for
 

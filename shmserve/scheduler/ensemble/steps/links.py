@@ -11,8 +11,8 @@ from typing import Any
 
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
-from shmserve.scheduler.in_process import InProcessLinks
-from shmserve.scheduler.waiting import Waiter
+from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.waiting import Waiter
 
 _MOST_MOVED = 256
 

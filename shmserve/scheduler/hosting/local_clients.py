@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.untrusted_router import UntrustedRouter
-from shmserve.scheduler.in_process import InProcessLinks
+from shmserve.scheduler.hosting.in_process import InProcessLinks
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096

@@ -38,13 +38,13 @@ from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.in_process import InProcessLinks
-from shmserve.scheduler.local_clients import ClientLinks, LocalClientListener
+from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.local_clients import ClientLinks, LocalClientListener
+from shmserve.scheduler.hosting.waiting import Take, Waiter
 from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.waiting import Take, Waiter
 
 _PARTING_S = 0.3  # for the last responses to leave
 _MOST_READS = 1024  # before a drain begins: some client may never end

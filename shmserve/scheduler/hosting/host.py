@@ -24,10 +24,10 @@ from shmserve.ipc.messages.supervision import (
     Stop,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.scheduler.hosted import KINDS, HostedScheduler
-from shmserve.scheduler.in_process import InProcessLinks
+from shmserve.scheduler.hosting.hosted import KINDS, HostedScheduler
+from shmserve.scheduler.hosting.in_process import InProcessLinks
+from shmserve.scheduler.hosting.waiting import Waiter
 from shmserve.scheduler.requests.request import NEVER
-from shmserve.scheduler.waiting import Waiter
 
 logger = logging.getLogger(__name__)
 
