@@ -75,7 +75,8 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """The limits of a level of the queue; 0: no limit."""
+    """The limits of a level of the queue; 0: no limit. `allow_timeout_override`: a request's own,
+    shorter timeout counts."""
 
     timeout_action: str = "REJECT"
     default_timeout_microseconds: int = 0
@@ -87,6 +88,18 @@ class LevelPolicy:
         """Whether it refuses anything, or lets a request ask for that."""
         bounds = self.max_queue_size, self.default_timeout_microseconds
         return any(bounds) or self.allow_timeout_override
+
+    @property
+    def delays(self) -> bool:
+        """Whether a request whose timeout has passed waits on, behind the others of its level; else
+        it is rejected."""
+        return self.timeout_action == "DELAY"
+
+    def own_timeout_us(self, timeout_us: int) -> int:
+        """A request's own timeout where it may and does override the policy's, else 0. To have no
+        timeout is the longest one, which any other is shorter than."""
+        longest = self.default_timeout_microseconds or timeout_us + 1
+        return timeout_us if self.allow_timeout_override and 0 < timeout_us < longest else 0
 
 
 @dataclass(frozen=True, slots=True)

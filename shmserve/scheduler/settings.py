@@ -11,7 +11,7 @@ from shmserve.common import model_settings
 from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec
+from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
 from shmserve.ipc.tensors.padding import Padding
 
 logger = logging.getLogger(__name__)
@@ -41,61 +41,42 @@ class Batching:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePolicy:
-    """What a level of the queue refuses. 0: no limit. `override`: a request's own, shorter timeout
-    counts. `delays`: a request whose timeout has passed waits on, behind the others of its level;
-    else it is rejected."""
-
-    max_size: int
-    timeout_ns: int = 0
-    override: bool = False
-    delays: bool = False
-
-    def own_timeout_ns(self, timeout_us: int) -> int:
-        """A request's own timeout where it may and does override the policy's, else 0. To have no
-        timeout is the longest one, which any other is shorter than."""
-        own = timeout_us * _NS_PER_US
-        return own if self.override and own > 0 and not 0 < self.timeout_ns <= own else 0
-
-
-@dataclass(frozen=True, slots=True)
 class QueuePolicies:
     """The queue's priority levels, 1 .. `levels` (0: there is one, and no priority counts), and the
     policy of each."""
 
-    default: QueuePolicy
+    default: LevelPolicy
     levels: int = 0
     default_level: int = 0
-    by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
+    by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
     limited: bool = False  # the model's configuration asks for any of it
 
     def level(self, priority: int) -> int:
         """The level of a request with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
-    def of(self, level: int) -> QueuePolicy:
+    def of(self, level: int) -> LevelPolicy:
         """The policy of a level."""
         return self.by_level.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """The sequence batcher's rules. `slots` an instance; no `oldest`: the direct strategy, which
-    waits for `minimum_utilization` of its slots up to `delay_ns` where both are set.
+    """The sequence batcher's rules: those of the configuration, its `spec`, and what follows from
+    it and the server's. `slots` an instance; no `oldest`: the direct strategy, which waits for a
+    minimum utilization of its slots up to `delay_ns` where both are set.
 
-    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `id_datatype` is
-    that of the control input `id_name`, "" without one. `iterative`: a model may ask for a request
-    again. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the first batch.
+    A sequence is idle after `idle_ns`, and `most` of a client may wait for a slot. `correlation_id`
+    is as the spec has it. `hold`, `hold_backlog`: requests in slots, and in the backlog, before the
+    first batch.
     """
 
+    spec: SequenceBatching
+    correlation_id: tuple[str, str]
     slots: int
     idle_ns: int
     oldest: Batching | None = None
     delay_ns: int = 0
-    minimum_utilization: float = 0.0
-    iterative: bool = False
-    id_name: str = ""
-    id_datatype: str = ""
     most: int = _MOST_SEQUENCES
     hold: int = 0
     hold_backlog: int = 0
@@ -107,12 +88,12 @@ class Sequencing:
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raises InvalidArgument for an id that the model's control input cannot hold."""
+        name, datatype = self.correlation_id
         is_text = isinstance(correlation_id, str)
-        if self.id_datatype and is_text != (self.id_datatype == "BYTES"):
+        if datatype and is_text != (datatype == "BYTES"):
             raise InvalidArgument(
-                f"{prefix}sequence batching control '{self.id_name}' data-type is "
-                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects "
-                f"'{self.id_datatype}'"
+                f"{prefix}sequence batching control '{name}' data-type is "
+                f"'{'BYTES' if is_text else 'UINT64'}', but model '{model}' expects '{datatype}'"
             )
 
 
@@ -196,16 +177,13 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
         return None
     oldest = given.oldest
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
-    name, datatype = given.correlation_id
     return Sequencing(
+        spec=given,
+        correlation_id=given.correlation_id,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=given.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest=None if oldest is None else _batching(oldest, config.max_batch_size),
         delay_ns=given.direct_delay_microseconds * _NS_PER_US,
-        minimum_utilization=given.minimum_slot_utilization,
-        iterative=given.iterative_sequence,
-        id_name=name,
-        id_datatype=datatype,
         # Not so many that one client's fill the queue.
         most=min(_MOST_SEQUENCES, -(-limits.max_queue_size // 2) or _MOST_SEQUENCES),
         hold=limits.delay_scheduler,
@@ -233,14 +211,12 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
     )
 
 
-def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> QueuePolicy:
-    delays = policy.timeout_action == "DELAY"
-    return QueuePolicy(
-        max_size=policy.max_queue_size or default_bound,
-        timeout_ns=policy.default_timeout_microseconds * _NS_PER_US,
+def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPolicy:
+    return replace(
+        policy,
+        max_queue_size=policy.max_queue_size or default_bound,
         # A request that is put behind the others would hold up the responses of all of them.
-        override=policy.allow_timeout_override and not (ordered and delays),
-        delays=delays,
+        allow_timeout_override=policy.allow_timeout_override and not (ordered and policy.delays),
     )
 
 

@@ -315,7 +315,7 @@ class SchedulerTrace:
     def turn_over(self) -> None:
         """A turn of the loop has ended: the bounds of the queue hold."""
         for level, line in self.waiting.items():
-            most = self.settings.policies.of(level).max_size
+            most = self.settings.policies.of(level).max_queue_size
             if 0 < most < len(line):
                 self._fail(f"{len(line)} requests wait on level {level}, of at most {most}")
 

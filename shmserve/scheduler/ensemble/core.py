@@ -84,7 +84,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._memory = memory
         self._cache = cache
         # Of steps that max_inflight_requests has no room for; 0: any number.
-        self._most_waiting = settings.policies.default.max_size
+        self._most_waiting = settings.policies.default.max_queue_size
         self._endpoints: dict[tuple[str, str], str] = {}  # of all models that serve
 
     # --- clients ----------------------------------------------------------------------------------

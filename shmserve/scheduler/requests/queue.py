@@ -17,12 +17,14 @@ from collections.abc import Iterator
 
 from shmserve.errors import InvalidArgument, QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.priority import PriorityQueue
 from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
-from shmserve.scheduler.settings import QueuePolicy, Settings
+from shmserve.scheduler.settings import Settings
 
+_NS_PER_US = 1_000
 EXPIRED = "Request timeout expired"
 
 # Stale timers are swept when they are more than those of the live requests, which have two each at
@@ -51,7 +53,7 @@ class RequestQueue:
         """Whether the level of requests with this priority has reached its bound."""
         policies = self._settings.policies
         level = policies.level(priority)
-        return 0 < policies.of(level).max_size <= self._queue.size(level)
+        return 0 < policies.of(level).max_queue_size <= self._queue.size(level)
 
     def enqueue(
         self,
@@ -66,9 +68,9 @@ class RequestQueue:
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
         """
         level, policy, arrived, deadline, own = self._limits(message, now_ns)
-        if not cached and 0 < policy.max_size <= self._queue.size(level):
+        if not cached and 0 < policy.max_queue_size <= self._queue.size(level):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
-        timeout = own or policy.timeout_ns
+        timeout = (own or policy.default_timeout_microseconds) * _NS_PER_US
         request = ScheduledRequest(
             next(self._keys),
             client,
@@ -98,9 +100,9 @@ class RequestQueue:
         """Raise what `enqueue` does of a request that would be cached."""
         self._limits(message, now_ns)
 
-    def _limits(self, message: Submit, now_ns: int) -> tuple[int, QueuePolicy, int, int, int]:
-        """The level and the policy of a request, its arrival, its deadline and its own timeout in
-        the queue, in ns (0: none)."""
+    def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
+        """The level and the policy of a request, its arrival and its deadline in ns, and its own
+        timeout in the queue in us (0: none)."""
         settings = self._settings
         if not 0 <= message.batch_size <= settings.max_batch_size:
             raise InvalidArgument(
@@ -111,7 +113,7 @@ class RequestQueue:
         policy = settings.policies.of(level)
         arrived = believable(message.arrived_ns, now_ns)
         deadline = max(message.deadline_ns, 0)
-        own = policy.own_timeout_ns(message.timeout_us) if message.timeout_us else 0
+        own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
             # Its time over, it is to wait on: what is left is the limit of the server.
             limit = settings.request_limit_ns

@@ -76,7 +76,7 @@ class Statistics(Table):
     def set_base(self, base: dict[str, Any]) -> None:
         """Set the base: the counts of the version that this one replaces; raises KeyError,
         AttributeError, TypeError or ValueError for what is no table."""
-        for name in ("success", "execution_count"):  # for one
+        for name in ("success", "execution_count"):  # every table has them
             int(base[name])
         plus(self.table(), base)
         self._base = base

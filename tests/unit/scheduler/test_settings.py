@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages.start import SchedulingLimits
-from shmserve.ipc.model_spec import ModelSpec
-from shmserve.scheduler.settings import Batching, QueuePolicies, QueuePolicy, Settings
+from shmserve.ipc.model_spec import LevelPolicy, ModelSpec
+from shmserve.scheduler.settings import Batching, QueuePolicies, Settings
 
 
 def read(config: dict[str, Any], **server: Any) -> Settings:
@@ -20,7 +20,9 @@ def read(config: dict[str, Any], **server: Any) -> Settings:
 
 def test_without_a_batching_block_there_is_only_the_servers_bound() -> None:
     settings = read({}, max_queue_size=100, delay_scheduler=4)
-    assert settings == Settings("m", "3", 8, None, QueuePolicies(QueuePolicy(100)), False, 0, 0)
+    assert settings == Settings(
+        "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0, 0
+    )
 
 
 def test_everything_is_read() -> None:
@@ -49,8 +51,10 @@ def test_everything_is_read() -> None:
         delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
-    default = QueuePolicy(10, 50_000, override=True, delays=False)
-    assert settings.policies == QueuePolicies(default, 2, 1, {1: QueuePolicy(1)}, True)
+    default = LevelPolicy("REJECT", 50, True, 10)
+    assert settings.policies == QueuePolicies(
+        default, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True
+    )
     assert settings.request_limit_ns == 5_000
     assert settings.preserve_ordering
     assert settings.execution_limit_ns == 250_000_000
@@ -67,8 +71,8 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
     }
     policies = read({"dynamic_batching": block}, max_queue_size=100).policies
     assert list(map(policies.level, (0, 1, 2, 3, 4, 2**64 - 1))) == [2, 1, 2, 3, 2, 2]
-    assert policies.of(1) == policies.of(2) == QueuePolicy(9)
-    assert policies.of(3) == QueuePolicy(100, 7_000)
+    assert policies.of(1) == policies.of(2) == LevelPolicy(max_queue_size=9)
+    assert policies.of(3) == LevelPolicy(default_timeout_microseconds=7, max_queue_size=100)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ class SequenceDispatch(Dispatcher):
         self._tickets = tickets
         self._executions = executions
         self._responses = responses
-        self._sequences = Sequences(settings.name, rules.idle_ns, rules.most, rules.iterative)
+        self._sequences = Sequences(
+            settings.name, rules.idle_ns, rules.most, rules.spec.iterative_sequence
+        )
         self._slots: dict[bytes, InstanceSlots] = {}
         self._numbers = itertools.count()
         self._members = -1  # the pool's, as of the last turn
@@ -69,7 +71,7 @@ class SequenceDispatch(Dispatcher):
         model = f"inference request to model '{self._name}'"
         correlation_id: int | str = message.correlation_text or message.correlation_id
         flags = message.flags
-        if not correlation_id and self._rules.iterative:
+        if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._own_ids if not self._sequences.knows(i))
             flags |= SEQUENCE_START
         if not correlation_id:

@@ -180,7 +180,7 @@ def _direct(
     heads = {slot: slots.ready[slot].waiting.first for slot in ready}
     oldest = min(ready, key=lambda slot: (heads[slot].enqueued_ns, slot))
     reason = Closed.FULL if len(ready) == rules.slots else Closed.IDLE
-    if rules.delay_ns and len(ready) < rules.minimum_utilization * rules.slots:
+    if rules.delay_ns and len(ready) < rules.spec.minimum_slot_utilization * rules.slots:
         # More than the delay must have passed.
         until = heads[oldest].enqueued_ns + rules.delay_ns + 1
         flush_by = min(head.flush_by_ns for head in heads.values()) - reserve_ns
