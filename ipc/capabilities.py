@@ -40,7 +40,7 @@ class Capabilities:
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
 
     def token(self, number: int) -> str:
-        """What local client `number` is told."""
+        """The token of local client `number`."""
         return self._mac(f"guest {number}", _TOKEN_SIZE).hex()
 
     def local_client(self, identity: bytes) -> int:

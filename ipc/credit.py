@@ -33,7 +33,7 @@ class SendWindow:
 
     @property
     def unread(self) -> int:
-        """How many responses were sent and not read."""
+        """The number of responses sent and not read."""
         return len(self._unread)
 
     @property

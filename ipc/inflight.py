@@ -44,7 +44,7 @@ class Batchable(Protocol):
 
     @property
     def shape_key(self) -> bytes:
-        """What must be equal to batch."""
+        """The key that must be equal for requests to batch."""
 
 
 def make_submit(
@@ -159,7 +159,7 @@ class InflightTable(Generic[R]):
         return bool(self.pending or self.settling)
 
     def add(self, request: R) -> None:
-        """It is submitted, perhaps again."""
+        """Add a request that is submitted, perhaps again."""
         self.pending[request.submit.id] = request
 
     def take(self, message: Response | Settled) -> bool:
@@ -205,8 +205,8 @@ class InflightTable(Generic[R]):
         return True
 
     def lose(self, endpoint: str) -> list[R]:
-        """Nobody at `endpoint` will say anything more. The requests that were there and may run
-        again, out of the table: to be submitted elsewhere, or failed."""
+        """Take out the requests of an `endpoint` that is lost. Returns those that may run again: to
+        be submitted elsewhere, or failed."""
         again: list[R] = []
         for request in [each for each in self.settling.values() if each.endpoint == endpoint]:
             self._settle(request.submit.id)

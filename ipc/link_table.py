@@ -56,7 +56,7 @@ class LinkTable:
         return Dealer(endpoint, self._identity)
 
     def keep(self, link: Dealer) -> Dealer:
-        """It is the link to its endpoint from now on."""
+        """Register a link as the one to its endpoint from now on."""
         self._by_endpoint[link.endpoint] = link
         self._by_fd[link.fd] = link
         self._watch(link.fd)

@@ -75,7 +75,7 @@ class BatchTensor:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """What a level of the queue refuses; 0: no limit. `allow_timeout_override`: a request's own,
+    """The limits of a level of the queue; 0: no limit. `allow_timeout_override`: a request's own,
     shorter timeout counts."""
 
     timeout_action: str = "REJECT"
@@ -118,8 +118,8 @@ class DynamicBatching:
 
 @dataclass(frozen=True, slots=True)
 class SequenceControl:
-    """What a control input tells of a sequence: by its values for false and true, or as the
-    correlation id, which alone has a `datatype`."""
+    """A control input of a sequence: by its values for false and true, or as the correlation id,
+    which alone has a `datatype`."""
 
     kind: str = "CONTROL_SEQUENCE_START"
     datatype: str = _datatype()
@@ -138,7 +138,7 @@ class ControlTensor:
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """What a sequence begins with: the bytes of a file, or zeros."""
+    """The initial state of a sequence: the bytes of a file, or zeros."""
 
     dims: tuple[int, ...] = ()
     data_file: str = ""
@@ -216,7 +216,7 @@ class LimitedResource:
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """What an execution needs of the rate limiter."""
+    """The resources and priority of an execution for the rate limiter."""
 
     resources: tuple[LimitedResource, ...] = ()
     priority: int = 0
@@ -255,7 +255,7 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class Optimization:
-    """What has an effect of `optimization`; accelerators are by the name of their field."""
+    """The effective part of `optimization`; accelerators are by the name of their field."""
 
     graph_level: int = _at("graph.level", 0)
     cuda_graphs: bool = _at("cuda.graphs", False)
@@ -330,7 +330,7 @@ class ModelSpec(Document):
 
     @property
     def padding(self) -> Padding | None:
-        """How inputs are padded, None: not."""
+        """The padding of the inputs; None: they are not padded."""
         return Padding.of(
             self.parameters.get(padding.PARAMETER, ""),
             {each.name: each.dims for each in self.input},
@@ -344,5 +344,5 @@ class ModelSpec(Document):
 
     @property
     def immutable_config(self) -> dict[str, Any]:
-        """What of `source` cannot change while a version serves."""
+        """The part of `source` that cannot change while a version serves."""
         return {key: value for key, value in self.source.items() if key not in _MUTABLE}

@@ -80,7 +80,7 @@ def exact_timers() -> None:
 
 
 def name_process(title: str) -> None:
-    """What `ps` shows for this process."""
+    """Set the title that `ps` shows for this process."""
     from setproctitle import setproctitle
 
     setproctitle(f"shmserve: {title}")

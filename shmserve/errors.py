@@ -36,7 +36,7 @@ class ShmserveError(Exception):
 
 
 class InvalidArgument(ShmserveError):
-    """What the client, the model's configuration or the command line says is wrong."""
+    """An error in what the client, the model's configuration or the command line says."""
 
     code = "INVALID_ARG"
     status = 400

@@ -1,5 +1,5 @@
-"""How every process logs: one line a record, with the process's role and, where there is one, the
-request id.
+"""The logging of every process: one line a record, with the process's role and, where there is one,
+the request id.
 
     flags ──> LogSettings, the supervisor's ──> arguments of a process that starts ──> configure
                        └── SetLogging, when a client has changed them ──────────────> apply
@@ -26,7 +26,7 @@ _MOST_ROWS = 100  # of a traceback, in whose text there may be a client's words
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """What is logged and how, by Triton's names and in its order; a client may change all but
+    """The settings of the log, by Triton's names and in its order; a client may change all but
     `log_file`, which is empty for stderr."""
 
     log_file: str = ""

@@ -1,4 +1,4 @@
-"""What a native model imports: tensor annotations and the context of an instance.
+"""The imports of a native model: tensor annotations and the context of an instance.
 
     from shmserve.model import FP32
     from torch import Tensor
@@ -67,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """What an annotation says of a tensor: its protocol datatype, and its dims.
+    """The type of a tensor as annotated: its protocol datatype, and its dims.
 
     Without the batch dimension; -1: any size.
     """
@@ -147,7 +147,7 @@ def _no_workspace(byte_size: int) -> Lease:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a model's `load(self, context)` is told.
+    """The argument of a model's `load(self, context)`.
 
     `device` is torch's name for where the instance runs ("cpu", "cuda:0"), `directory` the folder
     of the model's file, `parameters` the strings in the configuration's `parameters`.

@@ -42,7 +42,7 @@ class CudaError(Exception):
 
 
 class Cuda(Protocol):
-    """What a worker needs of CUDA. `device` is an ordinal; all raise CudaError."""
+    """The CUDA operations that a worker needs. `device` is an ordinal; all raise CudaError."""
 
     def open(self, handle: bytes, device: int) -> int:
         """The address here of what a handle (64 bytes) means."""
@@ -67,8 +67,8 @@ class Cuda(Protocol):
 
 
 class Exporting(Protocol):
-    """What a program needs of CUDA, to have memory that workers open; from any thread. All raise
-    CudaError."""
+    """The CUDA operations that a program needs to have memory that workers open; from any thread.
+    All raise CudaError."""
 
     def allocate(self, byte_size: int, device: int) -> int:
         """The address of new memory, full of zeros."""
@@ -203,7 +203,7 @@ class Driver:
         return self._call("cuDeviceGet", ordinal)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver returns besides its status."""
+        """Call a driver function; returns its results without the status. Raises CudaError."""
         status, *values = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise CudaError(f"{name}: {status!r}")

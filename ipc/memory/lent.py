@@ -45,7 +45,7 @@ class Token:
             self._free()
 
     def _free(self) -> None:
-        """Nobody uses it any more."""
+        """Free the memory that nobody uses any more."""
 
     @property
     def unsettled(self) -> bool:

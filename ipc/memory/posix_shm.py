@@ -37,7 +37,7 @@ class SharedObject:
 
     @property
     def file(self) -> tuple[int, int]:
-        """What tells it from every other object."""
+        """The identity that tells it from every other object."""
         return self.device, self.inode
 
 
@@ -111,7 +111,7 @@ def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) 
 
 
 def unallocated(shared: SharedObject, byte_size: int) -> int:
-    """How many of `byte_size` bytes of the object may have no memory behind them; at most."""
+    """An upper bound on how many of the object's `byte_size` bytes have no memory behind them."""
     status = os.fstat(shared.fd)
     return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
 

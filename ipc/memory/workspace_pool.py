@@ -50,7 +50,7 @@ class WorkspacePool:
 
     @property
     def waiting(self) -> int:
-        """How many have asked and are not granted."""
+        """The number of leases asked for and not granted."""
         return len(self._waiting)
 
     def open(self) -> list[GrantedLease]:

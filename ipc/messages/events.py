@@ -59,8 +59,8 @@ class ProcessStarted:
 
 @message
 class ProcessEnded:
-    """It is gone; `reason` has its exit status or signal, and why it was killed if the server did
-    that."""
+    """The end of a process; `reason` has its exit status or signal, and why it was killed if the
+    server did that."""
 
     pid: int
     title: str

@@ -40,7 +40,7 @@ class Submit:
 
 @message
 class Cancel:
-    """Nobody waits for this request any more."""
+    """The cancellation of a request for which nobody waits any more."""
 
     id: int
 
@@ -157,7 +157,7 @@ class Work:
 
 @record
 class Reply:
-    """How a request of a batch ended; `code` "" is success, and `body` then a packed `Inferred`."""
+    """A batch's result for a request; `code` "" is success, and `body` then a packed `Inferred`."""
 
     key: int
     code: str

@@ -142,7 +142,7 @@ class CheckMemory:
 
 @message
 class MemoryChecked:
-    """How a `CheckMemory` went; code "" is success, `message` is for the client."""
+    """The result of a `CheckMemory`; code "" is success, `message` is for the client."""
 
     id: int
     code: str

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SchedulingLimits:
-    """What the server sets for all models. `execution_timeout_s`, `request_timeout_us`,
+    """The server's settings for all models. `execution_timeout_s`, `request_timeout_us`,
     `max_queue_size`: 0 for none; `delay_scheduler`: requests that a batcher waits for before its
     first batch, `backlog_delay_scheduler`: those of sequences without a slot; `quantiles` of the
     last minute's times, none: they are not kept."""

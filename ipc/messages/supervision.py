@@ -51,7 +51,7 @@ class TicketGranted:
 
 @message
 class TicketReturned:
-    """What was granted, or only asked for, is not needed any more; `executed`: it was used."""
+    """The return of a ticket that was granted, or only asked for; `executed`: it was used."""
 
     ticket: int
     executed: bool
@@ -139,7 +139,7 @@ class SchedulerLost:
 
 @message
 class HealthChanged:
-    """What health checks respond from now on. `exiting`: refuse new inferences."""
+    """The response of health checks from now on. `exiting`: refuse new inferences."""
 
     live: bool
     ready: bool
@@ -148,7 +148,7 @@ class HealthChanged:
 
 @message
 class Acknowledged:
-    """What carried this number holds in this process."""
+    """The acknowledgement that what carried this number holds in this process."""
 
     number: int
 
@@ -289,7 +289,7 @@ class SnapshotStatistics:
 
 @message
 class BaseCounters:
-    """What those that this version replaces have counted, as `total` of shmserve/common/counters.py
+    """The counts of the versions that this one replaces, as `total` of shmserve/common/counters.py
     gives it: the latest holds."""
 
     statistics: dict[str, Any]
@@ -405,7 +405,7 @@ class CheckReady:
 
 @message
 class ReadyChecked:
-    """What the model said to a `CheckReady`."""
+    """The model's answer to a `CheckReady`."""
 
     id: int
     ready: bool

@@ -49,9 +49,9 @@ BEYOND = 2**64  # elements
 
 
 def element_count(shape: tuple[int, ...] | list[int]) -> int:
-    """How many elements a tensor of `shape` has; 1 for a scalar. If they are more than any can
-    have, it is `BEYOND`: exact, that number has as many digits as a client likes, and takes hours.
-    """
+    """The number of elements of a tensor of `shape`; 1 for a scalar. If they are more than any can
+    have, it is `BEYOND`: exact, that number has as many digits as a client likes, and takes
+    hours."""
     count = 1
     for dim in shape:
         count *= dim

@@ -26,7 +26,7 @@ from shmserve.ipc.transport.records import MalformedMessage, record
 
 @record
 class CudaHandle:
-    """What opens an allocation that another process exported: its `cudaIpcMemHandle_t`, 64 bytes.
+    """The handle of an allocation of another process: its `cudaIpcMemHandle_t`, 64 bytes.
 
     `device` is the ordinal of the device in this server; `uuid` the device's 16 bytes where the
     exporter gave them, else empty.
@@ -65,7 +65,7 @@ class Memory:
 
     @property
     def object(self) -> int | bytes:
-        """What two memories that are parts of one object, or of one allocation, have in common."""
+        """The identity common to all memories that are parts of one object or allocation."""
         return self.inode if self.cuda is None else self.cuda.raw
 
 
@@ -122,7 +122,7 @@ def pack_place(place: Place) -> tuple[Any, ...]:
 
 
 def unpack_place(raw: Any) -> Place:
-    """What `pack_place` packed; raises MalformedMessage."""
+    """The place that `pack_place` packed; raises MalformedMessage."""
     if len(raw) < 10:
         return _unpack_device_place(*raw)
     ident, pid, fd, inode, size, sealed, copied, pinned, offset, byte_size = raw
@@ -166,7 +166,7 @@ def pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:
 
 
 def unpack_tensor(raw: Any) -> TensorRef:
-    """What `pack_tensor` packed; raises MalformedMessage."""
+    """The tensor that `pack_tensor` packed; raises MalformedMessage."""
     name, datatype, shape, data = raw
     if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
         raise MalformedMessage("a tensor's name, datatype or shape is wrong")

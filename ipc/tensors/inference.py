@@ -42,7 +42,7 @@ class RequestedOutput:
 
 @record
 class Inference:
-    """What a request asks of a model. No `outputs` means all of them."""
+    """The content of an inference request to a model. No `outputs` means all of them."""
 
     inputs: tuple[TensorRef, ...]
     outputs: tuple[RequestedOutput, ...] = ()
@@ -96,7 +96,7 @@ class InferenceTemplate:
         self._pieces.append(packer.bytes())
 
     def fill(self, body: bytes, at: int) -> bytes:
-        """What `pack_inference` gives for the tensors whose bytes are in `body`, one after the
+        """The result of `pack_inference` for the tensors whose bytes are in `body`, one after the
         other, from `at`."""
         pieces: list[bytes] = []
         for piece, size in zip(self._pieces, self._sizes, strict=False):
@@ -106,7 +106,7 @@ class InferenceTemplate:
         return b"".join(pieces)
 
     def pieces(self) -> list[bytes]:
-        """What is around the inline tensors' bytes, in order."""
+        """The bytes around the inline tensors' bytes, in order."""
         return list(self._pieces)
 
 
@@ -158,7 +158,7 @@ class InferredTemplate:
         self._pieces.append(packer.bytes())
 
     def fill(self, datas: list[bytes]) -> bytes:
-        """What `pack_inferred` gives for inline tensors of the same sizes with these bytes."""
+        """The result of `pack_inferred` for inline tensors of the same sizes with these bytes."""
         pieces: list[bytes] = []
         for piece, data in zip(self._pieces, datas, strict=False):
             pieces += (piece, data)
@@ -166,7 +166,7 @@ class InferredTemplate:
         return b"".join(pieces)
 
     def pieces(self) -> list[bytes]:
-        """What is around the inline tensors' bytes, in order."""
+        """The bytes around the inline tensors' bytes, in order."""
         return list(self._pieces)
 
 

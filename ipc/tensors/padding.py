@@ -25,9 +25,9 @@ Shape = tuple[int, ...]
 
 @record
 class Pad:
-    """How one input is padded: `buckets` by their size, none: to the batch's largest. `lengths` and
-    `mask` are the inputs that tell the model what is true, "" for none. No request joins a batch
-    in which more than `max_waste` of the elements would be padding."""
+    """The padding of one input: `buckets` by their size, none: to the batch's largest. `lengths`
+    and `mask` are the inputs that tell the model what is true, "" for none. No request joins a
+    batch in which more than `max_waste` of the elements would be padding."""
 
     name: str
     dims: Shape
@@ -45,8 +45,8 @@ class Pad:
 
 
 class Padding:
-    """What a model's configuration says of padding, which `validate` has found in order: `pads` by
-    input, and `likes`, the outputs that are cut back, with their input."""
+    """The padding that a model's configuration asks for, which `validate` has found in order:
+    `pads` by input, and `likes`, the outputs that are cut back, with their input."""
 
     def __init__(self, pads: Iterable[Pad], likes: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
@@ -56,8 +56,8 @@ class Padding:
 
     @classmethod
     def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
-        """What the text of a model's parameter `padding` says; None: nothing is padded. `dims` are
-        those of its inputs, by name."""
+        """The padding that the text of a model's parameter `padding` asks for; None: nothing is
+        padded. `dims` are those of its inputs, by name."""
         said = entries(text)
         if not said:
             return None

@@ -31,8 +31,8 @@ _BATCH_NOTE = (
 
 @record
 class BatchFit:
-    """How a request that fits its model batches: it has `batch_size` rows (0: the model does not
-    batch), and runs with others of an equal `shape_key`."""
+    """The batching of a request that fits its model: it has `batch_size` rows (0: the model does
+    not batch), and runs with others of an equal `shape_key`."""
 
     batch_size: int
     shape_key: bytes
@@ -202,7 +202,7 @@ class Signature:
 
 
 def id_prefix(request_id: str) -> str:
-    """How Triton begins the texts that name the request."""
+    """The prefix of Triton's texts that name the request."""
     return f"[request id: {request_id or '<id_unknown>'}] "
 
 

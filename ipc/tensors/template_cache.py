@@ -90,7 +90,7 @@ class BoundedCache(Generic[K, V]):
 
 
 class _Cut(NamedTuple, Generic[T]):
-    """What is before each inline tensor's bytes, how many these are, the rest; what it means."""
+    """A template: the bytes before each inline tensor's, their size, the rest; its meaning."""
 
     pieces: list[tuple[bytes, int]]
     rest: bytes
@@ -121,7 +121,7 @@ class TemplateCache(Generic[T]):
         self._longest = longest
 
     def find(self, packed: bytes) -> tuple[T, list[bytes]] | None:
-        """What the template of `packed` means, and the bytes of its inline tensors in order."""
+        """The meaning of the template of `packed`, and the bytes of its inline tensors in order."""
         cut = self._cuts.find(len(packed))
         if cut is not None and (datas := cut.datas(packed)) is not None:
             return cut.meaning, datas

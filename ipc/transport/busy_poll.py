@@ -31,7 +31,7 @@ class BusyPoll:
         return self._mean_ns[requests > 0] < SPIN_NS
 
     def observe(self, requests: int, waited_ns: int) -> None:
-        """It took so long until there was something to do."""
+        """Record how long it took until there was something to do."""
         few, busy = self._most - 1 / 32, requests > 0
         self._most = max(requests, few)
         if waited_ns > _LONG_NS:

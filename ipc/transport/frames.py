@@ -50,7 +50,7 @@ class _Records:
         self._fields = attrgetter(*(each.name for each in fields(cls)))
 
     def packed(self, records: list[Any]) -> list[Any]:
-        """What is sent of them."""
+        """The lists of fields that are sent of the records."""
         return list(map(self._fields, records)) if records else records
 
     def typed(self, items: list[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ def listening(kind: socket.SocketKind, path: str, backlog: int) -> socket.socket
 
 
 def no_room(error: OSError) -> Unavailable:
-    """What to say when nothing can be made in the run directory."""
+    """The error for when nothing can be made in the run directory."""
     return Unavailable(f"no socket can be made in the run directory: {error.strerror or error}")
 
 

@@ -30,7 +30,7 @@ _SO_PASSRIGHTS = 83
 
 
 def refuse_descriptors(sock: socket.socket) -> None:
-    """Who connects to `sock` cannot send descriptors.
+    """Refuse descriptors from whoever connects to `sock`.
 
     The kernel closes those that nobody receives, in the process that reads the bytes: which then
     waits, where one is of a socket that lingers. Before Linux 6.16 that cannot be refused.

@@ -45,7 +45,7 @@ def _visible(listed: str, count: int) -> int:
 
 
 def cuda_devices(visible: str | None = None) -> int:
-    """How many of the host's accelerators are CUDA devices."""
+    """The number of the host's accelerators that are CUDA devices."""
     found = accelerators(visible=visible)
     return found.count if found.kind == "cuda" else 0
 

@@ -45,7 +45,7 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """How many this process may have."""
+    """The number of descriptors that this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _PLENTY if soft == resource.RLIM_INFINITY else soft
 
@@ -57,15 +57,15 @@ def for_local_clients() -> int:
 
 
 def for_regions() -> int:
-    """How many it can spare for registered memory."""
+    """The number of descriptors that it can spare for registered memory."""
     return limit() // 2
 
 
 def for_connections(listeners: int) -> int:
-    """How many a gateway can spare for the connections through each of its `listeners`."""
+    """The descriptors a gateway can spare for the connections through each of its `listeners`."""
     return max(1, (limit() - _OWN) // listeners)
 
 
 def share_of(most: int) -> int:
-    """How many of `most` connections one user, or one other host, may have; at least 1."""
+    """The share of `most` connections that one user, or one other host, may have; at least 1."""
     return max(1, int(most * _SHARE))

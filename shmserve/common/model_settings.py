@@ -43,7 +43,7 @@ def target_ms(text: str) -> float | None:
 
 
 def max_streams(text: str) -> int | None:
-    """How many requests of a decoupled model an instance has at a time, if it is such a number."""
+    """The limit of a decoupled model's requests at a time in an instance; None: no such number."""
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(MOST_STREAMS))):
         return None
     return int(text) if 1 <= int(text) <= MOST_STREAMS else None

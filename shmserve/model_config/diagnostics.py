@@ -103,7 +103,7 @@ class _Gaps:
 
 
 def located(origin: str, at: str) -> str:
-    """How a line about a place begins: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
+    """The prefix of a line on a place: `ORIGIN:LINE:COLUMN:`, or `ORIGIN:` without a position."""
     return f"{origin}:{at}:" if at else f"{origin}:"
 
 

@@ -78,8 +78,8 @@ class Padder:
 
 
 class _Like(NamedTuple):
-    """How an output is cut: its dimensions of any size are, in order, those of an input (`axes`,
-    the output's and the input's, without the batch dimension)."""
+    """The rule by which an output is cut: its dimensions of any size are, in order, those of an
+    input (`axes`, the output's and the input's, without the batch dimension)."""
 
     source: str
     rank: int

@@ -51,8 +51,8 @@ class CallRequest:
     priority: int = 0
 
     def check(self, signature: Signature, inputs: Sequence[TensorRef]) -> tuple[BatchFit, bytes]:
-        """How it fits the signature of a model, for its scheduler, with its inputs where
-        they lie now; and the packed `Inference`.
+        """The fit to the signature of a model, for its scheduler, with the inputs where they lie
+        now; and the packed `Inference`.
 
         Raises InvalidArgument when it does not fit the model.
         """

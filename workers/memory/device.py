@@ -253,7 +253,7 @@ class DeviceMemory:
 
     @property
     def handles(self) -> int:
-        """How many are open, or wait to be closed."""
+        """The number of handles that are open, or wait to be closed."""
         return len(self._open) + len(self._unused)
 
 

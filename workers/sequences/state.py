@@ -89,7 +89,7 @@ class States:
         return given
 
     def __len__(self) -> int:
-        """How many sequences have any."""
+        """The number of sequences that have state."""
         return len(self._by_slot)
 
     def release(self, slot: int) -> None:

@@ -139,7 +139,7 @@ class GrpcFrontend(process.Frontend):
         self._inferences.when_idle(drained)
 
     async def close(self) -> None:
-        """What is written is still sent; streams that wait for requests are cut off."""
+        """Stop: what is written is still sent; streams that wait for requests are cut off."""
         self._limits.close()
         if self._server is not None:
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,1 +1,1 @@
-"""What runs next, as pure functions: the queue and the time in, a batch or a wait out."""
+"""Batching policies as pure functions: the queue and the time in, a batch or a wait out."""

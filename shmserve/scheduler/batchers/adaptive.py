@@ -237,7 +237,7 @@ class AdaptiveBatcher(Batcher):
         return 0, False
 
     def _tried(self, now_ns: int, head: QueueHead) -> int:
-        """How many of the first requests to run to learn how long so many take; 0: none."""
+        """The number of first requests to run to learn how long so many take; 0: none."""
         if self._batches < self._try_at:
             return 0
         missed = self._misses > _OUT_OF_REACH
@@ -257,7 +257,7 @@ class AdaptiveBatcher(Batcher):
         return int(oldest_ns + self._aim_ns - self._time.most_ns(units))
 
     def _in_time(self, now_ns: int, requests: list[Pending]) -> int:
-        """How many of the first requests to run at once so that all are in time, the others in a
+        """The number of first requests to run at once so that all are in time, the others in a
         batch behind them; 0 where that cannot be."""
         first, oldest = 0, NEVER
         before: list[tuple[int, int]] = []  # size, and oldest request, of the first ones
@@ -277,7 +277,7 @@ class AdaptiveBatcher(Batcher):
 
 
 def _within(requests: list[Pending], units: int) -> int:
-    """How many of the first requests are of so many units; at least one."""
+    """The number of first requests that fit in so many units; at least one."""
     for count, request in enumerate(requests):
         units -= request.units
         if units < 0:

@@ -1,4 +1,4 @@
-"""What a batcher is: asked with the queue and the time, it gives a batch or a time to wait until.
+"""The interface of a batcher: for the queue and the time, a batch or a time to wait until.
 
 It decides and does nothing else: the scheduler's core takes the requests out of the queue.
 """
@@ -26,7 +26,7 @@ class Closed(StrEnum):
 
 
 class Pending(Protocol):
-    """What the batcher looks at in a request."""
+    """The view of a queued request that a batcher has."""
 
     units: int
     shape_key: bytes
@@ -57,7 +57,7 @@ class Batcher(Protocol):
     def decide(
         self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """What to do with `pending`, in its order; None when it is empty.
+        """The decision for `pending`, in its order; None when it is empty.
 
         `reserve_ns`: how long before a deadline a batch must start to be done in time.
         """

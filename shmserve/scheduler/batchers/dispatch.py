@@ -107,7 +107,7 @@ class Dispatch(Dispatcher):
 
 
 def batcher_of(settings: Settings) -> Batcher:
-    """What forms the batches of a model."""
+    """The batcher of a model."""
     if settings.batching is None:
         return DefaultBatcher()
     if settings.batching.target_ns:

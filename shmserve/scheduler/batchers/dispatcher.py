@@ -1,4 +1,4 @@
-"""What brings requests from the queue to the instances: one kind of it a kind of scheduling."""
+"""The interface of dispatchers of requests to the instances: one for each kind of scheduling."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Dispatcher(ABC):
         return ""
 
     def expired_text(self, request: ScheduledRequest) -> str:
-        """What a request is told whose time is over while it waits."""
+        """The error text for a request whose time is over while it waits."""
         return EXPIRED
 
     def needs(self, slot: Slot) -> bool:
@@ -64,7 +64,7 @@ class Dispatcher(ABC):
 
     @property
     def open_sequences(self) -> int:
-        """How many sequences have begun and not ended."""
+        """The number of sequences that have begun and not ended."""
         return 0
 
     def accepts_while_draining(self, message: Submit) -> bool:

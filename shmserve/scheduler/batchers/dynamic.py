@@ -64,8 +64,8 @@ class QueueHead:
 
 
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
-    """How far the queue may run together; None where it is empty. Looks at no more requests than
-    fit a batch, and one."""
+    """The head of the queue that may run together; None where it is empty. Looks at no more
+    requests than fit a batch, and one."""
     largest, most, preferred = rules.largest_preferred, rules.max_batch_size, rules.preferred
     requests: list[Pending] = []
     total = best = 0
@@ -122,7 +122,7 @@ def closed(head: QueueHead | None) -> Batch | None:
 def decide(
     now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
-    """What to do with `pending`, in its order; None when it is empty.
+    """The decision for `pending`, in its order; None when it is empty.
 
     `reserve_ns`: how long before a deadline a batch must start to be done in time.
     """

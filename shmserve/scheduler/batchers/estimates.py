@@ -1,4 +1,4 @@
-"""What the adaptive batcher learns online: how long batches take, and when requests come (pure)."""
+"""Online estimates of the adaptive batcher: how long batches take, when requests come (pure)."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class BatchTime:
 
     @property
     def setup_ns(self) -> float:
-        """What an execution takes however small it is."""
+        """The fixed cost of an execution, however small it is."""
         return self._mean_y - self.each_ns * self._mean_x
 
     def expected_ns(self, units: int) -> float:
-        """How long a batch of this size takes."""
+        """The expected time of a batch of this size."""
         return self._mean_y + self.each_ns * (units - self._mean_x)
 
     def most_ns(self, units: int) -> float:
-        """How long it takes, but for one in a hundred or so."""
+        """The time it takes, but for one in a hundred or so."""
         return self.expected_ns(units) + 3 * self._spread
 
     def observe(self, units: int, took_ns: float) -> None:
@@ -148,17 +148,17 @@ class SizeTimes:
 
     @property
     def setup_ns(self) -> float:
-        """What an execution takes however small it is, of sizes as they are lately."""
+        """The fixed cost of an execution, however small it is, of sizes as they are lately."""
         return self._line.setup_ns
 
     def expected_ns(self, units: int) -> float:
-        """How long a batch of this size takes on average."""
+        """The average time of a batch of this size."""
         if self._stale:
             self._refresh()
         return self._times[min(_index(units), self._last)] * self._level
 
     def most_ns(self, units: int) -> float:
-        """How long it takes, but for one in a hundred or so."""
+        """The time it takes, but for one in a hundred or so."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
     def best(self, units: int) -> int:
@@ -277,7 +277,7 @@ def _size(index: int) -> int:
 
 
 class _Level:
-    """What happened when so many requests were here."""
+    """The statistics of arrivals while so many requests are here."""
 
     __slots__ = ("chance", "deviation_ns", "gap_ns", "seen")
 
@@ -307,7 +307,7 @@ class _Level:
 
     @property
     def patience_ns(self) -> int:
-        """How long after the last event the next one is worth waiting for."""
+        """The time after the last event for which the next one is worth waiting."""
         return int(self.gap_ns + 4 * self.deviation_ns) + _MARGIN_NS
 
 

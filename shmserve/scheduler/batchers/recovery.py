@@ -82,7 +82,7 @@ class Recovery:
             self._lost(request, text, now_ns)
 
     def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
-        """It ended with its worker, unless it had ended before."""
+        """Fail a request lost with its worker, or close it if its fate was decided before."""
         if request.state in AT_WORK:
             self._responses.finish(request, Outcome("INTERNAL", text, b"", None), now_ns)
         elif request.state is not State.DONE:

@@ -255,7 +255,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._end(request)
 
     def _drop(self, request: EnsembleRequest) -> None:
-        """What was still to come of a request that is over."""
+        """Release what was still to come of a request that is over."""
         flow = request.flow
         for firing in flow.firings:
             let_go(firing)

@@ -40,7 +40,7 @@ class StepModels(Protocol):
 
 
 class Plan:
-    """What requests that want the same outputs have in common."""
+    """The part of the graph common to all requests that want the same outputs."""
 
     def __init__(self, graph: Graph, outputs: Iterable[str], models: StepModels) -> None:
         self.outputs = tuple(outputs)
@@ -80,7 +80,7 @@ class Plan:
         return found
 
     def _uses(self, tensor: str) -> int:
-        """How often each tensor of this name is used: 0 for never, -1 for any number of times."""
+        """The uses of each tensor of this name: 0 for never, -1 for any number of times."""
         follows = [self.follows[step.index] for step in self.readers.get(tensor, ())]
         if tensor in self.outputs:
             follows.append(self.responses_follow)

@@ -33,7 +33,7 @@ class LiveRequests:
         self.count = 0
 
     def add(self, request: EnsembleRequest) -> None:
-        """It is admitted."""
+        """Add a request that is admitted."""
         request.client.requests[request.id] = request
         self.count += 1
         self._touched[request] = None
@@ -45,7 +45,7 @@ class LiveRequests:
             heapq.heappush(timers, (request.deadline_ns, next(self._numbers), request))
 
     def end(self, request: EnsembleRequest) -> bool:
-        """It is done; False: it was before."""
+        """Remove a request that is done; False: it was before."""
         if request.client.requests.pop(request.id, None) is None:
             return False
         self.count -= 1

@@ -47,7 +47,7 @@ class EnsembleMemory:
 
     @property
     def held(self) -> int:
-        """How many workers' arenas are held open."""
+        """The number of workers' arenas that are held open."""
         return len(self._held)
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:

@@ -100,7 +100,7 @@ class EnsembleRequest:
 
 
 class Steps:
-    """Who runs the steps: what their requests tell."""
+    """The runner of the steps, as their requests call it."""
 
     @abstractmethod
     def responded(self, step: StepRequest, message: Response) -> None:

@@ -1,4 +1,4 @@
-"""What an ensemble's clients are told: responses, as many as they take, failures, ends."""
+"""Messages to an ensemble's clients: responses, as many as they take, failures, ends."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ _MOST_EARLY = 4096
 
 
 class Executions:
-    """What instances do for requests. `misplaced` counts messages that made no sense; `again` takes
-    a request that a model asks for once more, or does not; a `batcher` that learns is told of each
-    execution."""
+    """The handler of what instances do for requests. `misplaced` counts messages that made no
+    sense; `again` takes a request that a model asks for once more, or does not; a `batcher` that
+    learns is told of each execution."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class Slot:
 
     @property
     def execution(self) -> Execution | None:
-        """What it runs now; behind it is what was sent ahead."""
+        """The execution that it runs now; behind it is what was sent ahead."""
         return self.executions[0] if self.executions else None
 
     @property
@@ -125,15 +125,15 @@ class Slot:
 
 
 class Lost(NamedTuple):
-    """What an instance had when it ended: its executions, the running one first, and the requests
-    whose execution had returned."""
+    """The work an instance had when it ended: its executions, the running one first, and the
+    requests whose execution had returned."""
 
     executions: list[Execution]
     open: list[ScheduledRequest]
 
 
 class Ticketing(Protocol):
-    """What an instance needs to execute, where that is limited."""
+    """The accounting of an instance's tickets to execute, where that is limited."""
 
     def use(self, slot: Slot) -> None:
         """The instance executes."""
@@ -382,7 +382,7 @@ class Pool:
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def counts(self) -> dict[str, int]:
-        """How many instances are in each state."""
+        """The number of instances in each state."""
         counted = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():
             counted[slot.state] += 1

@@ -1,4 +1,4 @@
-"""How long executions take lately: when to come back, when to start to be done in time (pure)."""
+"""The recent service time: when to come back, when to start to be done in time (pure)."""
 
 from __future__ import annotations
 

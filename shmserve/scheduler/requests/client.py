@@ -1,4 +1,4 @@
-"""Who submits requests to a scheduler, or to an ensemble."""
+"""The clients that submit requests to a scheduler, or to an ensemble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Client(Generic[R]):
-    """Who submits: its address at our socket, its pid (0: unknown) and its requests by number."""
+    """A submitter: its address at our socket, its pid (0: unknown) and its requests by number."""
 
     __slots__ = ("peer", "pid", "requests")
 
@@ -41,5 +41,5 @@ class ClientTable(dict[bytes, Client[R]]):
 
 
 def stopping(request_id: str) -> str:
-    """What a request is told that comes, or is still here, when no work begins any more."""
+    """The error text for a request that comes, or is still here, when no work begins any more."""
     return id_prefix(request_id) + _STOPPING

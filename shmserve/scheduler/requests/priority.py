@@ -60,7 +60,7 @@ class PriorityQueue:
         return chain.from_iterable(map(self._levels.__getitem__, self._order))
 
     def size(self, level: int) -> int:
-        """How many requests a level has."""
+        """The number of requests that a level has."""
         found = self._levels.get(level)
         return 0 if found is None else len(found)
 

@@ -35,7 +35,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What happens to a request."""
+    """An event in the life of a request."""
 
     DISPATCH = auto()
     RETURN = auto()
@@ -87,16 +87,16 @@ AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
 
 class Worker(NamedTuple):
-    """Who runs a request: its address and pid."""
+    """The worker that runs a request: its address and pid."""
 
     peer: bytes
     pid: int
 
 
 class Lookup(NamedTuple):
-    """What a look into the response cache gave: the request's `key` where it missed, or else its
-    response, with the `copies` that it is read from, to be lent or cancelled; and the ns that it
-    took."""
+    """The result of a look into the response cache: the request's `key` where it missed, or else
+    its response, with the `copies` that it is read from, to be lent or cancelled; and the ns that
+    it took."""
 
     key: bytes
     body: bytes
@@ -104,13 +104,13 @@ class Lookup(NamedTuple):
     copies: Sequence[Block]
 
     def cancel(self) -> None:
-        """Nobody will read the response."""
+        """Release the copies of a response that nobody will read."""
         for copy in self.copies:
             copy.release()
 
 
 class Outcome(NamedTuple):
-    """What an execution made of a request: `code` "" is success, no `timing` a death."""
+    """The outcome of a request's execution: `code` "" is success, no `timing` a death."""
 
     code: str
     message: str

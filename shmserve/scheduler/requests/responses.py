@@ -1,4 +1,4 @@
-"""What clients are told of their requests: posted, counted, and in order where asked for.
+"""Messages to clients about their requests: posted, counted, and in order where asked for.
 
 relay    one of any number of responses
 end      the last of them
@@ -44,8 +44,8 @@ _IN_ORDER = _UNDECIDED | {State.HELD}
 
 
 class Responses:
-    """What clients are told. `live` counts the requests that are not done; `cache` keeps what may
-    be told again."""
+    """The sender of messages to clients. `live` counts the requests that are not done; `cache`
+    keeps what may be told again."""
 
     def __init__(
         self,

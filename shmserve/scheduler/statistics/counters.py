@@ -74,8 +74,8 @@ class Statistics(Table):
         self._base: dict[str, Any] = {}
 
     def set_base(self, base: dict[str, Any]) -> None:
-        """What this version replaces has counted this; raises KeyError, AttributeError, TypeError
-        or ValueError for what is no table."""
+        """Set the base: the counts of the version that this one replaces; raises KeyError,
+        AttributeError, TypeError or ValueError for what is no table."""
         for name in ("success", "execution_count"):  # every table has them
             int(base[name])
         plus(self.table(), base)

@@ -23,7 +23,7 @@ LAST_INDEX = 1000
 
 
 class Counted(Protocol):
-    """What is counted of a request, of a model's or of an ensemble's; times are monotonic ns. It
+    """The counted attributes of a model's or an ensemble's request; times are monotonic ns. It
     counts for `units` in a batch, has had so many `responses`, and since `responded_ns` the model
     has been at the next one; `untimed`: it succeeded before its execution returned."""
 

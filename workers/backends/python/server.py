@@ -252,7 +252,7 @@ class Logger:
     """Writes to the server's log."""
 
     class LogLevel(IntEnum):
-        """How important a line of the log is."""
+        """The severity of a line of the log."""
 
         INFO = 0
         WARNING = 1

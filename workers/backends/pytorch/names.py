@@ -36,7 +36,7 @@ class Argument:
 
 
 class ArgumentBinding:
-    """How the inputs of a configuration become the arguments of a call.
+    """The mapping of a configuration's inputs to the arguments of a call.
 
     `arguments` None: the model does not say what it takes (`*args`), so only position or order can
     be meant. Raises InvalidArgument when the two do not fit.
@@ -100,7 +100,7 @@ class ArgumentBinding:
 
 
 class ResultBinding:
-    """How what a call returned becomes the outputs of a configuration.
+    """The mapping of a call's results to the outputs of a configuration.
 
     `count` is how many results the model is known to return, None when that shows only when it
     runs. Raises InvalidArgument when names and count do not fit.

@@ -25,7 +25,7 @@ class Backlog:
         return (sequence for line in self._by_owner.values() for sequence in line)
 
     def count(self, owner: Hashable) -> int:
-        """How many of a client's wait."""
+        """The number of a client's sequences that wait."""
         return len(self._by_owner.get(owner, ()))
 
     def append(self, sequence: Sequence) -> None:
@@ -47,7 +47,7 @@ class Backlog:
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """It does not wait any more, if it did."""
+        """Remove a sequence that does not wait any more, if it did."""
         line = self._by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)

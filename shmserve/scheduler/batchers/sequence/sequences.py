@@ -33,7 +33,7 @@ _LOST_REMEMBERED = 4096
 
 
 def owner_of(request: ScheduledRequest) -> Owner:
-    """Who begins a sequence with this request."""
+    """The owner of a sequence that begins with this request."""
     return request.client, request.submit.source
 
 
@@ -60,7 +60,7 @@ class Sequences:
 
     @property
     def open(self) -> int:
-        """How many sequences have begun and not ended."""
+        """The number of sequences that have begun and not ended."""
         return len(self._open)
 
     @property
@@ -208,7 +208,7 @@ class Sequences:
             slots.offer(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """It is over without an END that its instance has run."""
+        """End a sequence without an END that its instance has run."""
         if sequence.begun and sequence.home is not None:
             self._unended.setdefault(sequence.home, []).append(sequence.slot)
         self._release(sequence)
@@ -261,7 +261,7 @@ class Sequences:
         sequence.waiting.put_back(request)
 
     def returned(self, slots: InstanceSlots, now_ns: int) -> None:
-        """What an instance has run is back."""
+        """Handle the return of what an instance has run."""
         runs, slots.running = slots.running, []
         for sequence in runs:
             sequence.running = None

@@ -154,7 +154,7 @@ class InstanceSlots:
         self.ready[sequence.slot] = sequence
 
     def withdraw(self, sequence: Sequence) -> None:
-        """It may not any more, or runs; nothing if it was not offered."""
+        """Withdraw a sequence that may not run any more, or runs; nothing if it was not offered."""
         if self.ready.get(sequence.slot) is sequence:
             del self.ready[sequence.slot]
 
@@ -162,7 +162,7 @@ class InstanceSlots:
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    """What an instance that is idle runs now; None: nothing is there.
+    """The rows that an idle instance runs now, or the time to wait until; None: nothing is there.
 
     `reserve_ns`: how long before a deadline a batch must start to be done in time.
     """

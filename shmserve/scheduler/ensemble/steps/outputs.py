@@ -67,7 +67,7 @@ class StepOutputs:
         request.flow.respond(step.firing, self._values(step, inferred, more_follow))
 
     def credit_discarded(self, step: StepRequest, message: Finished | Responded) -> None:
-        """Nobody reads this response of a step: if others follow, the next may come."""
+        """Return the credit of a step's response that nobody reads, if others follow."""
         if isinstance(message, Responded) and not message.final:
             self._credit(step)
 
@@ -111,7 +111,7 @@ class StepOutputs:
         return values
 
     def _kept_memory(self, step: StepRequest, tensor: TensorRef) -> Token | None:
-        """What keeps the memory of an output; None: it lies in none of ours."""
+        """The token that keeps the memory of an output; None: it lies in none of ours."""
         data = tensor.data
         if not isinstance(data, Place) or tensor.name in step.given:
             return None
@@ -128,7 +128,7 @@ class StepOutputs:
         return Holding(let_go)
 
     def discard(self, endpoint: str, body: bytes) -> None:
-        """Nobody reads this response of a scheduler."""
+        """Release the outputs of a scheduler's response that nobody reads."""
         for release in unread(body):
             self._links.tell(endpoint, release)
 

@@ -190,7 +190,7 @@ class StepRunner(Steps):
             self._table.add(step)
 
     def forget(self, request: EnsembleRequest) -> None:
-        """What waits of a request does not run any more."""
+        """Drop the waiting steps of a request: they do not run any more."""
         if not request.waiting:
             return
         for index, waiting in enumerate(self._waiting):

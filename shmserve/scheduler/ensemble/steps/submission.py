@@ -47,8 +47,8 @@ def prepare(
     memory: EnsembleMemory,
     now_ns: int,
 ) -> Prepared:
-    """What a step's scheduler is told. Raises InvalidArgument when the inputs do not fit its model,
-    Unavailable when the arena is full."""
+    """The submission of a step to its scheduler. Raises InvalidArgument when the inputs do not fit
+    its model, Unavailable when the arena is full."""
     inputs = tuple(
         _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
     )
@@ -100,7 +100,7 @@ def _submit(
 
 
 class _Form(NamedTuple):
-    """What requests of a step have in common that are described alike: what is asked for, and the
+    """The common part of a step's requests that are described alike: what is asked for, and the
     sizes of what is to be placed."""
 
     fit: BatchFit

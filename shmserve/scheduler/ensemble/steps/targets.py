@@ -1,4 +1,4 @@
-"""Who serves the models of an ensemble's steps, as the supervisor has published it."""
+"""The schedulers of the models of an ensemble's steps, as the supervisor has published them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Targets(StepModels):
                     self.changes += 1
 
     def find(self, step: Step) -> Target:
-        """Who runs a step now; raises Unavailable."""
+        """The target that runs a step now; raises Unavailable."""
         versions = self._known.get(step.model, {})
         target = versions.get(step.version or self._latest.get(step.model, ""))
         if target is None:

@@ -91,8 +91,8 @@ class InstanceChange(NamedTuple):
 
 
 def change_between(present: Sequence[Instance], config: ModelSpec) -> InstanceChange:
-    """What leads from the instances that are `present` to those that a configuration asks
-    for; none of them is changed."""
+    """The change from the instances that are `present` to those that a configuration asks for; none
+    of them is changed."""
     left = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable = [i for i in left if i.state is not InstanceState.FAILED]
     wanted = expand_instances(config)

@@ -137,7 +137,7 @@ class ModelVersion:
         self.load_seconds = time.monotonic() - began
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
-        """What this version, which serves, is to be done to become `spec`; None where it differs in
+        """The update by which this version, which serves, becomes `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
         if self.spec.steps or self.failure:
             return None
@@ -175,8 +175,8 @@ class ModelVersion:
             await self._fail_over.move(group, publish)
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
-        """What this version has counted, and will while it finishes what it has, is
-        `successor`'s."""
+        """Hand over what this version has counted, and will while it finishes what it has, to
+        `successor`."""
         self._scheduler.counts.be_base_of(
             None if successor is None else successor._scheduler.counts
         )

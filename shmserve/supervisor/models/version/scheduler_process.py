@@ -274,7 +274,7 @@ class VersionScheduler:
         self._context.tickets.remove_instance(id(self), instance.index)
 
     def leave(self) -> None:
-        """What it had of the response cache, and of the rate limiter, is for others."""
+        """Leave its share of the response cache, and of the rate limiter, to others."""
         self._context.cache_shares.leave(id(self))
         self._context.tickets.remove(id(self))
 

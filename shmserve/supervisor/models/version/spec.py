@@ -16,7 +16,8 @@ from shmserve.ipc.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class VersionSpec:
-    """What to load. `config` is normalised and validated as far as it goes before auto-completion.
+    """A version to load. `config` is normalised and validated as far as it goes before
+    auto-completion.
 
     `complete(completed)` merges what the model says of itself, validates, and returns the final
     configuration; of an ensemble it takes {"steps": the configurations of its steps' models, None
@@ -55,7 +56,7 @@ def steps_of(config: ModelSpec) -> list[StepModel]:
 
 
 class ModelState(StrEnum):
-    """What the repository index shows for a version."""
+    """The state of a version in the repository index."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -116,7 +117,7 @@ def instance_after(state: InstanceState, event: str) -> InstanceState:
 
 @dataclass(slots=True)
 class Lifetime:
-    """How far a model version is on its way out; its parts share it."""
+    """The shutdown state of a model version; its parts share it."""
 
     retiring: bool = False  # it finishes what it has
     stopping: bool = False  # its processes end
