@@ -51,7 +51,8 @@ class Host:
         wake_ns = NEVER
         try:
             while not self._stopped:
-                live = sum([scheduler.live for scheduler in schedulers])
+                # A request of an ensemble is one of its step's, too: it is not two.
+                live = max([scheduler.live for scheduler in schedulers], default=0)
                 for fd, _ in waiter.wait(wake_ns, live):
                     take = waiter.takers.get(fd)
                     if take is not None:
