@@ -51,3 +51,17 @@ def test_what_was_resolved_is_current_until_it_is_replaced_or_withdrawn() -> Non
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
             models.current(each)
     assert link.users == 0
+
+
+def test_names_of_models_that_were_withdrawn_are_forgotten() -> None:
+    link = Link()
+    models = ModelTable(cast("RequestDispatcher", link))
+    for number in range(5_000):
+        models.withdraw(f"m{number}", "1")
+    assert len(models._withdrawn) == 4096
+    with pytest.raises(Unavailable):  # one that is remembered
+        models.resolve("m4999", "1")
+    models.publish(published(link))
+    models.withdraw("simple", "1")
+    models.publish(published(link))
+    assert "simple" not in models._withdrawn
