@@ -7,6 +7,7 @@ that are alike are packed alike, and who has a template of one has it of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -58,9 +59,12 @@ class Inferred:
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
+_PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
+
+
 def pack_inference(request: Inference) -> bytes:
     """An `Inference` as bytes, for `Submit.work`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         (
             [pack_tensor(tensor) for tensor in request.inputs],
             [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
@@ -70,14 +74,35 @@ def pack_inference(request: Inference) -> bytes:
     return packed
 
 
-class InferenceTemplate:
+class _Template:
+    """What is packed but for the bytes of inline tensors, whose sizes stay."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
+
+    def fill(self, datas: Sequence[bytes]) -> bytes:
+        """What is packed for inline tensors of the same sizes with these bytes."""
+        pieces: list[bytes] = []
+        for piece, data in zip(self._pieces, datas, strict=False):
+            pieces += (piece, data)
+        pieces.append(self._pieces[-1])
+        return b"".join(pieces)
+
+    def pieces(self) -> list[bytes]:
+        """The bytes around the inline tensors' bytes, in order."""
+        return list(self._pieces)
+
+
+class InferenceTemplate(_Template):
     """A packed `Inference` but for the bytes of its inline tensors, whose sizes stay."""
 
-    __slots__ = ("_pieces", "_sizes")
+    __slots__ = ("_sizes",)
 
     def __init__(self, request: Inference) -> None:
+        super().__init__()
         self._sizes: list[int] = []
-        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
         packer = msgpack.Packer(autoreset=False)
         packer.pack_array_header(3)
         packer.pack_array_header(len(request.inputs))
@@ -95,19 +120,13 @@ class InferenceTemplate:
         packer.pack(request.parameters)
         self._pieces.append(packer.bytes())
 
-    def fill(self, body: bytes, at: int) -> bytes:
-        """The result of `pack_inference` for the tensors whose bytes are in `body`, one after the
-        other, from `at`."""
-        pieces: list[bytes] = []
-        for piece, size in zip(self._pieces, self._sizes, strict=False):
-            pieces += (piece, body[at : at + size])
+    def fill_from(self, body: bytes, at: int) -> bytes:
+        """`fill`, with the tensors' bytes that are in `body`, one after the other, from `at`."""
+        datas: list[bytes] = []
+        for size in self._sizes:
+            datas.append(body[at : at + size])
             at += size
-        pieces.append(self._pieces[-1])
-        return b"".join(pieces)
-
-    def pieces(self) -> list[bytes]:
-        """The bytes around the inline tensors' bytes, in order."""
-        return list(self._pieces)
+        return self.fill(datas)
 
 
 def unpack_inference(work: bytes) -> Inference:
@@ -130,22 +149,22 @@ def unpack_inference(work: bytes) -> Inference:
 
 def pack_inferred(response: Inferred) -> bytes:
     """An `Inferred` as bytes, for `Finished.body`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         ([pack_tensor(tensor) for tensor in response.outputs], response.parameters)
     )
     return packed
 
 
-class InferredTemplate:
+class InferredTemplate(_Template):
     """A packed `Inferred` but for the bytes of its inline tensors, whose sizes stay."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ()
 
     def __init__(self, response: Inferred) -> None:
+        super().__init__()
         packer = msgpack.Packer(autoreset=False)
         packer.pack_array_header(2)
         packer.pack_array_header(len(response.outputs))
-        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
         for tensor in response.outputs:
             packer.pack_array_header(4)
             packed = pack_tensor(tensor)
@@ -156,18 +175,6 @@ class InferredTemplate:
                 packer.reset()
         packer.pack(response.parameters)
         self._pieces.append(packer.bytes())
-
-    def fill(self, datas: list[bytes]) -> bytes:
-        """The result of `pack_inferred` for inline tensors of the same sizes with these bytes."""
-        pieces: list[bytes] = []
-        for piece, data in zip(self._pieces, datas, strict=False):
-            pieces += (piece, data)
-        pieces.append(self._pieces[-1])
-        return b"".join(pieces)
-
-    def pieces(self) -> list[bytes]:
-        """The bytes around the inline tensors' bytes, in order."""
-        return list(self._pieces)
 
 
 def unpack_inferred(body: bytes) -> Inferred:

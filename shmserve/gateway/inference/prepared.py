@@ -62,7 +62,7 @@ class PreparedRequest:
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        work = self._template.fill(body, at)
+        work = self._template.fill_from(body, at)
         if self._uses is None:
             return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()

@@ -130,7 +130,8 @@ class Flow:
         if step.index in self._plan.decoupled:
             number = self._responses.get(step.index, 0)
             self._responses[step.index] = number + 1
-        self._put({step.outputs[name]: outputs.get(name, otherwise) for name in step.outputs}, number)
+        made = {tensor: outputs.get(name, otherwise) for name, tensor in step.outputs.items()}
+        self._put(made, number)
 
     def _put(self, made: Mapping[str, Value], number: int) -> None:
         """Take values of tensors with one number, and see what can run or be told now."""

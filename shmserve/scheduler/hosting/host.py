@@ -100,9 +100,7 @@ class Host:
 
     def _open(self, start: SchedulerStart) -> None:
         try:
-            scheduler = KINDS[start.kind](
-                start, self._waiter, self._neighbours, self._touched
-            )
+            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._touched)
         except (ShmserveError, OSError) as error:
             # Of no descriptor or memory left: others here go on.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
