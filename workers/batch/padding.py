@@ -14,7 +14,7 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
@@ -136,7 +136,7 @@ def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
     if any(item.on_device for item in inputs):
         return _filled_on_device(pad, inputs, shape)
     datatype = inputs[0].datatype
-    whole: Array = np.empty(shape, NUMPY.get(datatype, NUMPY["UINT16"]))
+    whole: Array = np.empty(shape, STORED[datatype])
     if any(item.shape[1:] != target for item in inputs):
         whole[...] = _bfloat16(pad.value) if datatype == "BF16" else pad.value
     for item, where in zip(inputs, _places(inputs), strict=True):
