@@ -10,7 +10,6 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
@@ -117,7 +116,7 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        in_place = aliased(inference)
+        in_place = inference.aliased
         placed = any(output.place is not None for output in inference.outputs)
         strings = [tensor.name for tensor, _ in tensors if tensor.datatype == "BYTES"]
         template = _Template(

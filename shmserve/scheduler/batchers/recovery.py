@@ -9,7 +9,7 @@ response, or was open after `execute`, fails.
 from __future__ import annotations
 
 from shmserve.ipc.messages.supervision import KillInstance
-from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
