@@ -154,18 +154,13 @@ class Unpacker:
         else:
             place = data
             raw = self._mappings.view(data)
-            if data.memory.cuda is not None and not self._stays(tensor.datatype):
-                raw, place = self._fetched(raw), None
+            stays = self._device_inputs and tensor.datatype != "BYTES"
+            if data.memory.cuda is not None and not stays:
+                from shmserve.workers.memory.device import to_host
+
+                self._copied.inputs += len(raw)
+                raw, place = to_host(raw), None
         return Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
-
-    def _stays(self, datatype: str) -> bool:
-        return self._device_inputs and datatype != "BYTES"
-
-    def _fetched(self, raw: Any) -> memoryview:
-        from shmserve.workers.memory.device import to_host
-
-        self._copied.inputs += len(raw)
-        return to_host(raw)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import STORED, TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text
@@ -106,12 +106,7 @@ class AscendBackend(Backend):
     def _open(self, config: ModelSpec) -> OfflineModel:
         if self._model is None:
             file = config.default_model_filename or "model.om"
-            path = self.context.version_dir / file
-            if not path.exists():
-                raise Unavailable(
-                    f"unable to find '{self.context.version}/{file}' for model instance "
-                    f"'{self.context.instance_name}'"
-                )
+            path = self.context.model_file([file], file)
             self._model = OfflineModel(path, self._device_id(config))
         return self._model
 
