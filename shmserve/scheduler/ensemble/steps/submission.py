@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
-    InferenceTemplate,
+    PackedTemplate,
     RequestedOutput,
     pack_inference,
 )
@@ -118,7 +118,7 @@ class _Form(NamedTuple):
     known: dict[str, int]
     given: frozenset[str]
     inline: bool
-    template: InferenceTemplate | None = None
+    template: PackedTemplate | None = None
 
 
 def _form(
@@ -142,7 +142,7 @@ def _form(
             forms.clear()
         forms[key] = form
     elif form.inline and form.template is None:  # not for one that never comes again
-        template = InferenceTemplate(Inference(tuple(inputs), form.wanted))
+        template = PackedTemplate(Inference(tuple(inputs), form.wanted))
         form = forms[key] = form._replace(template=template)
     return form
 
