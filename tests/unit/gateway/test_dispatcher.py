@@ -15,6 +15,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+HELD_S = 0.05  # longer than what was read is kept from its worker
 
 
 class Link:
@@ -68,12 +69,34 @@ def test_an_answer_that_is_not_read_is_given_back(
         RequestDispatcher().cancel(pending)
         if answered == "after":
             scheduler._take(answer())
+        await asyncio.sleep(HELD_S)
         link: Any = scheduler.link
         return list(link.posted)
 
     posted = asyncio.run(give_up())
     assert posted.count(m.Release(4321, [4096])) == 1
     assert (m.Cancel(1) in posted) == (answered == "after")
+
+
+def test_what_was_read_goes_with_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it, and without another wake-up; the last goes by itself, or with the link."""
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+
+    async def read() -> tuple[list[Any], list[Any]]:
+        dispatcher = RequestDispatcher()
+        scheduler = dispatcher.scheduler("ipc://nowhere")
+        link: Any = scheduler.link
+        scheduler.discard(answer())
+        assert not link.posted
+        dispatcher.submit(scheduler, m.Submit(2, 1, b"", 0, 0, 0, 0, b"", ""), lambda: None)
+        together = list(link.posted)
+        scheduler.discard(answer())
+        scheduler.close()
+        return together, link.posted[len(together) :]
+
+    together, last = asyncio.run(read())
+    assert [type(message) for message in together] == [m.Release, m.Submit]
+    assert last == [m.Release(4321, [4096])]
 
 
 def failure(pending: GatewayRequest) -> str:
@@ -169,6 +192,7 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
             link.connected = False
             old.discard(answer())
         new: Any = dispatcher.scheduler("ipc://new").link
+        await asyncio.sleep(HELD_S)
         return link.posted, new.posted
 
     old, new = asyncio.run(lose())
@@ -200,6 +224,7 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduler._take(m.Responded(number, "", "", body, False))
             scheduler._take(m.Responded(number, "", "", b"", True))
             dispatcher.credit(pending, 5)  # too late: it has ended
+        await asyncio.sleep(HELD_S)
         return heard, link.posted, released
 
     heard, posted, released = asyncio.run(stream())
