@@ -79,7 +79,8 @@ class Host:
             for scheduler in schedulers:
                 scheduler.tick(time.monotonic_ns())
             self._neighbours.deliver()
-        for scheduler in turned:
+        # Those first that the others have given something to do.
+        for scheduler in reversed(turned):
             scheduler.flush()
             if scheduler.stopped:
                 self._schedulers.remove(scheduler)
