@@ -24,8 +24,8 @@ from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
-# What was read is released with the next request, which saves a wake-up of the scheduler, and of
-# the worker whose memory it is; or after this.
+# Where others are in flight, what was read is released with the next request, which saves a wake-up
+# of the scheduler, and of the worker whose memory it is; or after this.
 _MOST_HELD_S = 0.001
 
 # The callback of a request: called for each response, the last of which is a `Finished`, a
@@ -177,7 +177,9 @@ class SchedulerHandle:
     def _release(self, release: m.Release) -> None:
         scheduler = self.latest()
         scheduler._unsent.append(release)
-        if scheduler._releasing is None:
+        if not scheduler.inflight.pending:
+            scheduler._send_releases()
+        elif scheduler._releasing is None:
             loop = asyncio.get_running_loop()
             scheduler._releasing = loop.call_later(_MOST_HELD_S, scheduler._release_now)
 
