@@ -28,9 +28,9 @@ class Flag:
     """
 
     name: str
+    help: str = ""
     kind: type = str
     default: Value | None = None
-    help: str = ""
     low: float = 0
     high: float = 2**63 - 1
     choices: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
@@ -27,25 +28,17 @@ logger = logging.getLogger(__name__)
 _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
+@dataclass(slots=True, eq=False)
 class ModelLoader:
     """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when
     a load begins, and when it fails."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        rollout: Rollout,
-        group: Callable[[str], Group],
-        on_change: Callable[[], None],
-    ) -> None:
-        self._group = group
-        self._context = context
-        self._planner = planner
-        self._registry = registry
-        self._rollout = rollout
-        self._on_change = on_change
+    _context: SupervisorContext
+    _planner: LoadPlanner
+    _registry: ModelRegistry
+    _rollout: Rollout
+    _group: Callable[[str], Group]
+    _on_change: Callable[[], None]
 
     async def load(
         self, model: ModelEntry, config: str, files: dict[str, bytes], unloads: int

@@ -23,7 +23,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from shmserve.supervisor.regions.region import OpenRegion
 Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
 
 
+@dataclass(slots=True, eq=False)
 class DrainingRegions:
     """Regions without a name that requests in flight still use, by memory id: kept open until the
     last has ended. `publish` reaches every gateway (pids: `gateways`), `tell_workers` every worker.
@@ -57,19 +58,12 @@ class DrainingRegions:
     that knows it releases it when it uses it no more; then workers unmap it, and it is closed.
     """
 
-    def __init__(
-        self,
-        publish: Publish,
-        gateways: Callable[[], Iterable[int]],
-        tell_workers: Callable[[Any], None],
-        opener: RegionOpener,
-    ) -> None:
-        self._publish = publish
-        self._gateways = gateways
-        self._tell_workers = tell_workers
-        self._opener = opener
-        self._regions: dict[int, OpenRegion] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    _publish: Publish
+    _gateways: Callable[[], Iterable[int]]
+    _tell_workers: Callable[[Any], None]
+    _opener: RegionOpener
+    _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def published(self) -> Iterator[RegionPublished]:
         """The messages that bring a new gateway up to date: they are listed while requests use
