@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,7 +156,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
-    regions = _regions(control, opener, events)
+    regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
     snapshot = Snapshot(registry, regions, health)
@@ -201,18 +200,6 @@ def _region_policy(config: ServerConfig) -> ShmPolicy:
     return replace(config.shm, max_regions=most)
 
 
-def _regions(
-    control: ControlSocket, opener: RegionOpener, events: EventPublisher
-) -> RegionRegistry:
-    return RegionRegistry(
-        partial(_publish_to_gateways, control),
-        partial(control.pids, "gateway"),
-        partial(_broadcast_to_workers, control),
-        opener,
-        events.publish,
-    )
-
-
 def _context(
     config: ServerConfig,
     run_dir: RunDirectory,
@@ -251,10 +238,6 @@ def _context(
 
 def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
-
-
-async def _publish_to_gateways(control: ControlSocket, make: Callable[[int], Any]) -> None:
-    await control.publish(make, "gateway")
 
 
 def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:

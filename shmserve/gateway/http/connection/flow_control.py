@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 
+from shmserve.common.tasks import settle
 from shmserve.gateway.http.connection.aiohttp_parts import make_parser
 
 _MOST_QUEUED = 32
@@ -51,8 +52,7 @@ class FlowControl(asyncio.Protocol):
         """The client has caught up, or is gone."""
         self.writing_paused = False
         drained, self._drained = self._drained, None
-        if drained is not None and not drained.done():
-            drained.set_result(None)
+        settle(drained, None)
 
     async def drain(self) -> None:
         """Wait until the client has read what was written; raises ConnectionError."""

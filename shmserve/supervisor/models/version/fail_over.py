@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
@@ -92,7 +93,7 @@ class FailOver:
         while not self._lifetime.retiring:
             dead, born = self._scheduler.serving, time.monotonic()
             child = dead.child
-            await self._context.either(dead.closed, child.exited)
+            await either(dead.closed, child.exited)
             if not self._lifetime.retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a new one takes over", child.title, reason)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shmserve.common.tasks import either
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
@@ -200,7 +201,7 @@ class Instances:
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
         try:
-            await self._context.either(get, child.exited)
+            await either(get, child.exited)
         finally:
             get.cancel()
         if get.done():

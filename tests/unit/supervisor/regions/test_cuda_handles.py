@@ -68,9 +68,7 @@ class Office:
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
         self.registry = RegionRegistry(
-            self.publish,
-            lambda: [7],
-            self.workers.append,
+            self,
             RegionOpener(POLICY, check),
             lambda event: None,
         )
@@ -80,7 +78,15 @@ class Office:
         if self.fault is not None:
             raise self.fault
 
-    async def publish(self, make: Callable[[int], Any]) -> None:
+    def pids(self, *roles: str) -> list[int]:
+        return [7] if roles == ("gateway",) else []
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        assert roles == ("worker",)
+        self.workers.append(message)
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        assert roles == ("gateway",)
         self.told.append(make(1))
         if isinstance(self.told[-1], m.RegionWithdrawn):
             self.withdrawn.put_nowait(self.told[-1].name)
@@ -244,7 +250,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(Office().publish, list, print, RegionOpener(POLICY), print)
+        registry = RegionRegistry(Office(), RegionOpener(POLICY), print)
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
