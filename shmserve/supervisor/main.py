@@ -30,7 +30,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.gateways import Gateways
-from shmserve.supervisor.health import Announcer, Health, Snapshot
+from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -169,10 +169,8 @@ def compose(
         health.current,
         registry.publish_counters,
     )
-    announcer = Announcer(context, health, feed)
-    models = ModelManager(
-        context, planner, registry, announcer.health_changed, announcer.states_changed
-    )
+    announce_health = partial(announce, context, health)
+    models = ModelManager(context, planner, registry, announce_health, feed.models_changed)
     readiness = ReadinessCheck(control.send)
     ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
@@ -189,7 +187,7 @@ def compose(
         readiness=readiness,
         poller=Poller(context, planner, registry, models),
         health=health,
-        announcer=announcer,
+        announce_health=announce_health,
         feed=feed,
     )
 

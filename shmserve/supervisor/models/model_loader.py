@@ -1,5 +1,5 @@
 """The load of one model that has its turn: plan every version -> start all (or none) -> switch to
-them (rollout); or, where nothing but instances differs, update those that serve (instance_update).
+them (rollout); or, where nothing but instances differs, update those that serve.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.version.instance_update import InstanceUpdate
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 

@@ -159,7 +159,7 @@ class Rollout:
 
     def _steps_changed(self, model: ModelEntry) -> None:
         for ensemble in self._registry.ensembles_of(model.name):
-            ensemble.step_changed()
+            ensemble.changed()
 
 
 def _lost(model: ModelEntry, version: ModelVersion) -> m.SchedulerLost:
