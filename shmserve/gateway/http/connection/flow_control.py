@@ -85,7 +85,7 @@ class FlowControl(asyncio.Protocol):
             self._set_reading()
 
     def _dequeued(self, count: int) -> None:
-        """One less does."""
+        """One request less is queued: `count` are."""
         self._parser.message_consumed()
         if self._too_many and count <= _MOST_QUEUED // 2:
             self._too_many = self._parse_rest() >= _MOST_QUEUED
