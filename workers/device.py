@@ -107,8 +107,8 @@ def accelerator_kind() -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device's memory is full."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether `error` says that memory is full, the host's or a device's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def lost(error: BaseException) -> bool:

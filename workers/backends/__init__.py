@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
@@ -96,6 +97,17 @@ class ModelContext:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copied: Copied = field(default_factory=Copied)
+
+    def model_file(self, names: Iterable[str], wanted: str) -> Path:
+        """The first of these files that the version has. Raises Unavailable for `wanted` where it
+        has none."""
+        for name in names:
+            path = self.version_dir / name
+            if path.exists():
+                return path
+        raise Unavailable(
+            f"unable to find '{self.version}/{wanted}' for model instance '{self.instance_name}'"
+        )
 
 
 class Backend(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
@@ -27,26 +28,20 @@ LARGEST_PART = 1 << 30
 _CANCELLED = Cancelled("Request was cancelled")
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs batches of one model. `decoupled`: its requests have streams, and may outlast theirs."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        unpacker: Unpacker,
-        writer: ResponseWriter,
-        decoupled: bool,
-        padder: Padder | None = None,
-    ) -> None:
-        self._padder = padder
-        self._context = context
-        self._backend = backend
-        self._unpacker = unpacker
-        self._writer = writer
-        self._link = writer.link
-        self._failures = writer.failures
-        self._decoupled = decoupled
+    _context: ModelContext
+    _backend: Backend
+    _unpacker: Unpacker
+    _writer: ResponseWriter
+    _decoupled: bool
+    _padder: Padder | None
+
+    def __post_init__(self) -> None:
+        self._link = self._writer.link
+        self._failures = self._writer.failures
         self._pid = os.getpid()
         self._policy = InputPolicy()
         self._largest_part = LARGEST_PART

@@ -17,7 +17,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, TO_CONFIG, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
@@ -265,7 +265,7 @@ def _host_array(output: Output) -> Array:
         data = host_array(data)
     if datatype == "BYTES":
         return data
-    kind = NUMPY.get(datatype, NUMPY["UINT16"])
+    kind = STORED[datatype]
     if data.dtype == kind:
         return data
     if data.dtype.newbyteorder("=") != kind:

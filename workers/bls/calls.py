@@ -6,6 +6,9 @@ A call keeps what it submitted until it has its response: when the scheduler is 
 again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
 a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
 copied out, so that a model may keep them.
+
+Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
+may come from a signal handler: that may have interrupted one of these with the locks held.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 from collections import deque
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
@@ -117,6 +120,9 @@ def _decoupled(model: str) -> Internal:
     )
 
 
+C = TypeVar("C", bound=Call)
+
+
 class _Doubt(NamedTuple):
     """A call whose scheduler may not be the one that serves its model now; else it failed so."""
 
@@ -157,6 +163,48 @@ class CallRouter:
             self._links.close_all()
             self.waiting.close()
             os.close(self._wakeup)
+
+    # --- for the model's code
+
+    def begin(self, call: C) -> C:
+        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
+        self.submit(call)
+        self.flush()
+        return call
+
+    def wait(self, call: Call) -> CallResponse:
+        """Wait for the response to a call. Raises the ShmserveError that it ended with."""
+        self.waiting.until(lambda: call.outcome is not None)
+        if isinstance(call.outcome, CallResponse):
+            return call.outcome
+        assert call.outcome is not None
+        raise call.outcome
+
+    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
+        """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
+
+        Those begun in one turn of the loop are sent as one. Cancelling the future cancels the
+        inference.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[CallResponse] = loop.create_future()
+        self.submit_soon(Call(self, request, future), future)
+        return future
+
+    def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+        """Submit a call at the end of this turn of the running loop, which takes responses until
+        the future is done; where that is cancelled, so is the call."""
+        loop = asyncio.get_running_loop()
+        self.submit(call)
+        loop.call_soon(self.flush)
+        self.waiting.watch(loop)
+
+        def over(ended: asyncio.Future[Any]) -> None:
+            self.waiting.unwatch(loop)
+            if ended.cancelled():
+                self.cancel_soon(call)
+
+        future.add_done_callback(over)
 
     # --- out
 

@@ -127,8 +127,9 @@ def _updated(value: _Value, output: Output) -> _Value:
             return _Value("BYTES", shape, memoryview(bytearray(encode_bytes(data))))
         fresh = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     else:
-        flat = data.detach().contiguous().reshape(-1)
-        fresh = flat.view(_torch().uint8)
+        import torch
+
+        fresh = data.detach().contiguous().reshape(-1).view(torch.uint8)
         if fresh.device.type == "cpu":
             fresh = fresh.numpy()
     return _Value(output.datatype, shape, _stored(value.raw, fresh))
@@ -148,12 +149,6 @@ def _stored(raw: Any, fresh: Any) -> Any:
     if raw.data_ptr() != fresh.data_ptr():
         raw.copy_(fresh)
     return raw
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def read(config: ModelSpec, model_dir: Path) -> list[StateSpec]:

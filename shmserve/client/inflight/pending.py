@@ -14,8 +14,8 @@ from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded
-from shmserve.ipc.tensors.aliasing import runs_once
 from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.padding import PARAMETER as PADDING
@@ -177,12 +177,7 @@ class NativeBackend(Backend):
     def _find(self, config: ModelSpec) -> type:
         if self._class is None:
             file = config.default_model_filename or "model.py"
-            path = self.context.version_dir / file
-            if not path.exists():
-                raise Unavailable(
-                    f"unable to find '{self.context.version}/{file}' for model instance "
-                    f"'{self.context.instance_name}'"
-                )
+            path = self.context.model_file([file], file)
             name = config.parameters.get("class") or "Model"
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
@@ -152,15 +152,8 @@ class PytorchBackend(Backend):
 
     def _find(self, config: ModelSpec) -> Path:
         named = config.default_model_filename or config.runtime
-        for name in [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES:
-            path = self.context.version_dir / name
-            if path.exists():
-                return path
-        wanted = named or " or ".join(_FILES)
-        raise Unavailable(
-            f"unable to find '{self.context.version}/{wanted}' for model instance "
-            f"'{self.context.instance_name}'"
-        )
+        names = [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
+        return self.context.model_file(names, named or " or ".join(_FILES))
 
 
 def _set_options(given: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.datatypes import NUMPY, STORED
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
@@ -109,7 +109,7 @@ class Runner:
         if not isinstance(raw, memoryview):
             self._copied.inputs += len(raw)
             raw, view = to_host(raw), False
-        array: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY.get(datatype, NUMPY["UINT16"]), raw)
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
         # The loop gives copies to a model that fails because it writes into its inputs.
@@ -189,9 +189,7 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
                 made[name] = item.numpy()
             elif name in self._as_numpy:
-                array = np.ndarray(
-                    item.shape, NUMPY.get(item.datatype, NUMPY["UINT16"]), to_host(item.raw)
-                )
+                array = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
                 made[name] = array
             else:
                 made[name] = item.torch().to(self._device.torch)
@@ -276,7 +274,7 @@ def _byte_size(model: torch.nn.Module | None) -> int:
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
     kind = array.dtype.newbyteorder("=")
-    if kind == NUMPY.get(expected, NUMPY["UINT16"]):
+    if kind == STORED[expected]:
         return expected
     for datatype, own in NUMPY.items():
         if own == kind:
