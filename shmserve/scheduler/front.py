@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, assert_never
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
@@ -130,28 +131,26 @@ class Core(ABC, Generic[R]):
         return text
 
 
+@dataclass(eq=False)
 class Front(Generic[R]):
     """One scheduler's clients, and its life. `wall_clock` gives epoch ns; while it drains, nothing
     new begins; once it has `stopped` it has nothing to do."""
 
-    def __init__(
-        self,
-        core: Core[R],
-        clients: Peers,
-        control: ControlLink,
-        wall_clock: Callable[[], int],
-        cache: ResponseCache | None = None,
-    ) -> None:
-        self._core = core
-        self._to_clients = clients
-        self._control = control
-        self._cache = cache
-        self._reports = Reports(core.statistics, clients, control, wall_clock, self._gauges)
-        self._clients: ClientTable[R] = ClientTable()
-        self._dead: dict[int, None] = {}  # processes, in the order of their ends
-        self._draining = False
-        self._drained = False
-        self.stopped = False
+    _core: Core[R]
+    _to_clients: Peers
+    _control: ControlLink
+    _wall_clock: Callable[[], int]
+    _cache: ResponseCache | None = None
+    _clients: ClientTable[R] = field(default_factory=ClientTable)
+    _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
+    _draining: bool = False
+    _drained: bool = False
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._reports = Reports(
+            self._core.statistics, self._to_clients, self._control, self._wall_clock, self._gauges
+        )
 
     @property
     def live(self) -> int:

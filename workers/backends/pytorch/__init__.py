@@ -94,7 +94,7 @@ class PytorchBackend(Backend):
         self._serving = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
+        self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:

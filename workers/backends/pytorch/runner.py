@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Runner:
     """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays;
     `ragged`: what else the model gets of a batch, and how its flat outputs are cut.
@@ -38,26 +40,24 @@ class Runner:
     copies from then on.
     """
 
-    def __init__(
-        self,
-        context: ModelContext,
-        signature: Signature,
-        device: Device,
-        as_numpy: frozenset[str] = frozenset(),
-        ragged: Ragged | None = None,
-    ) -> None:
-        self._context = context
-        self._signature = signature
-        self._device = device
-        self._as_numpy = as_numpy
-        self._ragged = ragged
+    _context: ModelContext
+    _signature: Signature
+    _device: Device
+    _as_numpy: frozenset[str] = frozenset()
+    _ragged: Ragged | None = None
+    _views: bool = False
+    _learning: bool = True
+    _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    # What is learnt from, and as it was.
+    _first: list[tuple[memoryview, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
-        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer, context.copied)
-        self._views = False
-        self._learning = True
-        self._watched: list[tuple[torch.Tensor, int]] = []
-        self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
+        self._gatherer = Gatherer(
+            signature, context.mappings, self._device.host_buffer, context.copied
+        )
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
