@@ -59,11 +59,11 @@ class Core(ABC, Generic[R]):
     @property
     @abstractmethod
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
 
     @property
     def unfinished(self) -> int:
-        """How much a drain waits for."""
+        """The number of requests and sequences that a drain waits for."""
         return self.live
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Front(Generic[R]):
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         return self._core.live
 
     # --- clients ----------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class ResponseCache:
             self.lent.lend(reader, copy.place, copy)
 
     def free(self, place: Place) -> None:
-        """Nobody has this copy any more."""
+        """Free a copy that nobody has any more."""
         self._lent_bytes -= place.byte_size
         self.lent.free(place)
 
@@ -191,7 +191,7 @@ class ResponseCache:
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """What is in it now."""
+        """The sizes and counts of what is in it now."""
         return {
             "bytes": self._entries.used,
             "entries": len(self._entries),
