@@ -99,7 +99,7 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a model version's scheduler. No `batching`: one request an execution, in order."""
+    """The scheduling of a model version. No `batching`: one request an execution, in order."""
 
     name: str
     version: str
