@@ -633,13 +633,13 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     opened.window.sent(1)
     opened.window.sent(MOST_UNREAD_BYTES)
     looks: list[float] = []
-    wait = scheduler_link._wait
+    wait = scheduler_link.readable
 
-    def look(fds: list[int], timeout_s: float) -> None:
+    def look(*fds: int, timeout_s: float) -> None:
         looks.append(timeout_s)
-        wait(fds, min(timeout_s, 0.05))
+        wait(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(scheduler_link, "_wait", look)
+    monkeypatch.setattr(scheduler_link, "readable", look)
     waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
     waits.start()
     until("it waits", lambda: bool(link._waiting))
