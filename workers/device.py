@@ -106,6 +106,12 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
+def free_cached() -> None:
+    """Give back the device memory that torch keeps for tensors to come."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def lost(error: BaseException) -> bool:
     """Whether `error` says that this process can use its device no more."""
     return isinstance(error, (DeviceLost, getattr(torch, "AcceleratorError", DeviceLost)))

@@ -189,8 +189,7 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
                 made[name] = item.numpy()
             elif name in self._as_numpy:
-                array = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
-                made[name] = array
+                made[name] = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
             else:
                 made[name] = item.torch().to(self._device.torch)
         self._add_ragged(made, [request])

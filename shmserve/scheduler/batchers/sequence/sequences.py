@@ -53,7 +53,7 @@ class Sequences:
         # And stale ones, of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
-        self._backlog = Backlog()
+        self.backlog = Backlog()  # those that wait for a slot
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
@@ -62,11 +62,6 @@ class Sequences:
     def open(self) -> int:
         """The number of sequences that have begun and not ended."""
         return len(self._open)
-
-    @property
-    def backlog(self) -> Iterable[Sequence]:
-        """Those that wait for a slot, in order."""
-        return self._backlog
 
     def knows(self, correlation_id: int | str) -> bool:
         """Whether a sequence with this id is open."""
@@ -108,7 +103,7 @@ class Sequences:
             slots.withdraw(sequence)
             slots.sequences[sequence.slot] = None
             sequence.home = None
-            self._backlog.put_back(sequence)
+            self.backlog.put_back(sequence)
         self._fill()
 
     def _remember(self, correlation_id: int | str) -> None:
@@ -131,7 +126,7 @@ class Sequences:
             if correlation_id in self._lost:
                 text += "; the state of this one was lost when the model's worker died"
             raise InvalidArgument(text)
-        if self._backlog.count(owner) >= self._most:
+        if self.backlog.count(owner) >= self._most:
             raise QueueFull(
                 f"{self._most} sequences of this client wait for a slot of model "
                 f"'{self._model}', which is as many as may"
@@ -145,7 +140,7 @@ class Sequences:
         if sequence is None:
             self._lost.pop(correlation_id, None)
             sequence = self._open[correlation_id] = Sequence(correlation_id, owner_of(request))
-            self._backlog.append(sequence)
+            self.backlog.append(sequence)
         request.sequence = sequence
         sequence.waiting.append(request)
         if request.flags & SEQUENCE_END:
@@ -189,7 +184,7 @@ class Sequences:
             if slots is not None and not sequence.waiting:
                 slots.withdraw(sequence)
         elif slots is None:
-            self._backlog.discard(sequence)
+            self.backlog.discard(sequence)
         else:
             self._end(sequence)
 
@@ -197,12 +192,12 @@ class Sequences:
 
     def _fill(self) -> None:
         """Give free slots to those that wait."""
-        while self._backlog and self._free:
+        while self.backlog and self._free:
             slot, _, slots = heapq.heappop(self._free)
             if slots.closed:
                 self._stale -= 1
                 continue
-            sequence = self._backlog.pop()
+            sequence = self.backlog.pop()
             sequence.home, sequence.slot = slots, slot
             slots.sequences[slot] = sequence
             slots.offer(sequence)
