@@ -61,11 +61,6 @@ class Ragged:
             for name in each.target_name
         }
 
-    @property
-    def cuts(self) -> bool:
-        """Whether an output is cut by the requests' shapes."""
-        return bool(self._cuts)
-
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """The made inputs of a batch; none whose sources its requests lack."""
         made: dict[str, Array] = {}

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class PytorchBackend(Backend):
                     "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
                 )
             else:
-                plan = plan.measured(graphs.workspace)
+                plan = replace(plan, workspace=graphs.workspace)
         logger.info("model '%s' is planned at %s", signature.name, plan.text())
         return graphs
 

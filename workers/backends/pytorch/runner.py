@@ -8,17 +8,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, STORED
+from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
-from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.graphs import MemoryPlan
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
@@ -27,6 +26,59 @@ from shmserve.workers.memory.device import to_host
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
+
+
+class BatchOutput(NamedTuple):
+    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+
+    name: str
+    datatype: str
+    host: Any
+    device: torch.Tensor | None
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole batch."""
+        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
+        return whole
+
+    def whole(self, request: Request) -> Output:
+        """As the only request of the batch gets it."""
+        return Output(self.name, self.datatype, self._for(request))
+
+    def rows(
+        self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
+    ) -> list[Output]:
+        """As requests get it that have these rows."""
+        return [
+            Output(self.name, self.datatype, self._for(request)[rows])
+            for request, rows in zip(requests, where, strict=True)
+        ]
+
+    def pieces(
+        self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Output]:
+        """As requests get it whose parts, one after the other, have these shapes."""
+        ends = accumulate(map(element_count, shapes), initial=0)
+        return [
+            Output(
+                self.name,
+                self.datatype,
+                self._for(request).reshape(-1)[slice(*pair)].reshape(shape),
+            )
+            for request, shape, pair in zip(requests, shapes, pairwise(ends), strict=True)
+        ]
+
+    def _for(self, request: Request) -> Any:
+        if self.device is not None and (self.host is None or to_device(request, self.name)):
+            return self.device
+        return self.host
+
+
+def to_device(request: Request, name: str) -> bool:
+    """Whether a request wants an output in device memory."""
+    wanted = request.requested.get(name)
+    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
 
 
 @dataclass(eq=False)
