@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 from shmserve import logs
@@ -168,19 +168,9 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
+    told = {each.name: getattr(start, each.name) for each in fields(start)}
     return ModelContext(
-        model_name=start.model_name,
-        version=start.version,
-        repository=start.repository,
-        model_dir=start.model_dir,
-        version_dir=start.model_dir / start.version,
-        instance_name=start.instance_name,
-        kind=start.kind,
-        device=device,
-        device_id=start.device_id,
-        backend_config=start.backend_config,
-        threads=start.threads,
-        run_dir=start.run_dir,
+        **(told | {"device": device}),
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),

@@ -16,35 +16,33 @@ transport/frames.py packs them.
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import events, inference, local_clients, memory, supervision
+from shmserve.ipc.messages import events, local_clients, memory, supervision
+from shmserve.ipc.messages.inference import (
+    BatchFinished,
+    Cancel,
+    CancelExecution,
+    Credit,
+    CreditExecution,
+    EndSequences,
+    Execute,
+    ExecutionResponded,
+    Failed,
+    Finished,
+    InstanceReady,
+    MetricsReported,
+    Release,
+    ReleaseOutputs,
+    ReportStatistics,
+    Responded,
+    Settled,
+    StatisticsReported,
+    Submit,
+)
 
-ClientToScheduler = (
-    inference.Submit
-    | inference.Cancel
-    | inference.Credit
-    | inference.Release
-    | inference.ReportStatistics
-)
-SchedulerToClient = (
-    inference.Finished
-    | inference.Responded
-    | inference.Failed
-    | inference.Settled
-    | inference.StatisticsReported
-)
-SchedulerToWorker = (
-    inference.Execute
-    | inference.EndSequences
-    | inference.CancelExecution
-    | inference.CreditExecution
-    | inference.ReleaseOutputs
-)
-WorkerToScheduler = (
-    inference.InstanceReady
-    | inference.BatchFinished
-    | inference.ExecutionResponded
-    | inference.MetricsReported
-)
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
+SchedulerToWorker = Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs
+WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     supervision.ModelPublished
     | supervision.ModelWithdrawn
@@ -150,7 +148,7 @@ LocalClientToSupervisor = (
     | local_clients.ShareDeviceMemory
     | local_clients.WithdrawMemory
 )
-LocalClientToScheduler = inference.Submit | inference.Cancel | inference.Credit | inference.Release
+LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = (
     events.ModelChanged
     | events.LoadRefused

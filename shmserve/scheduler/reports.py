@@ -1,4 +1,4 @@
-"""What a scheduler tells of its counts: to clients that ask, and to who starts its successor."""
+"""Reports of a scheduler's counts: to clients that ask, and to who starts its successor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reports:
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
-        """What this version replaces has counted this."""
+        """Take over the counts of what this version replaces."""
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):

@@ -159,7 +159,9 @@ class Executor:
                 self._end_if_forked()
             self._take_times(before_ns)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            return _fail(streams, streams[0].explain(error))
+            explained = streams[0].explain(error)
+            replies = [stream.refuse(explained) for stream in streams]
+            return [reply for reply in replies if reply is not None]
         again = [stream.request.work.key for stream in streams if stream.rescheduled]
         return [Reply(key, RESCHEDULED, "", b"") for key in again]
 
@@ -248,8 +250,3 @@ class Executor:
             return self._failed(opened, self._explain(error, request))
         self._link.close(opened)
         return Reply(opened.key, "", "", body)
-
-
-def _fail(streams: list[ResponseStream], error: ShmserveError) -> list[Reply]:
-    replies = [stream.refuse(error) for stream in streams]
-    return [reply for reply in replies if reply is not None]

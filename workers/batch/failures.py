@@ -63,19 +63,12 @@ class Failures:
         if device.lost(error):
             raise error
         if device.out_of_memory(error):
-            _free_device_memory()
+            device.free_cached()
             return Unavailable(
                 f"there is not enough memory on device '{self._device}' for model "
                 f"'{self._model}' to run this request"
             )
         return Internal(f"{failed} {in_words(error)}")
-
-
-def _free_device_memory() -> None:
-    import torch
-
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
 
 
 _TRIED_IN_A_ROW = 16

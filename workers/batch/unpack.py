@@ -4,6 +4,7 @@ the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
@@ -47,26 +48,22 @@ class _Template(NamedTuple):
     strings: list[str]  # the names of its BYTES inputs
 
 
+@dataclass(eq=False)
 class Unpacker:
     """Makes `Request`s of packed `Inference`s for one model.
 
     `device_inputs`: what is in device memory is left there; else it is copied to the host's.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        mappings: Mappings,
-        copied: Copied | None = None,
-        device_inputs: bool = False,
-    ) -> None:
-        self._signature = signature
-        self._batched = signature.max_batch_size > 0
-        self._mappings = mappings
-        self._copied = copied or Copied()
-        self._device_inputs = device_inputs
-        self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._templates: TemplateCache[_Template] = TemplateCache()
+    _signature: Signature
+    _mappings: Mappings
+    _copied: Copied = field(default_factory=Copied)
+    _device_inputs: bool = False
+    _templates: TemplateCache[_Template] = field(default_factory=TemplateCache)
+
+    def __post_init__(self) -> None:
+        self._batched = self._signature.max_batch_size > 0
+        self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
 
     def request(
         self,

@@ -56,7 +56,7 @@ class Call(InflightRequest):
         future: asyncio.Future[CallResponse] | None = None,
     ) -> None:
         self.router = router
-        self.number = router.next_number()
+        self.number = next(router.ids)
         self.request = request
         self.future = future
         self.arrived_ns = time.monotonic_ns()
@@ -96,7 +96,7 @@ class Call(InflightRequest):
         self.outcome = outcome
         future = self.future
         if future is None:
-            self.router.wake()
+            self.router.waiting.wake()
             return
         # The loop is gone when the model did not wait for the call.
         with contextlib.suppress(RuntimeError):
@@ -142,7 +142,7 @@ class CallRouter:
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
-        self._ids = count(1)
+        self.ids = count(1)  # of calls
         self.waiting = SharedWait(self._take)
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
@@ -207,10 +207,6 @@ class CallRouter:
         future.add_done_callback(over)
 
     # --- out
-
-    def next_number(self) -> int:
-        """A number for a call."""
-        return next(self._ids)
 
     def submit(self, call: Call) -> None:
         """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
@@ -323,10 +319,6 @@ class CallRouter:
     def invalidate(self, model: str) -> None:
         """Have the next call of `model` ask anew where it is."""
         self._directory.invalidate(model)
-
-    def wake(self) -> None:
-        """Have every thread that waits look whether its call has ended; with the lock."""
-        self.waiting.wake()
 
     # --- losses
 

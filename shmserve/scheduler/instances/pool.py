@@ -31,7 +31,7 @@ from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
-    """Where an instance is."""
+    """The states of an instance."""
 
     GONE = "gone"
     EXPECTED = "expected"

@@ -23,7 +23,7 @@ OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing 
 
 
 class State(StrEnum):
-    """Where a request is."""
+    """The states of a request."""
 
     QUEUED = auto()
     EXECUTING = auto()  # if its worker is lost, it may run again

@@ -46,30 +46,34 @@ class ServerApi:
 
     def call(self, request: CallRequest) -> CallResponse:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
-        with _beginning(request):
-            self._check(request)
+        with self._beginning(request):
             begun = self.calls.begin(Call(self.calls, request))
         return self.calls.wait(begun)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
         """Begin one, from the running event loop."""
-        with _beginning(request):
-            self._check(request)
+        with self._beginning(request):
             return self.calls.call_soon(request)
 
     def open(self, request: CallRequest) -> StreamCall:
         """Begin one that may have any number of responses."""
-        with _beginning(request):
-            self._check(request)
+        with self._beginning(request):
             return self.calls.begin(StreamCall(self.calls, request))
 
     def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
         """Begin one from the running event loop; `begun` is done when there is a response."""
-        with _beginning(request):
-            self._check(request)
+        with self._beginning(request):
             call = StreamCall(self.calls, request, begun)
             self.calls.submit_soon(call, begun)
             return call
+
+    @contextlib.contextmanager
+    def _beginning(self, request: CallRequest) -> Iterator[None]:
+        try:
+            self._check(request)
+            yield
+        except ShmserveError as error:
+            raise _not_begun(request.model, error) from None
 
     def _check(self, request: CallRequest) -> None:
         if not self.running:
@@ -99,14 +103,6 @@ class ServerApi:
             return bool(found["ready"])
         asked = self.context.control.ask(AskReady, name, found["version"])
         return bool(asked["ready"])
-
-
-@contextlib.contextmanager
-def _beginning(request: CallRequest) -> Iterator[None]:
-    try:
-        yield
-    except ShmserveError as error:
-        raise _not_begun(request.model, error) from None
 
 
 def _not_begun(model: str, error: ShmserveError) -> ShmserveError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class PytorchBackend(Backend):
         self._serving = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
+        self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -129,7 +130,7 @@ class PytorchBackend(Backend):
                     "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
                 )
             else:
-                plan = plan.measured(graphs.workspace)
+                plan = replace(plan, workspace=graphs.workspace)
         logger.info("model '%s' is planned at %s", signature.name, plan.text())
         return graphs
 
