@@ -38,6 +38,7 @@ SchedulerToWorker = (
     | inference.CancelExecution
     | inference.CreditExecution
     | inference.ReleaseOutputs
+    | inference.ReaderExited
 )
 WorkerToScheduler = (
     inference.InstanceReady

@@ -219,6 +219,13 @@ class ReleaseOutputs:
 
 
 @message
+class ReaderExited:
+    """Process `pid` has ended, and the scheduler does not look any more at what it was lent."""
+
+    pid: int
+
+
+@message
 class InstanceReady:
     """A loaded instance (index within its model) offers itself for batches."""
 

@@ -85,7 +85,8 @@ class Worker(Process):
                     self._hear(words)
             else:
                 self._dead.add(message.pid)
-                self._release(message.pid, [at for at, r in self._lent.items() if r == message.pid])
+                if self._up is None or not self._up.connected:
+                    self._drop(message.pid)
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
@@ -101,6 +102,8 @@ class Worker(Process):
             peer, self, lambda messages: self.take([(host, each) for each in messages])
         )
         self._up.post(m.InstanceReady(self.index, self.pid))
+        for pid in self._dead:
+            self._drop(pid)
 
     def _hear(self, message: Any) -> None:
         match message:
@@ -120,6 +123,11 @@ class Worker(Process):
                     self.slots.pop(slot, None)
             case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
                 self._release(reader, offsets)
+            case m.ReaderExited(pid=pid):
+                self._drop(pid)
+
+    def _drop(self, reader: int) -> None:
+        self._release(reader, [at for at, lent_to in self._lent.items() if lent_to == reader])
 
     def _release(self, reader: int, offsets: list[int]) -> None:
         for offset in offsets:
@@ -186,7 +194,7 @@ class Worker(Process):
     def _reply(self, work: m.Work, batch: m.Execute, made: list[int]) -> m.Reply:
         data = self._input(work)
         state = self._advance(work, batch) if self.model.sequences else b""
-        if work.key in self._cancelled or work.client_pid in self._dead:
+        if work.key in self._cancelled:
             return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
         if self.model.errs and self.world.chance(self.model.errs):
             return m.Reply(work.key, "INTERNAL", "the model failed", b"")

@@ -16,6 +16,7 @@ from shmserve.ipc.messages.inference import (
     Execute,
     ExecutionResponded,
     InstanceReady,
+    ReaderExited,
     ReleaseOutputs,
     Reply,
     SequenceRow,
@@ -117,8 +118,11 @@ class Executions:
             early += [(client_pid, offset) for offset in offsets[: _MOST_EARLY - len(early)]]
 
     def forget(self, pid: int) -> None:
-        """A process is gone."""
+        """A process is gone: workers may take back what they have lent it, now that nobody here
+        reads what it was to have."""
         self._early.pop(pid, None)
+        for slot in self._pool.ready():
+            self._workers.post(slot.peer, ReaderExited(pid))
 
     # --- from workers -----------------------------------------------------------------------------
 

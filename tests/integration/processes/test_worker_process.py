@@ -22,6 +22,7 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     Execute,
     InstanceReady,
+    ReaderExited,
     ReleaseOutputs,
     Reply,
     Work,
@@ -242,11 +243,10 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     size = 12 << 20 >> 2
     mappings = Mappings()
     peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
-    dead = m.ProcessExited(os.getpid())
     # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
     for give_back in (
         lambda offset: router.post(peer, ReleaseOutputs(os.getpid(), [offset])),
-        lambda offset: worker.tell(dead),
+        lambda offset: router.post(peer, ReaderExited(os.getpid())),
         lambda offset: None,
     ):
         worker.execute(1, size=4 * size)
