@@ -124,6 +124,7 @@ class Worker(Process):
             case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
                 self._release(reader, offsets)
             case m.ReaderExited(pid=pid):
+                self._dead.add(pid)
                 self._drop(pid)
 
     def _drop(self, reader: int) -> None:
