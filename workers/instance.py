@@ -145,8 +145,10 @@ class WorkerInstance:
 
     def _read(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:
-            case ReleaseOutputs(client_pid=pid, offsets=offsets):
-                self._memory.release(pid, offsets)
+            case ReleaseOutputs(client_pid=pid, offsets=offsets, memory=memory):
+                # A predecessor, which had the same pid, has taken its own with it.
+                if memory == self._memory.id:
+                    self._memory.release(pid, offsets)
             case ReaderExited(pid=pid):
                 self._memory.drop_reader(pid)
 

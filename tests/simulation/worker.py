@@ -121,8 +121,9 @@ class Worker(Process):
             case m.EndSequences(slots=slots):
                 for slot in slots:
                     self.slots.pop(slot, None)
-            case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
-                self._release(reader, offsets)
+            case m.ReleaseOutputs(client_pid=reader, offsets=offsets, memory=memory):
+                if memory == self.arena.memory.id:  # or it was that of one with the same pid
+                    self._release(reader, offsets)
             case m.ReaderExited(pid=pid):
                 self._dead.add(pid)
                 self._drop(pid)

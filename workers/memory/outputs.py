@@ -48,6 +48,11 @@ class OutputMemory:
         self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
         self._exited: set[int] = set()  # readers, of which the scheduler may not know yet
 
+    @property
+    def id(self) -> int:
+        """That of the memory of the arena."""
+        return self._arena.memory.id
+
     def __len__(self) -> int:
         return len(self._readers) + len(self._fresh)
 

@@ -245,16 +245,19 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
     # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
     for give_back in (
-        lambda offset: router.post(peer, ReleaseOutputs(os.getpid(), [offset])),
-        lambda offset: router.post(peer, ReaderExited(os.getpid())),
-        lambda offset: None,
+        lambda place: router.post(
+            peer, ReleaseOutputs(os.getpid(), [place.offset], place.memory.id)
+        ),
+        lambda place: router.post(peer, ReaderExited(os.getpid())),
+        # What one had that had this pid before is not what it has.
+        lambda place: router.post(peer, ReleaseOutputs(os.getpid(), [place.offset], 1)),
     ):
         worker.execute(1, size=4 * size)
         (output,) = worker.answer(worker.finished()[0]).outputs
         assert not isinstance(output.data, bytes)
         view = np.frombuffer(mappings.view(output.data), "f4")
         assert (view == 2).all()
-        give_back(output.data.offset)
+        give_back(output.data)
         router.flush()
     worker.execute(1, size=4 * size)
     assert worker.finished()[0].code == "UNAVAILABLE"

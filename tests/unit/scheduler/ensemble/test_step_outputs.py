@@ -140,6 +140,7 @@ def test_what_a_client_reads_is_the_ensembles_own() -> None:
     elsewhere.reuse()
     (finished,) = rig.told()
     (output,) = unpack_inferred(finished.body).outputs
+    assert isinstance(output.data, Place)
     assert output.data.memory.id != elsewhere.place.memory.id
     mappings = Mappings()
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
