@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MOST_LINKS = 16
 LARGEST_WORK = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
+_DESCRIBED = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "pinned")  # of a memory
 
 
 class Capabilities:
@@ -82,12 +84,4 @@ class Capabilities:
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
-        return not memory.copied and memory.id == self.memory_id(
-            number,
-            memory.pid,
-            memory.fd,
-            memory.inode,
-            memory.byte_size,
-            memory.sealed,
-            memory.pinned,
-        )
+        return not memory.copied and memory.id == self.memory_id(number, *_DESCRIBED(memory))

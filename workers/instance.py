@@ -76,17 +76,14 @@ class WorkerInstance:
             if config.sequence_batching is not None
             else Executor(*given)
         )
-        self._warm_up = partial(
+        # Runs what the configuration asks for before the instance is ready. Raises Internal.
+        self.warm_up = partial(
             warm_up, read(config, context.model_dir), signature, unpacker, self._executor
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
-
-    def warm_up(self) -> None:
-        """Run what the configuration asks for before the instance is ready. Raises Internal."""
-        self._warm_up()
 
     def run(self, endpoint: str) -> None:
         """Offer the instance at `endpoint` and serve until told to stop."""

@@ -16,36 +16,36 @@ transport/frames.py packs them.
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import events, inference, local_clients, memory, supervision
+from shmserve.ipc.messages import events, local_clients, memory, supervision
+from shmserve.ipc.messages.inference import (
+    BatchFinished,
+    Cancel,
+    CancelExecution,
+    Credit,
+    CreditExecution,
+    EndSequences,
+    Execute,
+    ExecutionResponded,
+    Failed,
+    Finished,
+    InstanceReady,
+    MetricsReported,
+    ReaderExited,
+    Release,
+    ReleaseOutputs,
+    ReportStatistics,
+    Responded,
+    Settled,
+    StatisticsReported,
+    Submit,
+)
 
-ClientToScheduler = (
-    inference.Submit
-    | inference.Cancel
-    | inference.Credit
-    | inference.Release
-    | inference.ReportStatistics
-)
-SchedulerToClient = (
-    inference.Finished
-    | inference.Responded
-    | inference.Failed
-    | inference.Settled
-    | inference.StatisticsReported
-)
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
 SchedulerToWorker = (
-    inference.Execute
-    | inference.EndSequences
-    | inference.CancelExecution
-    | inference.CreditExecution
-    | inference.ReleaseOutputs
-    | inference.ReaderExited
+    Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-WorkerToScheduler = (
-    inference.InstanceReady
-    | inference.BatchFinished
-    | inference.ExecutionResponded
-    | inference.MetricsReported
-)
+WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     supervision.ModelPublished
     | supervision.ModelWithdrawn
@@ -151,7 +151,7 @@ LocalClientToSupervisor = (
     | local_clients.ShareDeviceMemory
     | local_clients.WithdrawMemory
 )
-LocalClientToScheduler = inference.Submit | inference.Cancel | inference.Credit | inference.Release
+LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = (
     events.ModelChanged
     | events.LoadRefused

@@ -45,17 +45,6 @@ class _Unexpected(InvalidArgument):
 class Signature:
     """A model version's inputs and outputs by name."""
 
-    __slots__ = (
-        "any_optional",
-        "inputs",
-        "max_batch_size",
-        "name",
-        "outputs",
-        "padding",
-        "required",
-        "version",
-    )
-
     def __init__(self, config: ModelSpec, version: str) -> None:
         self.name = config.name
         self.version = version

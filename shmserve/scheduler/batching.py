@@ -94,7 +94,7 @@ class BatchingCore(Core[ScheduledRequest]):
         )
         parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
         self._dispatch: Dispatcher = (
-            Dispatch(settings, batcher, *parts)
+            Dispatch(settings, *parts, batcher)
             if settings.sequences is None
             else SequenceDispatch(settings, *parts)
         )
@@ -202,7 +202,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
-                self._recovery.exited(lost, message.reason, self._dispatch, now_ns)
+                self._recovery.exited(lost, message.reason, self._dispatch.lost_text, now_ns)
             case RetireInstance():
                 self._pool.retire(message.index)
             case PoolFailed():
@@ -214,7 +214,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def process_exited(self, pid: int, now_ns: int) -> None:
-        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch, now_ns)
+        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch.lost_text, now_ns)
         self._executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -147,7 +148,8 @@ class Worker(Process):
         self._running = self._batches.popleft()
         self._began_ns = self.world.now_ns
         for work in self._running.requests:
-            self._input(work)
+            with contextlib.suppress(ShmserveError):  # it fails when it is read
+                self._input(work)
         least, most = self.model.compute_us
         self.world.after(self.world.between(least * US, most * US), self._finish)
 
@@ -194,13 +196,13 @@ class Worker(Process):
         self._work_off()
 
     def _reply(self, work: m.Work, batch: m.Execute, made: list[int]) -> m.Reply:
-        data = self._input(work)
         state = self._advance(work, batch) if self.model.sequences else b""
-        if work.key in self._cancelled:
-            return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
-        if self.model.errs and self.world.chance(self.model.errs):
-            return m.Reply(work.key, "INTERNAL", "the model failed", b"")
         try:
+            data = self._input(work)
+            if work.key in self._cancelled:
+                return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
+            if self.model.errs and self.world.chance(self.model.errs):
+                return m.Reply(work.key, "INTERNAL", "the model failed", b"")
             return m.Reply(work.key, "", "", self._body(work, data + state, made))
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message, b"")

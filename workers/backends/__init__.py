@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.messages.start import WorkerStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
@@ -63,31 +65,19 @@ class Stopwatch:
     output_start_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ModelContext:
-    """The identity and the resources of an instance: given to its backend once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelContext(WorkerStart):
+    """The identity and the resources of an instance, given to its backend once: what it was started
+    with, and what it made of that.
 
-    `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
-    model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
-    "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
-    for this backend. `control` asks the supervisor. `arena` and `mappings` are this process's
-    memory for tensors it makes and its views of others', `output_memory` has the arena's blocks for
-    outputs. `workspace` leases the device's shared
+    `repository` and `model_dir` (repository/model) hold the files. `kind` is "CPU" or "GPU",
+    `device` what torch calls it ("cpu", "cuda:0", "npu:1"), `device_id` its number (0 on a CPU).
+    `backend_config` is what --backend-config said for this backend. `control` asks the supervisor.
+    `arena` and `mappings` are this process's memory for tensors it makes and its views of others',
+    `output_memory` has the arena's blocks for outputs. `workspace` leases the device's shared
     workspace. `copied` counts the bytes of tensors that are copied on the way.
     """
 
-    model_name: str
-    version: str
-    repository: Path
-    model_dir: Path
-    version_dir: Path
-    instance_name: str
-    kind: str
-    device: str
-    device_id: int
-    backend_config: dict[str, str]
-    threads: int
-    run_dir: Path
     control: SupervisorLink
     arena: Arena
     output_memory: OutputMemory
@@ -96,6 +86,22 @@ class ModelContext:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copied: Copied = field(default_factory=Copied)
+
+    @property
+    def version_dir(self) -> Path:
+        """The folder of the version's files: model_dir/version."""
+        return self.model_dir / self.version
+
+    def model_file(self, names: Iterable[str], wanted: str) -> Path:
+        """The first of these files that the version has. Raises Unavailable for `wanted` where it
+        has none."""
+        for name in names:
+            path = self.version_dir / name
+            if path.exists():
+                return path
+        raise Unavailable(
+            f"unable to find '{self.version}/{wanted}' for model instance '{self.instance_name}'"
+        )
 
 
 class Backend(ABC):

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 
@@ -112,7 +112,7 @@ class Input:
     def _decode(self) -> Array:
         if not ITEM_SIZE[self.datatype]:
             return decode_bytes(self.raw, self.shape, self.name, self.model)
-        kind = NUMPY.get(self.datatype, NUMPY["UINT16"])
+        kind = STORED[self.datatype]
         array: Array = np.ndarray(self.shape, kind, self.raw)
         if self.place is None:
             return array

@@ -175,7 +175,8 @@ class ResponseStream:
                 body = writer.scatterer.write(self.request, response)
                 writer.scatterer.settle()
             except BaseException as raised:
-                code, message = _told(self.explain(raised))
+                explained = self.explain(raised)
+                code, message = explained.code, explained.message
                 failed = final
         copied = writer.copied.outputs - copied_before
         writer.copied.outputs = copied_before
@@ -217,10 +218,6 @@ class ResponseStream:
     def _end(self) -> None:
         self._closed = True
         self._writer.link.close(self._open)
-
-
-def _told(error: ShmserveError) -> tuple[str, str]:
-    return error.code, error.message
 
 
 class RehearsedStream(ResponseStream):

@@ -10,6 +10,7 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, TO_CONFIG, encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, TO_CONFIG, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
@@ -34,28 +35,22 @@ if TYPE_CHECKING:
 _WORTH_A_LOOK = 16 * 1024
 
 
+@dataclass(eq=False)
 class Scatterer:
     """Writes responses of one model. `strict`: outputs must agree with the model's configuration;
     `threads`: how many may copy a large one."""
 
-    def __init__(
-        self,
-        signature: Signature,
-        mappings: Mappings,
-        memory: OutputMemory,
-        strict: bool,
-        device_memory: DeviceMemory | None = None,
-        copied: Copied | None = None,
-        threads: int = 1,
-    ) -> None:
-        self._signature = signature
-        self._batched = signature.max_batch_size > 0
-        self._mappings = mappings
-        self._memory = memory
-        self._strict = strict
-        self._device_memory = device_memory
-        self._copied = copied or Copied()
-        self._copier = Copier(threads)
+    _signature: Signature
+    _mappings: Mappings
+    _memory: OutputMemory
+    _strict: bool
+    _device_memory: DeviceMemory | None = None
+    _copied: Copied = field(default_factory=Copied)
+    _threads: int = 1
+
+    def __post_init__(self) -> None:
+        self._batched = self._signature.max_batch_size > 0
+        self._copier = Copier(self._threads)
         self._packer = ResponsePacker(self._copied)
 
     def write(self, request: Request, response: Response) -> bytes:
@@ -265,7 +260,7 @@ def _host_array(output: Output) -> Array:
         data = host_array(data)
     if datatype == "BYTES":
         return data
-    kind = NUMPY.get(datatype, NUMPY["UINT16"])
+    kind = STORED[datatype]
     if data.dtype == kind:
         return data
     if data.dtype.newbyteorder("=") != kind:

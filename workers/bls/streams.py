@@ -56,7 +56,7 @@ class StreamCall(Call):
     def _add(self, item: Item, final: bool) -> None:
         self.items.append(item)
         self.over = self.over or final
-        self.router.wake()
+        self.router.waiting.wake()
         begun, self.begun = self.begun, None
         if begun is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended

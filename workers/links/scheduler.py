@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from shmserve.ipc.credit import SendWindow
@@ -29,7 +28,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.supervisor import SupervisorLink, readable
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -270,7 +269,7 @@ class InstanceLink:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                _wait(fds, left_s)
+                readable(*fds, timeout_s=left_s)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(awaited)
         finally:
@@ -298,10 +297,3 @@ class InstanceLink:
         for waiting, awaited in self._waiting.items():
             if awaited is request:
                 os.eventfd_write(waiting, 1)
-
-
-def _wait(fds: Iterable[int], timeout_s: float) -> None:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    poll.poll(timeout_s * 1000)

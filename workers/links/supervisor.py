@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -109,15 +108,11 @@ class SupervisorLink:
                         self.inbox.append(message)
                         self.wake()
 
-    def ask(
-        self, request: Callable[..., Any], *fields: Any, timeout_s: float | None = None
-    ) -> dict[str, Any]:
+    def ask(self, request: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send `request(number, *fields)` and wait for the payload of its response.
 
-        Raises the ShmserveError that the supervisor refused with, Unavailable when the time is
-        over.
+        Raises the ShmserveError that the supervisor refused with, Unavailable when it is gone.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
             number = self._next
@@ -129,8 +124,7 @@ class SupervisorLink:
                 if not self.dealer.connected:
                     raise Unavailable("the server is gone")
                 # Whoever reads the socket next, this thread or another, it is not missed.
-                if not _wait(deadline, self.dealer.fd, arrived):
-                    raise Unavailable("the server did not answer in time")
+                readable(self.dealer.fd, arrived)
         finally:
             with self._lock:
                 del self._waiting[number]
@@ -150,10 +144,9 @@ def ignore(news: News) -> None:
     """No model here calls others."""
 
 
-def _wait(deadline: float | None, *fds: int) -> bool:
-    """Whether one of the descriptors became readable before `deadline` (monotonic seconds)."""
+def readable(*fds: int, timeout_s: float | None = None) -> bool:
+    """Whether one of these descriptors becomes readable in this time; None: whenever it does."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-    return bool(poll.poll(left))
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

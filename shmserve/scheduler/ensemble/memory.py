@@ -1,4 +1,4 @@
-"""Where the tensors between steps lie, and who has them.
+"""The memory of the tensors between steps, and who has them.
 
 A tensor whose size is known before it is made is written by its step's worker into the ensemble's
 arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA

@@ -51,8 +51,8 @@ _MOST_READS = 1024  # before a drain begins: some client may never end
 
 
 class Parts(NamedTuple):
-    """What differs by kind: the core, what takes from its own peers, by descriptor, and all links
-    with messages to send, in the order in which they leave."""
+    """The parts that differ by kind: the core, what takes from its own peers, by descriptor, and
+    all links with messages to send, in the order in which they leave."""
 
     core: Core[Any]
     inboxes: dict[int, Take]
@@ -105,7 +105,7 @@ class HostedScheduler(ABC):
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         return self._front.live
 
     @property

@@ -23,7 +23,7 @@ class InProcessLinks:
         self._handlers[address] = handler
 
     def leave(self, address: Hashable) -> None:
-        """Nobody is at an address any more; what was posted there arrives."""
+        """Withdraw an address; what was posted there arrives."""
         del self._handlers[address]
 
     def post(self, address: Hashable, sender: Any, message: Any) -> bool:

@@ -31,7 +31,7 @@ from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
-    """Where an instance is."""
+    """The states of an instance."""
 
     GONE = "gone"
     EXPECTED = "expected"
@@ -66,6 +66,7 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Execution:
     """A batch on its way through a worker.
 
@@ -74,21 +75,12 @@ class Execution:
     `gaps`: rows of the batch that are nobody's.
     """
 
-    __slots__ = ("gaps", "id", "reason", "requests", "sent_ns", "started_ns")
-
-    def __init__(
-        self,
-        number: int,
-        requests: list[ScheduledRequest],
-        reason: Closed,
-        sent_ns: int,
-        gaps: int = 0,
-    ) -> None:
-        self.id = number
-        self.requests = requests
-        self.reason = reason
-        self.sent_ns = self.started_ns = sent_ns
-        self.gaps = gaps
+    id: int
+    requests: list[ScheduledRequest]
+    reason: Closed
+    sent_ns: int
+    started_ns: int
+    gaps: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
     client = Client[ScheduledRequest](b"77.ab")
     request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
-    return Execution(number, [request], Closed.IDLE, started_ns)
+    return Execution(number, [request], Closed.IDLE, started_ns, started_ns)
 
 
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
