@@ -98,18 +98,23 @@ class Call(InflightRequest):
         if future is None:
             self.router.waiting.wake()
             return
-        # The loop is gone when the model did not wait for the call.
-        with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+        settle_soon(future, outcome)
 
 
-def _resolve(future: asyncio.Future[CallResponse], outcome: CallResponse | ShmserveError) -> None:
+def settle_soon(future: asyncio.Future[Any], outcome: object) -> None:
+    """Give a future its result or its error, in its loop, unless it is done by then."""
+    # The loop is gone when the model did not wait for the call.
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
     if future.done():
         return
-    if isinstance(outcome, CallResponse):
-        future.set_result(outcome)
-    else:
+    if isinstance(outcome, ShmserveError):
         future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _decoupled(model: str) -> Internal:
