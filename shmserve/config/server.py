@@ -30,7 +30,7 @@ from shmserve.config.flag_values import (
     workspace_byte_sizes,
 )
 from shmserve.config.grpc import GrpcConfig
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, refused
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
@@ -273,15 +273,11 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
         else:
             repositories.append(Path(word))
     for path in repositories:
-        try:
+        with refused(f"--model-repository: cannot read '{path}'"):
             if path.suffix == ".py" and path.is_file():
                 raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
             if not path.is_dir():
                 raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
-        except OSError as error:
-            raise InvalidArgument(
-                f"--model-repository: cannot read '{path}': {error.strerror}"
-            ) from None
     if not repositories and not files:
         raise InvalidArgument(
             "--model-repository: at least one is needed (or a path/model.py:Class)"

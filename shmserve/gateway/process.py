@@ -61,6 +61,28 @@ class Frontend(ABC):
         """Close every connection."""
 
 
+class ActiveCount:
+    """A count of what is under way, `active`, by which a drain knows when that is over."""
+
+    __slots__ = ("_idle", "active")
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._idle: Callable[[], None] | None = None
+
+    def left(self) -> None:
+        """One less."""
+        self.active -= 1
+        if not self.active and self._idle is not None:
+            self.when_idle(self._idle)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as nothing is under way: every response is sent."""
+        self._idle = then if self.active else None
+        if not self.active:
+            then()
+
+
 def prepare(role: str, title: str, log: LogSettings) -> None:
     """Set up this process: its log, its title for `ps`; signals that end it are ignored."""
     logs.configure(role, log)

@@ -7,7 +7,6 @@ from typing import Any
 
 from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.registry import RegionRegistry
 
@@ -64,20 +63,8 @@ class Snapshot:
         yield self._health.current()
 
 
-class Announcer:
-    """Publishes changes to gateways, local clients and subscribers of events."""
-
-    def __init__(self, context: SupervisorContext, health: Health, feed: EventFeed) -> None:
-        self._context = context
-        self._health = health
-        self._feed = feed
-
-    def states_changed(self) -> None:
-        """Publish the events of models whose states have changed."""
-        self._feed.models_changed()
-
-    def health_changed(self) -> None:
-        """Publish the health, if it has changed."""
-        if self._health.update():
-            self._context.tell(self._health.current())
-            self._context.events.publish(self._health.current())
+def announce(context: SupervisorContext, health: Health) -> None:
+    """Publish the health, if it has changed: to gateways, local clients and who reads events."""
+    if health.update():
+        context.tell(health.current())
+        context.events.publish(health.current())

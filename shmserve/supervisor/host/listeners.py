@@ -15,7 +15,7 @@ from typing import Any
 
 from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.access.shm_access import NO_GROUP
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.untrusted_router import refuse_descriptors
 
 # Of the addresses that a name has, those of a family that this host does without.
@@ -28,13 +28,10 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     Raises InvalidArgument naming `flag` when nobody knows it, or when other hosts reach it and it
     is not `guarded`.
     """
-    try:
+    with refused(f"{flag}: cannot resolve '{address}'", "not a host's name"):
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except (OSError, UnicodeError) as error:  # a name that no host can have is no OSError
-        reason = getattr(error, "strerror", None) or "not a host's name"
-        raise InvalidArgument(f"{flag}: cannot resolve '{address}': {reason}") from None
     if not guarded and not all(is_loopback(str(where[0])) for *_, where in found):
         raise InvalidArgument(
             f"{flag}: other hosts reach '{address}', so clients must show a token "

@@ -15,8 +15,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from shmserve.common.tasks import either
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
@@ -48,6 +50,7 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
+@dataclass(slots=True, eq=False)
 class Instances:
     """The instances that a version's configuration asks for. `on_change` is called when one becomes
     ready, dies, or is given up.
@@ -57,24 +60,20 @@ class Instances:
     the operator, when the model or its process fails.
     """
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        scheduler: VersionScheduler,
-        lifetime: Lifetime,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._spec = spec
-        self._scheduler = scheduler
-        self._lifetime = lifetime
-        self._on_change = on_change
-        self._all = expand_instances(spec.config)
-        self.config = spec.config
-        self.completed: dict[str, Any] = {}  # by the model, of its configuration
-        self.failure = ""
-        self.labels = spec.labels
+    _context: SupervisorContext
+    _spec: VersionSpec
+    _scheduler: VersionScheduler
+    _lifetime: Lifetime
+    _on_change: Callable[[], None]
+    config: ModelSpec = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)
+    completed: dict[str, Any] = field(init=False, default_factory=dict)  # by the model, of `config`
+    failure: str = field(init=False, default="")
+    _all: list[Instance] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config, self.labels = self._spec.config, self._spec.labels
+        self._all = expand_instances(self.config)
 
     @property
     def any_ready(self) -> bool:
@@ -200,7 +199,7 @@ class Instances:
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
         try:
-            await self._context.either(get, child.exited)
+            await either(get, child.exited)
         finally:
             get.cancel()
         if get.done():

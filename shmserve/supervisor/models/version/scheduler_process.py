@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.common.counters import total
+from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -142,7 +143,7 @@ class VersionScheduler:
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         if not self._lifetime.stopping:
-            await context.either(ready, hosted.closed, hosted.child.exited)
+            await either(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
@@ -199,11 +200,9 @@ class VersionScheduler:
     def _on_scheduler(self, counts: CarryOver, message: Any) -> None:
         match message:
             case m.SchedulerReady():
-                if not self._ready.done():
-                    self._ready.set_result(None)
+                settle(self._ready, None)
             case m.Drained():
-                if not self._drained.done():
-                    self._drained.set_result(None)
+                settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counts.update(statistics, metrics)
                 if self._publish_counters:
@@ -238,7 +237,7 @@ class VersionScheduler:
         """The same of one that was started before; returns early when one of `unless` is done."""
         self._drained = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences))
-        await self._context.either(self._drained, hosted.closed, hosted.child.exited, *unless)
+        await either(self._drained, hosted.closed, hosted.child.exited, *unless)
 
     def misplaced(self, group: Group) -> bool:
         """Whether the one that serves belongs into another process, as one of this group."""
