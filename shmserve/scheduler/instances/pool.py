@@ -319,10 +319,6 @@ class Pool:
         open_ = len(slot.requests)
         return not slot.retiring and (not self._most_open or open_ < self._most_open)
 
-    def doom(self, slot: Slot) -> None:
-        """The instance's end was asked for: it keeps its batch and gets no other."""
-        slot.meet("doom")
-
     def by_peer(self, peer: bytes) -> Slot | None:
         """The instance that speaks from this address."""
         return self._by_peer.get(peer)
