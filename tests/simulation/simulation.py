@@ -28,6 +28,10 @@ class Simulation:
         self.ledger = Ledger(self.world)
         self.supervisor = Supervisor(self.world, self.memory)
         self.models = draw.draw_models(self.world.random)
+        if seed % 2:
+            for model in self.models:
+                for each in (model, *model.steps) if model.steps else ():
+                    each.group = "e"
         self._requests = requests
         self._names = 0
         self._sequences = 0
@@ -160,7 +164,9 @@ class Simulation:
         schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
         if schedulers:
             scheduler = self._random.choice(schedulers)
-            self.memory.ensembles_died |= bool(scheduler.model.steps)
+            self.memory.ensembles_died |= any(
+                each.model.steps for each in scheduler.host.schedulers
+            )
             self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:
