@@ -38,7 +38,8 @@ class Host(Process):
 
 
 class Outbox:
-    """Where a core at `endpoint` posts to peers, or to `neighbours`; `heard` checks each message."""
+    """Where a core at `endpoint` posts to peers, among them `neighbours`; `heard` checks each
+    message."""
 
     malformed = 0
 

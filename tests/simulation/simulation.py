@@ -15,6 +15,7 @@ from tests.simulation.supervisor import Supervisor
 from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
 
 _TRAFFIC_NS = 200 * MS
+_FIXED_SIZE = 20_000  # bytes: too many to travel inside a message
 _LONGEST_QUIET_NS = 120 * SECOND
 
 
@@ -29,9 +30,9 @@ class Simulation:
         self.supervisor = Supervisor(self.world, self.memory)
         self.models = draw.draw_models(self.world.random)
         if seed % 2:
-            for model in self.models:
-                for each in (model, *model.steps) if model.steps else ():
-                    each.group = "e"
+            draw.share_process(self.models)
+        if seed % 3 == 0:
+            draw.fix_sizes(self.models, _FIXED_SIZE)
         self._requests = requests
         self._names = 0
         self._sequences = 0
@@ -93,7 +94,7 @@ class Simulation:
             content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
         pending = client.submit(
             model,
-            content,
+            content.ljust(model.input_byte_size, b"_"),
             units=random.randint(1, 2),
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),

@@ -127,7 +127,7 @@ class Supervisor(Process):
 
     def load(self, model: Model) -> None:
         """Load a version of a model; once it is ready it serves instead of what does now."""
-        version = Version(model, str(next(self._versions)))
+        version = Version(model, f"{next(self._versions):03}")
         self.versions.append(version)
         if model.limited:
             (group,) = ModelSpec.of(model.config).instance_group
