@@ -159,6 +159,15 @@ class SchedulerProcess(Process):
         self.world.note(self.title, "->", peer, message)
         if isinstance(message, m.Execute):
             self.trace.executes(peer, message)
+            if self.model.limited:
+                self._check_limit()
+
+    def _check_limit(self) -> None:
+        """All executions of limited models need the one resource that there is."""
+        limited = [each for each in self.hosts.values() if each.alive and each.model.limited]
+        busy = sum(each.trace.busy for each in limited)
+        if busy > 1:
+            raise Violation(f"{self.title}: {busy} executions have a resource of which there is one")
 
     # --- what arrives -----------------------------------------------------------------------------
 
