@@ -76,6 +76,11 @@ class Instances:
         self._all = expand_instances(self.config)
 
     @property
+    def problem(self) -> str:
+        """Why none will take requests any more, or empty."""
+        return self.failure
+
+    @property
     def any_ready(self) -> bool:
         """Whether one takes requests."""
         return any(instance.state is InstanceState.READY for instance in self._all)
@@ -348,8 +353,10 @@ class Instances:
         return not self._lifetime.stopping and instance in self._all
 
     async def _restart(self, instance: Instance) -> None:
+        lived_s = time.monotonic() - instance.ready_at
         while self._wanted(instance):
-            pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
+            pause = instance.backoff.pause_s(lived_s)
+            lived_s = 0.0  # of what does not load
             self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)

@@ -119,8 +119,8 @@ class ModelVersion:
 
     @property
     def failure(self) -> str:
-        """Why it broke for good, or empty."""
-        return self.instances.failure
+        """Why it broke for good, or a model of an ensemble's steps did; or empty."""
+        return self.instances.problem
 
     @property
     def ready(self) -> bool:
