@@ -34,6 +34,7 @@ from shmserve.ipc.messages.inference import (
     Finished,
     InstanceReady,
     MetricsReported,
+    ReaderExited,
     Release,
     ReleaseOutputs,
     ReportStatistics,
@@ -95,7 +96,9 @@ from shmserve.ipc.messages.supervision import (
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
-SchedulerToWorker = Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs
+SchedulerToWorker = (
+    Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
+)
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
     ModelPublished | Losses | RegionNews | HealthChanged | SetLogging | Answer | Ending

@@ -160,7 +160,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._executions.credit(request, responses)
 
     def release(self, client: Client[ScheduledRequest], message: Release) -> None:
-        self._executions.release(client.pid, message.pid, message.offsets)
+        self._executions.release(client.pid, message)
 
     def disconnect(self, client: Client[ScheduledRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):

@@ -23,6 +23,7 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     CreditExecution,
     InstanceReady,
+    ReaderExited,
     ReleaseOutputs,
     Work,
 )
@@ -78,7 +79,7 @@ class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
 
-    `on_release(client_pid, offsets)` hears of outputs that were read.
+    `on_read` hears of outputs that nobody reads any more.
 
     Besides what concerns one request, it takes the messages whose types are `served` (see
     `MessageTable`), in their order. What starts work has `requests`, and says in `live` how many
@@ -91,7 +92,7 @@ class InstanceLink:
         control: SupervisorLink,
         index: int,
         pid: int,
-        on_release: Callable[[int, list[int]], None],
+        on_read: Callable[[ReleaseOutputs | ReaderExited], None],
     ) -> None:
         self.lock = threading.RLock()
         self.commands: deque[Command] = deque()
@@ -99,7 +100,7 @@ class InstanceLink:
         self._control = control
         self._index = index
         self._pid = pid
-        self._on_release = on_release
+        self._on_read = on_read
         self._dealer: Dealer | None = None
         self._flushed_ns = 0
         self._held = False
@@ -124,6 +125,11 @@ class InstanceLink:
             self._control.watch(self._dealer.fd)
             self._dealer.post(InstanceReady(self._index, self._pid))
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a scheduler, as far as is known."""
+        return self._dealer is not None and self._dealer.connected
+
     def post(self, message: Any) -> None:
         """Queue a message for the next that is sent."""
         with self.lock:
@@ -146,7 +152,7 @@ class InstanceLink:
             if not self._held:
                 self._held = True
                 self._timer.start()
-            return self._dealer is not None and self._dealer.connected
+            return self.connected
 
     def _flush_held(self) -> None:
         with self.lock:
@@ -194,8 +200,8 @@ class InstanceLink:
                 if request is not None:
                     request.window.read(responses)
                     self._wake(request)
-            case ReleaseOutputs(client_pid=pid, offsets=offsets):
-                self._on_release(pid, offsets)
+            case ReleaseOutputs() | ReaderExited():
+                self._on_read(message)
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 

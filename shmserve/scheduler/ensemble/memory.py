@@ -3,7 +3,8 @@
 A tensor whose size is known before it is made is written by its step's worker into the ensemble's
 arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA
 device, into memory of the ensemble's there. Any other lies where its worker has
-put it: that arena's descriptor is passed on, and held open here, so that it outlives the worker.
+put it: that arena's descriptor is passed on to the next step's worker, and held open here, so that
+it outlives the worker; of what the client is to read there is a copy in the ensemble's arena.
 """
 
 from __future__ import annotations
@@ -89,6 +90,11 @@ class EnsembleMemory:
         """The place as another worker can read it, also when the one that wrote it has ended."""
         held = self._held.get(place.memory.id)
         return place if held is None else replace(place, memory=held.memory)
+
+    def copy(self, place: Place) -> Block:
+        """A block of the arena with the bytes of a worker's arena that is held. Raises
+        Unavailable when ours is full."""
+        return self.lent.write(self._mappings.view(self.passed_on(place)))
 
     def process_exited(self, pid: int) -> None:
         """A process is gone: its arena is closed once nobody uses it."""
