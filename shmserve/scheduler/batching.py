@@ -99,7 +99,7 @@ class BatchingCore(Core[ScheduledRequest]):
             else SequenceDispatch(settings, *parts)
         )
         self._awaits_sequences = False
-        self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
+        self._limit_ns = NEVER  # before this no execution passes its limit
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -255,8 +255,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._responses.release(now_ns)
             self._responses.sweep()
         self._queue.sweep(self._responses.live)
-        # What begins before the next turn can only pass its limit later than this.
-        self._limit_ns = self._pool.next_limit_ns()
+        if self._limit_ns == NEVER or now_ns >= self._limit_ns:
+            # What begins after this turn can only pass its limit later than this.
+            self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
     def _expire(self, request: ScheduledRequest, now_ns: int) -> None:

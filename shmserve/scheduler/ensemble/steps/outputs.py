@@ -157,7 +157,8 @@ def _inherited(firing: Firing) -> dict[str, Any]:
     """The sequence's parameters that the inputs of a step came with."""
     found: dict[str, Any] = {}
     for value in firing.inputs.values():
-        found.update(value.override)
+        if value.override:
+            found.update(value.override)
     return found
 
 

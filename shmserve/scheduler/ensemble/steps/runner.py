@@ -52,9 +52,6 @@ class StepRunner(Steps):
         """Handle what the scheduler at `endpoint` says."""
         match message:
             case Finished() | Responded():
-                step = self._table.pending.get(message.id)
-                if step is not None:
-                    step.request.add_times(message)
                 if not self._table.take(message):
                     self._outputs.discard(endpoint, message.body)
             case Failed() | Settled():
@@ -70,7 +67,9 @@ class StepRunner(Steps):
             if message.early:
                 self._live.tell_early(request)
                 self.cancel(request)
-        elif isinstance(message, Responded) and message.code:
+            return
+        request.add_times(message)
+        if isinstance(message, Responded) and message.code:
             self._live.fail(request, message.code, message.message)
             self._outputs.credit_discarded(step, message)
         elif message.body:
@@ -115,7 +114,8 @@ class StepRunner(Steps):
         request.running.pop(step.submit.id, None)
         self._live.touch(request)
         self._running[index] -= 1
-        self._run_waiting(index)
+        if self._waiting[index]:
+            self._run_waiting(index)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Tell the steps of a request that nobody waits for them."""
