@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import Any
 
+from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
@@ -46,7 +47,7 @@ class WorkerInstance:
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = InstanceLink(context.control, index, pid, self._memory.release)
+        self.link = InstanceLink(context.control, index, pid, self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(
@@ -131,11 +132,22 @@ class WorkerInstance:
             case ProcessExited(pid=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
-                    self._memory.drop_reader(pid)
+                    self._memory.exited(pid)
+                    if not self.link.connected:
+                        self._memory.drop_exited()
             case BaseException():
                 raise message  # a thread of the model's has found that the device is lost
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
+
+    def _read(self, message: ReleaseOutputs | ReaderExited) -> None:
+        match message:
+            case ReleaseOutputs(client_pid=pid, offsets=offsets, memory=memory):
+                # A predecessor, which had the same pid, has taken its own with it.
+                if memory == self._memory.id:
+                    self._memory.release(pid, offsets)
+            case ReaderExited(pid=pid):
+                self._memory.drop_reader(pid)
 
     def _is_ready(self) -> bool:
         try:
@@ -163,6 +175,8 @@ class WorkerInstance:
     def attach(self, endpoint: str) -> None:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         self.link.attach(endpoint)
+        with self.link.lock:
+            self._memory.drop_exited()
         self._executor.attached()
         self._metrics.attach(self.link)
         self.link.flush()

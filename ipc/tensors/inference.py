@@ -31,6 +31,8 @@ INLINE_LIMIT = 16 * 1024
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # characters of one that is a text
 
+_PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
+
 
 @record
 class RequestedOutput:
@@ -73,7 +75,7 @@ class Inferred:
 
 def pack_inference(request: Inference) -> bytes:
     """An `Inference` as bytes, for `Submit.work`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         (
             [pack_tensor(tensor) for tensor in request.inputs],
             [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
@@ -154,7 +156,7 @@ def unpack_inference(work: bytes) -> Inference:
 
 def pack_inferred(response: Inferred) -> bytes:
     """An `Inferred` as bytes, for `Finished.body`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         ([pack_tensor(tensor) for tensor in response.outputs], response.parameters)
     )
     return packed

@@ -235,7 +235,8 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     expected = count * item
     if expected > LARGEST:
         check_extent(tensor.name, tensor.shape, count, item)
-    if not count and _extent(tensor.shape) > _MOST_ELEMENTS:
+    # An array may have a dimension of 0 and still be refused for its others.
+    if not count and element_count([dim for dim in tensor.shape if dim]) > _MOST_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:
         return
@@ -246,8 +247,3 @@ def _check_size(tensor: TensorRef, model: str) -> None:
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
             f"{expected}, got {got}"
         )
-
-
-def _extent(shape: tuple[int, ...]) -> int:
-    # An array may have a dimension of 0 and still be refused for its others.
-    return element_count([dim for dim in shape if dim])

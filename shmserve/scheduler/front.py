@@ -34,7 +34,7 @@ from shmserve.ipc.messages.supervision import (
     SnapshotStatistics,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import first_number, last_number
+from shmserve.ipc.transport.peercred_router import last_number
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping
@@ -148,10 +148,11 @@ class Front(Generic[R]):
 
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message; one of a process that is gone by now is dropped."""
-        if first_number(peer) in self._dead:
+        client = self._clients[peer]
+        if client.pid in self._dead:
+            del self._clients[peer]
             self.misplaced()
             return
-        client = self._clients[peer]
         match message:
             case Submit():
                 self._submit(client, message, now_ns)

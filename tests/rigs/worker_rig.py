@@ -222,7 +222,7 @@ class Rig:
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
         """Have the scheduler pass on a release, of what readers were told of until now."""
         self.context.output_memory.delivered()
-        self._tell(ReleaseOutputs(pid, offsets))
+        self._tell(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
 
     def credit(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""

@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,15 +99,13 @@ class _Like(NamedTuple):
         return tuple(where)
 
 
+@dataclass(slots=True, eq=False)
 class PaddedInputs:
     """The shapes of a batch's padded inputs: by name, each request's true shape and the one for
     all, without the batch dimension."""
 
-    __slots__ = ("shape", "true")
-
-    def __init__(self) -> None:
-        self.true: dict[str, list[Shape]] = {}
-        self.shape: dict[str, Shape] = {}
+    true: dict[str, list[Shape]] = field(default_factory=dict)
+    shape: dict[str, Shape] = field(default_factory=dict)
 
 
 def _share(
@@ -123,10 +122,16 @@ def _share(
     for request, source in zip(requests, inputs, strict=True):
         rows = source.shape[0]
         end = at + rows * row
-        made = Input(name, datatype, (rows, *shape), whole[at:end], None, source.model)
-        made.writable = True  # it is nobody else's
-        made.batch = whole
-        request.inputs[name] = made
+        request.inputs[name] = Input(
+            name,
+            datatype,
+            (rows, *shape),
+            whole[at:end],
+            model=source.model,
+            on_device=not isinstance(whole, memoryview),
+            writable=True,  # it is nobody else's
+            batch=whole,
+        )
         at = end
 
 

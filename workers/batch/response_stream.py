@@ -155,10 +155,8 @@ class ResponseStream:
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                error = Unavailable(
-                    f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
-                )
-                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
+                why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+                self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()
 

@@ -141,6 +141,7 @@ class Unpacker:
 
     def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
         place: Place | None = None
+        on_device = shared = False
         if isinstance(data, bytes):
             # A copy of a few bytes that the model may write into.
             raw = memoryview(bytearray(data))
@@ -151,13 +152,16 @@ class Unpacker:
         else:
             place = data
             raw = self._mappings.view(data)
-            stays = self._device_inputs and tensor.datatype != "BYTES"
-            if data.memory.cuda is not None and not stays:
+            shared = tensor.datatype != "BYTES"
+            on_device = data.memory.cuda is not None
+            if on_device and not (shared and self._device_inputs):
                 from shmserve.workers.memory.device import to_host
 
                 self._copied.inputs += len(raw)
                 raw, place = to_host(raw), None
-        return Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
+                on_device = shared = False
+        model = self._signature.name
+        return Input(tensor.name, tensor.datatype, shape, raw, place, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:

@@ -30,13 +30,13 @@ from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
-from shmserve.ipc.messages.supervision import ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.supervision import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.links.supervisor import News, SupervisorLink, ignore
+from shmserve.workers.links.supervisor import SupervisorLink, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +98,23 @@ class Call(InflightRequest):
         if future is None:
             self.router.waiting.wake()
             return
-        # The loop is gone when the model did not wait for the call.
-        with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+        settle_soon(future, outcome)
 
 
-def _resolve(future: asyncio.Future[CallResponse], outcome: CallResponse | ShmserveError) -> None:
+def settle_soon(future: asyncio.Future[Any], outcome: object) -> None:
+    """Give a future its result or its error, in its loop, unless it is done by then."""
+    # The loop is gone when the model did not wait for the call.
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
     if future.done():
         return
-    if isinstance(outcome, CallResponse):
-        future.set_result(outcome)
-    else:
+    if isinstance(outcome, ShmserveError):
         future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _decoupled(model: str) -> Internal:
@@ -322,7 +327,7 @@ class CallRouter:
 
     # --- losses
 
-    def _models_changed(self, news: News) -> None:
+    def _models_changed(self, news: Losses) -> None:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
         with self._lock:
             match news:

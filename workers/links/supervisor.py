@@ -13,7 +13,9 @@ from typing import Any
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.messages.supervision import (
+    Answer,
     Answered,
+    Losses,
     ModelWithdrawn,
     ProcessExited,
     Refused,
@@ -21,9 +23,6 @@ from shmserve.ipc.messages.supervision import (
     SetLogging,
 )
 from shmserve.ipc.transport.dealer import Dealer
-
-# What a model's calls of other models must know of.
-News = ModelWithdrawn | SchedulerLost | ProcessExited
 
 
 class SupervisorLink:
@@ -37,11 +36,11 @@ class SupervisorLink:
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
-        self.on_models_changed: Callable[[News], None] = ignore
+        self.on_models_changed: Callable[[Losses], None] = ignore
         self._lock = threading.RLock()
         self._next = 1
         self._waiting: dict[int, int] = {}  # request -> eventfd of its response
-        self._responses: dict[int, Answered | Refused] = {}
+        self._responses: dict[int, Answer] = {}
         self._loop_thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
@@ -134,13 +133,13 @@ class SupervisorLink:
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _taken(self, number: int) -> Answered | Refused | None:
+    def _taken(self, number: int) -> Answer | None:
         with self._lock:
             self.pump()
             return self._responses.pop(number, None)
 
 
-def ignore(news: News) -> None:
+def ignore(news: Losses) -> None:
     """No model here calls others."""
 
 

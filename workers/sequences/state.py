@@ -83,10 +83,15 @@ class States:
         raw = value.raw
         if self._copies and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        given = Input(spec.input_name, value.datatype, value.shape, raw)
-        given.kept = not spec.same_buffer
-        given.writable = spec.same_buffer
-        return given
+        return Input(
+            spec.input_name,
+            value.datatype,
+            value.shape,
+            raw,
+            on_device=not isinstance(raw, memoryview),
+            kept=not spec.same_buffer,
+            writable=spec.same_buffer,
+        )
 
     def __len__(self) -> int:
         """The number of sequences that have state."""

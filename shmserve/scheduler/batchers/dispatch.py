@@ -50,9 +50,10 @@ class Dispatch(Dispatcher):
 
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
-        queue, executions, batcher = self._queue, self._executions, self._batcher
-        pool = self._pool
-        tickets = self._tickets
+        queue, tickets = self._queue, self._tickets
+        if not len(queue) and tickets is None:
+            return NEVER  # as most often
+        executions, batcher, pool = self._executions, self._batcher, self._pool
         while len(queue):
             slot, ahead = None, not pool.free
             if ahead:

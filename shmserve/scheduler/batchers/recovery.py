@@ -108,7 +108,7 @@ class Recovery:
                     self._fail_early(request, "internal error", now_ns)
 
     def _doom(self, slot: Slot, reason: str) -> None:
-        self._pool.doom(slot)
+        slot.meet("doom")
         self._control.post(KillInstance(slot.index, reason, slot.pid))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:

@@ -34,9 +34,8 @@ class InProcessLinks:
         self._posted.append((handler, sender, message))
         return True
 
-    def deliver(self) -> bool:
-        """Make the calls that were posted; whether there were any."""
+    def deliver(self) -> None:
+        """Make the calls that were posted."""
         posted, self._posted = self._posted, deque()
         for handler, sender, message in posted:
             handler(sender, message)
-        return bool(posted)

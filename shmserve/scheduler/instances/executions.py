@@ -18,6 +18,8 @@ from shmserve.ipc.messages.inference import (
     Execute,
     ExecutionResponded,
     InstanceReady,
+    ReaderExited,
+    Release,
     ReleaseOutputs,
     Reply,
     SequenceRow,
@@ -57,7 +59,7 @@ class Executions:
     misplaced: int = 0
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases of outputs of instances that are still to offer themselves, by their pid.
-    _early: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _early: dict[int, list[ReleaseOutputs]] = field(default_factory=dict)
 
     # --- to workers -------------------------------------------------------------------------------
 
@@ -98,18 +100,25 @@ class Executions:
         """Tell a worker that the sequences in these slots are over."""
         self._workers.post(peer, EndSequences(slots))
 
-    def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
-        """Tell worker `pid` that a client has read these outputs."""
-        slot = self._pool.by_pid(pid)
+    def release(self, client_pid: int, message: Release) -> None:
+        """Tell a worker that a client has read outputs of it."""
+        slot = self._pool.by_pid(message.pid)
         if slot is not None:
-            self._workers.post(slot.peer, ReleaseOutputs(client_pid, offsets))
-        elif self._pool.awaits(pid):  # a predecessor's, which will come once it has time
-            early = self._early.setdefault(pid, [])
-            early += [(client_pid, offset) for offset in offsets[: _MOST_EARLY - len(early)]]
+            read = ReleaseOutputs(client_pid, message.offsets, message.memory)
+            self._workers.post(slot.peer, read)
+        elif self._pool.awaits(message.pid):  # a predecessor's, which will come once it has time
+            early = self._early.setdefault(message.pid, [])
+            early += [
+                ReleaseOutputs(client_pid, [offset], message.memory)
+                for offset in message.offsets[: _MOST_EARLY - len(early)]
+            ]
 
     def forget(self, pid: int) -> None:
-        """A process is gone."""
+        """A process is gone: workers may take back what they have lent it, now that nobody here
+        reads what it was to have."""
         self._early.pop(pid, None)
+        for slot in self._pool.ready():
+            self._workers.post(slot.peer, ReaderExited(pid))
 
     # --- from workers -----------------------------------------------------------------------------
 
@@ -129,8 +138,8 @@ class Executions:
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self._pool.offer(message.index, peer, message.pid)
                     if message.pid in self._early and self._pool.by_peer(peer) is not None:
-                        for client_pid, offset in self._early.pop(message.pid):
-                            self._workers.post(peer, ReleaseOutputs(client_pid, [offset]))
+                        for read in self._early.pop(message.pid):
+                            self._workers.post(peer, read)
                 else:
                     self.misplaced += 1
             case _:

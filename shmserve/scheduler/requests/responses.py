@@ -179,7 +179,7 @@ class Responses:
         worker = request.worker
         for release in unread(body):
             if worker is not None and release.pid == worker.pid:
-                outputs = ReleaseOutputs(request.client.pid, release.offsets)
+                outputs = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
                 self._workers.post(worker.peer, outputs)
 
     def _drop_held(self, request: ScheduledRequest) -> None:

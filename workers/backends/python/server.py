@@ -211,36 +211,27 @@ def workspace(byte_size: int) -> _Workspace:
     block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
     it, and for a second workspace of the same execution.
     """
-    return _Workspace(current().context.workspace.lease(byte_size, _as_array))
+    return _Workspace(current().context.workspace, byte_size, _as_array)
 
 
 def _as_array(view: Any) -> Any:
     return np.frombuffer(view, np.uint8) if isinstance(view, memoryview) else view
 
 
-class _Workspace:
+class _Workspace(LeasedWorkspace):
     """A lease, in the terms of this API."""
-
-    def __init__(self, lease: LeasedWorkspace) -> None:
-        self._lease = lease
 
     def __enter__(self) -> Any:
         try:
-            return self._lease.__enter__()
+            return super().__enter__()
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-
-    def __exit__(self, *_: object) -> None:
-        self._lease.__exit__()
 
     async def __aenter__(self) -> Any:
         try:
-            return await self._lease.__aenter__()
+            return await super().__aenter__()
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._lease.__aexit__()
 
 
 class Logger:

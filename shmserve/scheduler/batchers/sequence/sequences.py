@@ -81,11 +81,6 @@ class Backlog:
             del self._by_owner[owner]
 
 
-def owner_of(request: ScheduledRequest) -> Owner:
-    """The owner of a sequence that begins with this request."""
-    return request.client, request.submit.source
-
-
 class Sequences:
     """All sequences of a model. They are idle after `idle_ns`, and `most` of a client may wait for
     a slot.
@@ -188,7 +183,9 @@ class Sequences:
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = Sequence(correlation_id, owner_of(request))
+            sequence = self._open[correlation_id] = Sequence(
+                correlation_id, (request.client, request.submit.source)
+            )
             self.backlog.append(sequence)
         request.sequence = sequence
         sequence.waiting.append(request)
