@@ -21,20 +21,21 @@ from tests.simulation.world import US, Link, Process, Violation, World
 
 class Host(Process):
     """A process that hosts schedulers: one, or those of an ensemble and its steps, which are
-    `neighbours`."""
+    `neighbours`. Those that are `touched` have the next turn."""
 
     def __init__(self, world: World, title: str) -> None:
         super().__init__(world, title)
         self.neighbours = InProcessLinks()
         self.schedulers: list[SchedulerProcess] = []
+        self.touched: dict[SchedulerProcess, None] = {}
 
     def turn(self) -> None:
-        """As the loop of a real one: all tick until nothing is said between them."""
-        while True:
-            for scheduler in self.schedulers[:]:
+        """As the loop of a real one: they tick until nothing is said between them."""
+        while self.touched:
+            touched, self.touched = list(self.touched), {}
+            for scheduler in touched:
                 scheduler.tick()
-            if not self.neighbours.deliver():
-                return
+            self.neighbours.deliver()
 
 
 class Outbox:
@@ -177,6 +178,7 @@ class SchedulerProcess(Process):
         self.turn()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
+        self.host.touched[self] = None
         self.world.note(peer, "->", self.title, message)
         self.trace.from_client(peer, message)
         self.hosted.front.from_client(peer, message, self.world.now_ns)
@@ -224,6 +226,7 @@ class SchedulerProcess(Process):
     def _take_turn(self) -> None:
         self._turn_due = False
         if self.alive:
+            self.host.touched[self] = None
             self.host.turn()
 
     def tick(self) -> None:
