@@ -168,7 +168,9 @@ class SchedulerProcess(Process):
         limited = [each for each in self.hosts.values() if each.alive and each.model.limited]
         busy = sum(each.trace.busy for each in limited)
         if busy > 1:
-            raise Violation(f"{self.title}: {busy} executions have a resource of which there is one")
+            raise Violation(
+                f"{self.title}: {busy} executions have a resource of which there is one"
+            )
 
     # --- what arrives -----------------------------------------------------------------------------
 

@@ -303,10 +303,11 @@ def test_nothing_is_published_that_does_not_differ() -> None:
 
     async def story() -> None:
         server = Server(s=[])
-        config = {**CONFIG, "name": "s", "instance_group": [{**CONFIG["instance_group"][0]}]}  # type: ignore[index]
-        config["instance_group"][0]["count"] = 2
+        two = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
         planner: Any = server.models._planner
-        planner._config = lambda name, override: ModelSpec.of(config)
+        planner._config = lambda name, override: ModelSpec.of(
+            {**CONFIG, "name": "s", "instance_group": [two]}
+        )
         await server.load("s")
         server.told.clear()
         workers = [each for each in server.started if each.title.startswith("worker s.")]
@@ -359,13 +360,14 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._all
         instance.ready_at -= 3600
-        lived: list[float] = []
-        instance.backoff = MagicMock(pause_s=lambda lived_s: lived.append(lived_s) or 0.0)
+        backoff = MagicMock(**{"pause_s.return_value": 0.0})
+        instance.backoff = backoff
         server.at_start = lambda child: child.kill()
         server.worker("s").kill()
         await until(lambda: server.state("s")[0] == "UNAVAILABLE")
-        assert lived[0] >= 3600
-        assert lived[1:] == [0.0] * 4
+        first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
+        assert first >= 3600
+        assert others == [0.0] * 4
         await server.end()
 
     live(story)
