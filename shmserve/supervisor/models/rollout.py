@@ -152,8 +152,8 @@ class Rollout:
             moved = self._endpoints.get((news.name, news.version)) != news.endpoint
             self._context.tell(news, ensembles=moved)
             self._endpoints[news.name, news.version] = news.endpoint
-            if version.failure:
-                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
+            if failure := version.instances.failure:
+                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, failure)
             self._steps_changed(model)
             self._on_change()
 
