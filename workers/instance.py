@@ -50,24 +50,9 @@ class WorkerInstance:
         self.link = InstanceLink(context.control, index, pid, self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(
-            signature,
-            context.mappings,
-            self._memory,
-            backend.strict_outputs,
-            context.device_memory,
-            context.copied,
-            context.threads,
-        )
-        self._writer = ResponseWriter(
-            self.link,
-            scatterer,
-            self._memory,
-            self._metrics,
-            Failures(context.model_name, context.instance_name, context.device),
-            context.control,
-            context.copied,
-        )
+        scatterer = Scatterer(signature, context, backend.strict_outputs)
+        failures = Failures(context)
+        self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
         given = (context, backend, unpacker, self._writer, config.decoupled, padder)
