@@ -35,19 +35,12 @@ logger = logging.getLogger(__name__)
 class WorkerInstance:
     """One loaded model and its link to the scheduler that feeds it."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        config: ModelSpec,
-        index: int,
-        pid: int,
-    ) -> None:
+    def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = InstanceLink(context.control, index, pid, self._read)
+        self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(signature, context, backend.strict_outputs)
