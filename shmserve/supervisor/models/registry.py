@@ -198,7 +198,8 @@ class ModelRegistry:
         found = self._serving(*step)
         if found is None:
             return f"model '{step.name}' is not available"
-        return f"model '{step.name}' failed: {found.failure}" if found.failure else ""
+        problem = found.instances.problem
+        return f"model '{step.name}' failed: {problem}" if problem else ""
 
     def ready_now(self, step: StepModel) -> bool:
         """Whether a model version takes requests now."""
@@ -329,8 +330,8 @@ def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
 
 def _not_ready(version: ModelVersion) -> Status:
     """The status of a version that was loaded and takes no request now."""
-    if version.failure:
-        return Status(ModelState.UNAVAILABLE, version.failure)
+    if version.instances.problem:
+        return Status(ModelState.UNAVAILABLE, version.instances.problem)
     return Status(ModelState.LOADING, _RESTARTING)
 
 

@@ -118,11 +118,6 @@ class ModelVersion:
         return self.scheduler.endpoint
 
     @property
-    def failure(self) -> str:
-        """Why it broke for good, or a model of an ensemble's steps did; or empty."""
-        return self.instances.problem
-
-    @property
     def ready(self) -> bool:
         """Whether a request submitted now would find an instance."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready
@@ -130,8 +125,8 @@ class ModelVersion:
     async def until_ready(self) -> None:
         """Wait until it is ready. Raises Unavailable when it will not be."""
         while not self.ready:
-            if self.failure or self._lifetime.retiring or self._lifetime.stopping:
-                raise Unavailable(self.failure or "the model is unloaded")
+            if self.instances.problem or self._lifetime.retiring or self._lifetime.stopping:
+                raise Unavailable(self.instances.problem or "the model is unloaded")
             if self._fail_over.hopeless:
                 raise Unavailable("no scheduler could be started")
             self._news.clear()
@@ -170,7 +165,7 @@ class ModelVersion:
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """The update by which this version, which serves, becomes `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
-        if self.spec.steps or self.failure:
+        if self.spec.steps or self.instances.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
         limited = self.scheduler.is_limited(self.config)

@@ -100,9 +100,8 @@ class Server(Processes):
         self.told: list[Any] = []
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
-        nobody = MagicMock()
         parts = (self.context, planner, self.registry)
-        self.models = ModelManager(*parts, nobody, nobody)
+        self.models = ModelManager(*parts, MagicMock())
         self.poller = Poller(*parts, self.models)
         self.on_end = self.registry.process_exited
 
