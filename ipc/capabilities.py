@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ MOST_LINKS = 16
 LARGEST_WORK = 1 << 20
 _TOKEN_SIZE = 16
 _MAC_BITS = 40
+_DESCRIBED = attrgetter("pid", "fd", "inode", "byte_size", "sealed", "pinned")  # of a memory
 
 
 class Capabilities:
@@ -52,18 +54,10 @@ class Capabilities:
         true = hmac.compare_digest(token, self.token(int(number)).encode())
         return int(number) if true else 0
 
-    def memory_id(
-        self,
-        number: int,
-        pid: int,
-        fd: int,
-        inode: int,
-        byte_size: int,
-        sealed: bool,
-        pinned: bool = False,
-    ) -> int:
-        """The id of a memory of local client `number`: 62 bits that cannot be guessed."""
-        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed} {pinned}"
+    def memory_id(self, number: int, *described: int) -> int:
+        """The id of a memory of local client `number`: 62 bits that cannot be guessed. It is
+        `described` by its pid, fd, inode, byte_size, and whether it is sealed and pinned."""
+        text = " ".join(map(str, ("memory", number, *described)))
         return int.from_bytes(self._mac(text, 8), "little") >> 2
 
     def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
@@ -82,12 +76,4 @@ class Capabilities:
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
             return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
-        return not memory.copied and memory.id == self.memory_id(
-            number,
-            memory.pid,
-            memory.fd,
-            memory.inode,
-            memory.byte_size,
-            memory.sealed,
-            memory.pinned,
-        )
+        return not memory.copied and memory.id == self.memory_id(number, *_DESCRIBED(memory))

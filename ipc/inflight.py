@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Settled, Submit
-from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.ipc.tensors.signature import id_prefix
 
 Response = Finished | Responded | Failed

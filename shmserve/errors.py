@@ -20,6 +20,9 @@ unexpected is logged where it happens and reaches the client as `Internal("inter
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ShmserveError(Exception):
     """Base of all errors that cross a process or reach a client; `message` is shown to the
@@ -147,3 +150,14 @@ def clip(text: str, limit: int = 60) -> str:
     """`text` short enough for an error line, with control characters escaped."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+@contextmanager
+def refused(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
+    """Raise InvalidArgument, `text` and the reason, for what the operating system refuses in this
+    block, or is not even asked since the value makes no sense to it: then `otherwise`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or otherwise
+        raise InvalidArgument(f"{text}: {reason}") from None

@@ -23,14 +23,11 @@ class DeviceLost(Exception):
 class Device:
     """The CPU: tensors in host memory are where they are needed."""
 
+    remote = False  # whether tensors must be copied to and from the device
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.torch = torch.device(name)
-
-    @property
-    def remote(self) -> bool:
-        """Whether tensors must be copied to and from the device."""
-        return False
 
     def host_buffer(self, byte_size: int) -> memoryview:
         """Writable host memory, of the kind from which copies to the device are fast."""
@@ -51,13 +48,11 @@ class Device:
 class Accelerator(Device):
     """A device with memory of its own."""
 
+    remote = True
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         torch.accelerator.set_device_index(self.torch.index)
-
-    @property
-    def remote(self) -> bool:
-        return True
 
     def host_buffer(self, byte_size: int) -> memoryview:
         return torch.empty(byte_size, dtype=torch.uint8, pin_memory=True).numpy().data
@@ -107,8 +102,14 @@ def accelerator_kind() -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device's memory is full."""
-    return isinstance(error, torch.OutOfMemoryError)
+    """Whether `error` says that memory is full, the host's or a device's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError)
+
+
+def free_cached() -> None:
+    """Give back the device memory that torch keeps for tensors to come."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def lost(error: BaseException) -> bool:

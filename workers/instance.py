@@ -11,6 +11,7 @@ import time
 from functools import partial
 from typing import Any
 
+from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
@@ -34,39 +35,17 @@ logger = logging.getLogger(__name__)
 class WorkerInstance:
     """One loaded model and its link to the scheduler that feeds it."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        config: ModelSpec,
-        index: int,
-        pid: int,
-    ) -> None:
+    def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = InstanceLink(context.control, index, pid, self._memory.release)
+        self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(
-            signature,
-            context.mappings,
-            self._memory,
-            backend.strict_outputs,
-            context.device_memory,
-            context.copied,
-            context.threads,
-        )
-        self._writer = ResponseWriter(
-            self.link,
-            scatterer,
-            self._memory,
-            self._metrics,
-            Failures(context.model_name, context.instance_name, context.device),
-            context.control,
-            context.copied,
-        )
+        scatterer = Scatterer(signature, context, backend.strict_outputs)
+        failures = Failures(context)
+        self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
         given = (context, backend, unpacker, self._writer, config.decoupled, padder)
@@ -75,17 +54,14 @@ class WorkerInstance:
             if config.sequence_batching is not None
             else Executor(*given)
         )
-        self._warm_up = partial(
+        # Runs what the configuration asks for before the instance is ready. Raises Internal.
+        self.warm_up = partial(
             warm_up, read(config, context.model_dir), signature, unpacker, self._executor
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
         self._live = 1  # requests under way as the last batch was sent, in all instances
         self._busy_poll = BusyPoll()
-
-    def warm_up(self) -> None:
-        """Run what the configuration asks for before the instance is ready. Raises Internal."""
-        self._warm_up()
 
     def run(self, endpoint: str) -> None:
         """Offer the instance at `endpoint` and serve until told to stop."""
@@ -134,11 +110,22 @@ class WorkerInstance:
             case ProcessExited(pid=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
-                    self._memory.drop_reader(pid)
+                    self._memory.exited(pid)
+                    if not self.link.connected:
+                        self._memory.drop_exited()
             case BaseException():
                 raise message  # a thread of the model's has found that the device is lost
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
+
+    def _read(self, message: ReleaseOutputs | ReaderExited) -> None:
+        match message:
+            case ReleaseOutputs(client_pid=pid, offsets=offsets, memory=memory):
+                # A predecessor, which had the same pid, has taken its own with it.
+                if memory == self._memory.id:
+                    self._memory.release(pid, offsets)
+            case ReaderExited(pid=pid):
+                self._memory.drop_reader(pid)
 
     def _is_ready(self) -> bool:
         try:
@@ -166,6 +153,8 @@ class WorkerInstance:
     def attach(self, endpoint: str) -> None:
         """Offer the instance to the scheduler at `endpoint`, and to no other any more."""
         self.link.attach(endpoint)
+        with self.link.lock:
+            self._memory.drop_exited()
         self._executor.attached()
         self._metrics.attach(self.link)
         self.link.flush()

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 
 from shmserve import logs
@@ -61,7 +62,9 @@ def run(data: bytes) -> None:
     _set_signals()
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
-    _limit_threads(start.threads)
+    import torch
+
+    torch.set_num_threads(start.threads)
     # As in Triton: a model that parses its command line finds none, not that of the zygote.
     sys.argv[:] = [""]
     pid = os.getpid()
@@ -70,27 +73,23 @@ def run(data: bytes) -> None:
     try:
         control.send(WorkerStarted(pid))
         context = _context(start, device, control)
-        _Worker(context, index, pid).run()
+        _Worker(context).run()
     finally:
         # What was said last, such as why the model does not load, should still arrive.
         control.close(_LAST_WORDS_S)
 
 
+@dataclass(eq=False)
 class _Worker:
     """The life of a worker before its instance serves."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        index: int,
-        pid: int,
-    ) -> None:
-        self._context = context
-        self._control = context.control
-        self._index = index
-        self._pid = pid
-        self._backend: Backend | None = None
-        self._instance: WorkerInstance | None = None
+    _context: ModelContext
+    _backend: Backend | None = None
+    _instance: WorkerInstance | None = None
+
+    @property
+    def _control(self) -> SupervisorLink:
+        return self._context.control
 
     def run(self) -> None:
         """Until `Stop`, or a failure that the supervisor has been told of."""
@@ -122,7 +121,7 @@ class _Worker:
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
-        self._instance = WorkerInstance(self._context, backend, config, self._index, self._pid)
+        self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
@@ -167,19 +166,9 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     pin = partial(device_memory.pin, device=int(number)) if kind == "cuda" else None
     arena = Arena(start.arena_byte_size)
     mappings = Mappings(device_memory.open, pin)
+    told = {each.name: getattr(start, each.name) for each in fields(start)}
     return ModelContext(
-        model_name=start.model_name,
-        version=start.version,
-        repository=start.repository,
-        model_dir=start.model_dir,
-        version_dir=start.model_dir / start.version,
-        instance_name=start.instance_name,
-        kind=start.kind,
-        device=device,
-        device_id=start.device_id,
-        backend_config=start.backend_config,
-        threads=start.threads,
-        run_dir=start.run_dir,
+        **(told | {"device": device}),
         control=control,
         arena=arena,
         output_memory=OutputMemory(arena),
@@ -209,9 +198,3 @@ def _device(name: str) -> str:
     from shmserve.workers.device import accelerator_kind
 
     return f"{accelerator_kind()}:{number}"
-
-
-def _limit_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)

@@ -23,6 +23,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.user_code import read_data
 
 _FOLDER = "warmup"
 _MOST_BYTES = 1 << 34  # of a tensor
@@ -76,14 +77,15 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
             f"most {_MOST_BYTES} may be"
         )
     if given.input_data_file:
-        data = _file(folder, given.input_data_file, name)
-        if ITEM_SIZE[datatype]:
-            if len(data) < size:
-                raise InvalidArgument(
-                    f"warmup setting expects {size} bytes, but the data provided from "
-                    f"{given.input_data_file} only has {len(data)} bytes"
-                )
-            data = data[:size]
+        which, file = f"warmup setting of input '{name}'", given.input_data_file
+        data = read_data(
+            folder,
+            file,
+            size if ITEM_SIZE[datatype] else None,
+            setting="warmup",
+            outside=f"{which}: '{file}' is not in the model's folder '{_FOLDER}'",
+            unreadable=f"{which}: cannot read '{file}'",
+        )
     elif given.random_data and ITEM_SIZE[datatype]:
         data = _random(name, datatype, dims)
     elif given.zero_data is not None or given.random_data is not None:
@@ -91,20 +93,6 @@ def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path)
     else:
         raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
     return TensorRef(name, datatype, (*batch, *dims), data)
-
-
-def _file(folder: Path, file: str, name: str) -> bytes:
-    path = folder / file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InvalidArgument(
-            f"warmup setting of input '{name}': '{file}' is not in the model's folder '{_FOLDER}'"
-        )
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(
-            f"warmup setting of input '{name}': cannot read '{file}': {error.strerror}"
-        ) from error
 
 
 def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:

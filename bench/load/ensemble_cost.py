@@ -67,8 +67,7 @@ class Chain:
         self._neighbours = links = InProcessLinks()
         self._clients = _Outbox()
         self._workers: list[tuple[BatchingCore, Front[Any], bytes, _Outbox]] = []
-        self._fronts: list[Front[Any]] = []
-        self._touched: set[Front[Any]] = set()
+        self._touched: dict[Front[Any], None] = {}
         self._numbers = 0
         config = {
             "name": "chain",
@@ -90,7 +89,7 @@ class Chain:
         core: EnsembleCore
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._touched.add(self._ensemble)
+            self._touched[self._ensemble] = None
             core.from_step(endpoint, message, time.monotonic_ns())
 
         steps = StepSchedulers(Waiter(), links, _IDENTITY, from_step)
@@ -98,7 +97,6 @@ class Chain:
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), self._clients, steps, _Outbox(), memory)
         self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns)
-        self._fronts.append(self._ensemble)
         self._add("a", _SMALL, elements, core)
         self._add("b", elements, elements, core)
         self._add("c", elements, _SMALL, core)
@@ -116,10 +114,9 @@ class Chain:
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits()), clients, workers, control
         )
         front = Front(core, clients, control, time.time_ns)
-        self._fronts.append(front)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
-            self._touched.add(front)
+            self._touched[front] = None
             front.from_client(peer, message, time.monotonic_ns())
 
         self._neighbours.enter(name, from_neighbour)
@@ -137,7 +134,7 @@ class Chain:
         tensor = TensorRef("I", "FP32", (_SMALL,), _DATA)
         now_ns = time.monotonic_ns()
         work = pack_inference(Inference((tensor,), ()))
-        self._touched.add(self._ensemble)
+        self._touched[self._ensemble] = None
         self._ensemble.from_client(
             _GATEWAY, m.Submit(self._numbers, 0, b"", now_ns, 0, 0, 0, work), now_ns
         )
@@ -147,19 +144,19 @@ class Chain:
                 while workers.posted:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
-                        self._touched.add(front)
+                        self._touched[front] = None
                         core.from_worker(peer, self._executed(message), time.monotonic_ns())
         (finished,) = self._clients.posted
         assert isinstance(finished, m.Finished), finished
         self._clients.posted.clear()
 
     def _turn(self) -> None:
-        while True:
-            for front in [each for each in self._fronts if each in self._touched]:
-                self._touched.discard(front)
+        while self._touched:
+            touched = list(self._touched)
+            self._touched.clear()
+            for front in touched:
                 front.tick(time.monotonic_ns())
-            if not self._neighbours.deliver():
-                return
+            self._neighbours.deliver()
 
     @staticmethod
     def _executed(batch: m.Execute) -> m.BatchFinished:

@@ -23,17 +23,22 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import os
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.descriptors import CudaHandle
 
 logger = logging.getLogger(__name__)
 
 HANDLE_SIZE = 64
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device of the process
+# The driver may put smaller allocations side by side, and a handle opens what lies around, too.
+_GRANULE = 2 * 1024 * 1024
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 
 
@@ -213,3 +218,36 @@ class Driver:
 def address_of(view: memoryview) -> int:
     """Where the bytes of a view are in this process."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+class DeviceAllocation:
+    """Memory of this process, which others open by one handle: `size` bytes on a device, full of
+    zeros, at least as many as were asked for; exported and freed as a whole, with the last that
+    refers to it.
+
+    Raises InvalidArgument for a device that is not there, Unavailable when it has no memory left.
+    """
+
+    def __init__(self, cuda: Exporting, device: int, byte_size: int) -> None:
+        self.cuda = cuda
+        self.device = device
+        self.size = -(-byte_size // _GRANULE) * _GRANULE
+        try:
+            uuid = cuda.uuid(device)
+        except CudaError as error:
+            raise InvalidArgument(f"this program sees no device 'cuda:{device}'") from error
+        try:
+            self.pointer = cuda.allocate(self.size, device)
+            finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())
+            finalizer.atexit = False  # it ends with the process anyway
+            self.handle = CudaHandle(cuda.export(self.pointer, device), device, uuid)
+        except CudaError as error:
+            raise Unavailable(
+                f"{byte_size} bytes of memory that can be shared cannot be had on 'cuda:{device}'"
+            ) from error
+
+
+def _free(cuda: Exporting, pointer: int, device: int, pid: int) -> None:
+    if pid == os.getpid():  # a forked child has no part in it
+        with contextlib.suppress(CudaError):  # a device that fails has nothing to give back
+            cuda.free(pointer, device)

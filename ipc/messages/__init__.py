@@ -16,149 +16,111 @@ transport/frames.py packs them.
 
 from __future__ import annotations
 
-from shmserve.ipc.messages import events, inference, local_clients, memory, supervision
+from shmserve.ipc.messages.events import (
+    ModelEvent,
+    ProcessEvent,
+    RegionEvent,
+)
+from shmserve.ipc.messages.inference import (
+    BatchFinished,
+    Cancel,
+    CancelExecution,
+    Credit,
+    CreditExecution,
+    EndSequences,
+    Execute,
+    ExecutionResponded,
+    Failed,
+    Finished,
+    InstanceReady,
+    MetricsReported,
+    ReaderExited,
+    Release,
+    ReleaseOutputs,
+    ReportStatistics,
+    Responded,
+    Settled,
+    StatisticsReported,
+    Submit,
+)
+from shmserve.ipc.messages.local_clients import (
+    Hello,
+    ShareDeviceMemory,
+    ShareMemory,
+    Welcome,
+    WithdrawMemory,
+)
+from shmserve.ipc.messages.memory import (
+    CheckMemory,
+    MemoryChecked,
+    MemoryDropped,
+    RegionNews,
+    RegionRequest,
+    RegionUse,
+)
+from shmserve.ipc.messages.supervision import (
+    Acknowledged,
+    AdminRequest,
+    Answer,
+    AskReady,
+    BaseCounters,
+    CheckReady,
+    Drained,
+    Ending,
+    FindModel,
+    GatewayReady,
+    HealthChanged,
+    HostReady,
+    Loaded,
+    Loading,
+    LoadRequest,
+    Losses,
+    ModelPublished,
+    OpenScheduler,
+    PoolNews,
+    PoolRequest,
+    ProcessExited,
+    ReadyChecked,
+    ResizeCache,
+    SchedulerClosed,
+    SchedulerLost,
+    SchedulerReady,
+    SetLogging,
+    SnapshotStatistics,
+    StatisticsSnapshot,
+    Stop,
+    TicketGranted,
+    WorkspaceAllocated,
+    WorkspaceRequest,
+)
 
-ClientToScheduler = (
-    inference.Submit
-    | inference.Cancel
-    | inference.Credit
-    | inference.Release
-    | inference.ReportStatistics
-)
-SchedulerToClient = (
-    inference.Finished
-    | inference.Responded
-    | inference.Failed
-    | inference.Settled
-    | inference.StatisticsReported
-)
+ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
+SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
 SchedulerToWorker = (
-    inference.Execute
-    | inference.EndSequences
-    | inference.CancelExecution
-    | inference.CreditExecution
-    | inference.ReleaseOutputs
+    Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-WorkerToScheduler = (
-    inference.InstanceReady
-    | inference.BatchFinished
-    | inference.ExecutionResponded
-    | inference.MetricsReported
-)
+WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
 SupervisorToGateway = (
-    supervision.ModelPublished
-    | supervision.ModelWithdrawn
-    | supervision.SchedulerLost
-    | memory.RegionPublished
-    | memory.RegionWithdrawn
-    | memory.RegionDrained
-    | supervision.HealthChanged
-    | supervision.ProcessExited
-    | supervision.SetLogging
-    | supervision.Answered
-    | supervision.Refused
-    | supervision.Drain
-    | supervision.Stop
+    ModelPublished | Losses | RegionNews | HealthChanged | SetLogging | Answer | Ending
 )
 GatewayToSupervisor = (
-    supervision.GatewayReady
-    | supervision.Acknowledged
-    | memory.RegionReleased
-    | memory.RegisterRegion
-    | memory.RegionAbandoned
-    | memory.RegisterCudaRegion
-    | memory.UnregisterRegion
-    | supervision.LoadModel
-    | supervision.UnloadModel
-    | supervision.IndexRepository
-    | supervision.ChangeLogging
-    | supervision.AskReady
-    | supervision.Drained
+    GatewayReady | Acknowledged | Drained | RegionRequest | RegionUse | AdminRequest | AskReady
 )
-SupervisorToScheduler = (
-    supervision.ProcessExited
-    | supervision.BaseCounters
-    | supervision.SnapshotStatistics
-    | supervision.ResizeCache
-    | supervision.Drain
-    | supervision.Stop
-)
-SupervisorToBatching = (
-    supervision.InstanceExpected
-    | supervision.InstanceExited
-    | supervision.RetireInstance
-    | supervision.PoolFailed
-    | supervision.TicketGranted
-)
-SupervisorToEnsemble = supervision.ModelPublished | supervision.SchedulerLost
-SupervisorToHost = supervision.OpenScheduler | supervision.SetLogging | supervision.Stop
-HostToSupervisor = supervision.HostReady | supervision.SchedulerClosed
-SchedulerToSupervisor = (
-    supervision.SchedulerReady
-    | supervision.KillInstance
-    | supervision.InstanceRetired
-    | supervision.Drained
-    | supervision.StatisticsSnapshot
-    | supervision.AskTicket
-    | supervision.TicketReturned
-)
-EnsembleToSupervisor = SchedulerToSupervisor | supervision.Acknowledged | memory.MemoryDropped
+SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
+SupervisorToBatching = PoolNews | TicketGranted
+SupervisorToEnsemble = ModelPublished | SchedulerLost
+SupervisorToHost = OpenScheduler | SetLogging | Stop
+HostToSupervisor = HostReady | SchedulerClosed
+SchedulerToSupervisor = SchedulerReady | Drained | StatisticsSnapshot | PoolRequest
+EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
-    supervision.CompleteConfig
-    | supervision.LoadInstance
-    | supervision.Attach
-    | memory.CheckMemory
-    | supervision.CheckReady
-    | memory.MemoryDropped
-    | supervision.ProcessExited
-    | supervision.ModelWithdrawn
-    | supervision.SchedulerLost
-    | supervision.SetLogging
-    | supervision.Answered
-    | supervision.Refused
-    | supervision.Stop
+    Loading | CheckMemory | CheckReady | MemoryDropped | Losses | SetLogging | Answer | Stop
 )
 WorkerToSupervisor = (
-    supervision.WorkerStarted
-    | supervision.ConfigCompleted
-    | supervision.InstanceLoaded
-    | supervision.LoadFailed
-    | memory.MemoryChecked
-    | supervision.ReadyChecked
-    | supervision.AskReady
-    | supervision.FindModel
-    | supervision.LoadModel
-    | supervision.UnloadModel
-    | supervision.LeaseWorkspace
-    | supervision.ReturnWorkspace
+    Loaded | MemoryChecked | ReadyChecked | AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
-WorkspaceToSupervisor = supervision.WorkspaceAllocated
-SupervisorToLocalClient = (
-    local_clients.Welcome
-    | supervision.ModelPublished
-    | supervision.ModelWithdrawn
-    | supervision.SchedulerLost
-    | supervision.HealthChanged
-    | supervision.ProcessExited
-    | supervision.Answered
-    | supervision.Refused
-)
-LocalClientToSupervisor = (
-    local_clients.Hello
-    | supervision.Acknowledged
-    | local_clients.ShareMemory
-    | local_clients.ShareDeviceMemory
-    | local_clients.WithdrawMemory
-)
-LocalClientToScheduler = inference.Submit | inference.Cancel | inference.Credit | inference.Release
-ServerEvent = (
-    events.ModelChanged
-    | events.LoadRefused
-    | events.ProcessStarted
-    | events.ProcessEnded
-    | events.RegionRegistered
-    | events.RegionUnregistered
-    | events.RegionBlamed
-    | supervision.HealthChanged
-    | events.ModelCounted
-)
+WorkspaceToSupervisor = WorkspaceAllocated
+SupervisorToLocalClient = Welcome | ModelPublished | Losses | HealthChanged | Answer
+LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
+LocalClientToScheduler = Submit | Cancel | Credit | Release
+ServerEvent = ModelEvent | ProcessEvent | RegionEvent | HealthChanged

@@ -114,6 +114,9 @@ class SequenceReached:
     sequence: int
 
 
+ModelEvent = ModelChanged | LoadRefused | ModelCounted
+ProcessEvent = ProcessStarted | ProcessEnded
+RegionEvent = RegionRegistered | RegionUnregistered | RegionBlamed
 TOPICS: dict[type[Any], str] = {
     ModelChanged: MODELS,
     LoadRefused: MODELS,

@@ -212,10 +212,19 @@ class CreditExecution:
 
 @message
 class ReleaseOutputs:
-    """These offsets of the worker's arena have been read by process `client_pid`."""
+    """These offsets of the worker's arena, the memory with this id, have been read by process
+    `client_pid`."""
 
     client_pid: int
     offsets: list[int]
+    memory: int = field(default=0, compare=False)
+
+
+@message
+class ReaderExited:
+    """Process `pid` has ended, and the scheduler does not look any more at what it was lent."""
+
+    pid: int
 
 
 @message

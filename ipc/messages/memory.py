@@ -147,3 +147,8 @@ class MemoryChecked:
     id: int
     code: str
     message: str
+
+
+RegionNews = RegionPublished | RegionWithdrawn | RegionDrained
+RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
+RegionUse = RegionReleased | RegionAbandoned

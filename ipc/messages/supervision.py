@@ -409,3 +409,16 @@ class ReadyChecked:
 
     id: int
     ready: bool
+
+
+# By who says them to whom, where that is several.
+Answer = Answered | Refused  # to a numbered request
+Losses = ModelWithdrawn | SchedulerLost | ProcessExited  # what nobody is to count on any more
+Ending = Drain | Stop
+LoadRequest = LoadModel | UnloadModel
+AdminRequest = LoadRequest | IndexRepository | ChangeLogging
+PoolNews = InstanceExpected | InstanceExited | RetireInstance | PoolFailed
+PoolRequest = KillInstance | InstanceRetired | AskTicket | TicketReturned
+Loading = CompleteConfig | LoadInstance | Attach  # a worker's
+Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
+WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

@@ -8,24 +8,9 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 
-# Protocol name -> (bytes per element, numpy dtype); BYTES elements vary, BF16 has no numpy dtype.
-ITEM_SIZE: dict[str, int] = {
-    "BOOL": 1,
-    "UINT8": 1,
-    "UINT16": 2,
-    "UINT32": 4,
-    "UINT64": 8,
-    "INT8": 1,
-    "INT16": 2,
-    "INT32": 4,
-    "INT64": 8,
-    "FP16": 2,
-    "FP32": 4,
-    "FP64": 8,
-    "BF16": 2,
-    "BYTES": 0,
-}
-NUMPY: dict[str, np.dtype[Any]] = {
+# Protocol name -> numpy's type of what is stored: of BF16, which numpy does not know, its bits. In
+# the order of Triton's numbers for them.
+STORED: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
     "UINT16": np.dtype(np.uint16),
@@ -39,7 +24,11 @@ NUMPY: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype(np.float32),
     "FP64": np.dtype(np.float64),
     "BYTES": np.dtype(np.object_),
+    "BF16": np.dtype(np.uint16),
 }
+NUMPY: dict[str, np.dtype[Any]] = {n: kind for n, kind in STORED.items() if n != "BF16"}
+# Bytes of an element; those of BYTES vary.
+ITEM_SIZE: dict[str, int] = {n: kind.itemsize for n, kind in STORED.items()} | {"BYTES": 0}
 # The configuration's spelling: TYPE_STRING is the protocol's BYTES.
 FROM_CONFIG: dict[str, str] = {
     ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE

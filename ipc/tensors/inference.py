@@ -7,6 +7,7 @@ that are alike are packed alike, and who has a template of one has it of all.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Any
 
@@ -30,6 +31,8 @@ INLINE_LIMIT = 16 * 1024
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # characters of one that is a text
 
+_PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
+
 
 @record
 class RequestedOutput:
@@ -48,6 +51,18 @@ class Inference:
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def aliased(self) -> bool:
+        """Whether an output goes where an input is.
+
+        Once a worker has begun to write, the inputs are gone: such a request can run only once, and
+        where nobody knows whether it has begun, it fails. What it would give on its own output is
+        no response.
+        """
+        inputs = [tensor.data for tensor in self.inputs if isinstance(tensor.data, Place)]
+        places = [output.place for output in self.outputs if output.place is not None]
+        return any(place.overlaps(other) for place in places for other in inputs)
+
 
 @record
 class Inferred:
@@ -60,7 +75,7 @@ class Inferred:
 
 def pack_inference(request: Inference) -> bytes:
     """An `Inference` as bytes, for `Submit.work`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         (
             [pack_tensor(tensor) for tensor in request.inputs],
             [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
@@ -70,44 +85,55 @@ def pack_inference(request: Inference) -> bytes:
     return packed
 
 
-class InferenceTemplate:
-    """A packed `Inference` but for the bytes of its inline tensors, whose sizes stay."""
+class PackedTemplate:
+    """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
+    `pieces` are what comes before each of these, and after the last."""
 
-    __slots__ = ("_pieces", "_sizes")
+    __slots__ = ("_sizes", "pieces")
 
-    def __init__(self, request: Inference) -> None:
+    def __init__(self, unpacked: Inference | Inferred) -> None:
         self._sizes: list[int] = []
-        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
+        self.pieces: list[bytes] = []
+        tensors, rest = _parts(unpacked)
         packer = msgpack.Packer(autoreset=False)
-        packer.pack_array_header(3)
-        packer.pack_array_header(len(request.inputs))
-        for tensor in request.inputs:
+        packer.pack_array_header(1 + len(rest))
+        packer.pack_array_header(len(tensors))
+        for tensor in tensors:
             packer.pack_array_header(4)
-            *described, data = pack_tensor(tensor)
-            for value in described:
+            packed = pack_tensor(tensor)
+            for value in packed:
                 packer.pack(value)
-            packer.pack(data)
-            if type(data) is bytes:
+            if type(data := packed[3]) is bytes:
                 self._sizes.append(len(data))
-                self._pieces.append(packer.bytes().removesuffix(data))
+                self.pieces.append(packer.bytes().removesuffix(data))
                 packer.reset()
-        packer.pack([(out.name, out.place and pack_place(out.place)) for out in request.outputs])
-        packer.pack(request.parameters)
-        self._pieces.append(packer.bytes())
+        for value in rest:
+            packer.pack(value)
+        self.pieces.append(packer.bytes())
 
-    def fill(self, body: bytes, at: int) -> bytes:
-        """The result of `pack_inference` for the tensors whose bytes are in `body`, one after the
-        other, from `at`."""
+    def fill(self, datas: Iterable[bytes]) -> bytes:
+        """What is packed with these bytes of its inline tensors, in order."""
         pieces: list[bytes] = []
-        for piece, size in zip(self._pieces, self._sizes, strict=False):
-            pieces += (piece, body[at : at + size])
-            at += size
-        pieces.append(self._pieces[-1])
+        for piece, data in zip(self.pieces, datas, strict=False):
+            pieces += (piece, data)
+        pieces.append(self.pieces[-1])
         return b"".join(pieces)
 
-    def pieces(self) -> list[bytes]:
-        """The bytes around the inline tensors' bytes, in order."""
-        return list(self._pieces)
+    def fill_from(self, body: bytes, at: int) -> bytes:
+        """The same where their bytes are in `body`, one after the other, from `at`."""
+        pieces: list[bytes] = []
+        for piece, size in zip(self.pieces, self._sizes, strict=False):
+            pieces += (piece, body[at : at + size])
+            at += size
+        pieces.append(self.pieces[-1])
+        return b"".join(pieces)
+
+
+def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:
+    if isinstance(unpacked, Inferred):
+        return unpacked.outputs, [unpacked.parameters]
+    wanted = [(out.name, out.place and pack_place(out.place)) for out in unpacked.outputs]
+    return unpacked.inputs, [wanted, unpacked.parameters]
 
 
 def unpack_inference(work: bytes) -> Inference:
@@ -130,44 +156,10 @@ def unpack_inference(work: bytes) -> Inference:
 
 def pack_inferred(response: Inferred) -> bytes:
     """An `Inferred` as bytes, for `Finished.body`."""
-    packed: bytes = msgpack.packb(
+    packed: bytes = _PACKER.pack(
         ([pack_tensor(tensor) for tensor in response.outputs], response.parameters)
     )
     return packed
-
-
-class InferredTemplate:
-    """A packed `Inferred` but for the bytes of its inline tensors, whose sizes stay."""
-
-    __slots__ = ("_pieces",)
-
-    def __init__(self, response: Inferred) -> None:
-        packer = msgpack.Packer(autoreset=False)
-        packer.pack_array_header(2)
-        packer.pack_array_header(len(response.outputs))
-        self._pieces: list[bytes] = []  # what comes before each inline tensor's bytes, and after
-        for tensor in response.outputs:
-            packer.pack_array_header(4)
-            packed = pack_tensor(tensor)
-            for value in packed:
-                packer.pack(value)
-            if type(data := packed[3]) is bytes:
-                self._pieces.append(packer.bytes().removesuffix(data))
-                packer.reset()
-        packer.pack(response.parameters)
-        self._pieces.append(packer.bytes())
-
-    def fill(self, datas: list[bytes]) -> bytes:
-        """The result of `pack_inferred` for inline tensors of the same sizes with these bytes."""
-        pieces: list[bytes] = []
-        for piece, data in zip(self._pieces, datas, strict=False):
-            pieces += (piece, data)
-        pieces.append(self._pieces[-1])
-        return b"".join(pieces)
-
-    def pieces(self) -> list[bytes]:
-        """The bytes around the inline tensors' bytes, in order."""
-        return list(self._pieces)
 
 
 def unpack_inferred(body: bytes) -> Inferred:
@@ -179,3 +171,11 @@ def unpack_inferred(body: bytes) -> Inferred:
         raise
     except Exception as error:
         raise MalformedMessage(f"not an answer: {error}") from error
+
+
+def runs_once(work: bytes) -> bool:
+    """Whether this packed request is `aliased`; what cannot be read fails wherever it runs."""
+    try:
+        return unpack_inference(work).aliased
+    except MalformedMessage:
+        return False

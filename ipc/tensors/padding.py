@@ -52,7 +52,8 @@ class Padding:
         self.pads = {pad.name: pad for pad in pads}
         self.likes = dict(likes)
         self._form = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
-        self._read = lru_cache(1024)(self._split)
+        # (what must be equal, the shapes of padded inputs) of a request with a shape key
+        self.read = lru_cache(1024)(self._split)
 
     @classmethod
     def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
@@ -72,10 +73,6 @@ class Padding:
         for pad in self.pads.values():
             sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
         return rest + self._form.pack(*sizes)
-
-    def read(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
-        """(what must be equal, the shapes of padded inputs) of a request with this shape key."""
-        return self._read(key)
 
     def batch(self) -> PaddedBatch:
         """A batch that has no requests yet."""

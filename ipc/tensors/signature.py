@@ -45,17 +45,6 @@ class _Unexpected(InvalidArgument):
 class Signature:
     """A model version's inputs and outputs by name."""
 
-    __slots__ = (
-        "any_optional",
-        "inputs",
-        "max_batch_size",
-        "name",
-        "outputs",
-        "padding",
-        "required",
-        "version",
-    )
-
     def __init__(self, config: ModelSpec, version: str) -> None:
         self.name = config.name
         self.version = version
@@ -246,7 +235,8 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     expected = count * item
     if expected > LARGEST:
         check_extent(tensor.name, tensor.shape, count, item)
-    if not count and _extent(tensor.shape) > _MOST_ELEMENTS:
+    # An array may have a dimension of 0 and still be refused for its others.
+    if not count and element_count([dim for dim in tensor.shape if dim]) > _MOST_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")
     if not item:
         return
@@ -257,8 +247,3 @@ def _check_size(tensor: TensorRef, model: str) -> None:
             f"input byte size mismatch for input '{tensor.name}' for model '{model}'. Expected "
             f"{expected}, got {got}"
         )
-
-
-def _extent(shape: tuple[int, ...]) -> int:
-    # An array may have a dimension of 0 and still be refused for its others.
-    return element_count([dim for dim in shape if dim])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-from shmserve.ipc.tensors.inference import Inference, InferenceTemplate, Inferred, InferredTemplate
+from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -137,13 +137,7 @@ class TemplateCache(Generic[T]):
             # Who uses memory again sends the very same bytes.
             self._whole.remember(packed, (meaning, datas))
         elif self._cuts.notice(len(packed)):
-            *pieces, rest = _template(unpacked).pieces()
+            *pieces, rest = PackedTemplate(unpacked).pieces
             cut = _Cut(list(zip(pieces, map(len, datas), strict=True)), rest, meaning)
             if cut.datas(packed) == datas:  # else it was packed by someone who packs in another way
                 self._cuts.remember(len(packed), cut)
-
-
-def _template(unpacked: Inference | Inferred) -> InferenceTemplate | InferredTemplate:
-    if isinstance(unpacked, Inference):
-        return InferenceTemplate(unpacked)
-    return InferredTemplate(unpacked)

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from shmserve.ipc.transport import zmtp
 
@@ -15,31 +16,25 @@ _CHUNK = 64 * 1024
 PREFIX = "ipc://"
 
 
+@dataclass(slots=True, eq=False)
 class Connection:
-    """A unix socket between two ends: whole frames in, bytes out as fast as they are taken."""
+    """A unix socket between two ends: whole frames in, bytes out as fast as they are taken.
 
-    __slots__ = (
-        "decoder",
-        "events",
-        "identity",
-        "malformed",
-        "most_unsent",
-        "poll",
-        "sock",
-        "unsent",
-    )
+    `unsent` begins with the greeting.
+    """
 
-    def __init__(self, sock: socket.socket, poll: select.epoll, greeting: bytes) -> None:
-        self.sock = sock
-        self.poll = poll
-        self.decoder = zmtp.Decoder()
-        self.unsent = bytearray(greeting)
-        self.identity: bytes | None = None
-        self.malformed = 0
-        self.most_unsent = sys.maxsize  # a peer with more than that to read is not read
-        self.events = select.EPOLLIN
-        sock.setblocking(False)
-        poll.register(sock, self.events)
+    sock: socket.socket
+    poll: select.epoll
+    unsent: bytearray
+    decoder: zmtp.Decoder = field(default_factory=zmtp.Decoder)
+    identity: bytes | None = None
+    malformed: int = 0
+    most_unsent: int = sys.maxsize  # a peer with more than that to read is not read
+    events: int = select.EPOLLIN
+
+    def __post_init__(self) -> None:
+        self.sock.setblocking(False)
+        self.poll.register(self.sock, self.events)
 
     def send(self, data: bytes) -> None:
         """Send, or keep what the peer does not take yet; raises OSError when it is gone."""

@@ -40,7 +40,7 @@ class Dealer:
             logger.debug("nobody listens at %s: %s", endpoint, error)
             sock.close()
             return
-        greeting = zmtp.GREETING + zmtp.ready("DEALER", identity.encode())
+        greeting = bytearray(zmtp.GREETING + zmtp.ready("DEALER", identity.encode()))
         self._connection = Connection(sock, self._poll, greeting)
         self._send(b"")
 

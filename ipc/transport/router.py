@@ -133,7 +133,7 @@ class Router:
         sock = self._listener.accept()
         if sock is None:
             return None
-        greeting = zmtp.GREETING + zmtp.ready("ROUTER")
+        greeting = bytearray(zmtp.GREETING + zmtp.ready("ROUTER"))
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
         with contextlib.suppress(OSError):
             connection.push()

@@ -12,6 +12,7 @@ client may use any ZeroMQ library.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass, field
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
@@ -39,6 +40,7 @@ def frame(body: bytes) -> bytes:
     return b"\2" + _LONG_SIZE.pack(size) + body
 
 
+@dataclass(slots=True, eq=False)
 class Decoder:
     """One connection's incoming bytes.
 
@@ -47,26 +49,14 @@ class Decoder:
     sends. `largest` is the size of the largest frame that is taken, in bytes.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_greeted",
-        "_needed",
-        "_skipping",
-        "broken",
-        "dropped",
-        "largest",
-        "properties",
-    )
-
-    def __init__(self) -> None:
-        self.largest = _MAX_FRAME
-        self.properties: dict[str, bytes] | None = None
-        self.broken = ""
-        self.dropped = 0
-        self._buffer = bytearray()
-        self._needed = 0  # no whole frame is in the buffer until it has this many bytes
-        self._greeted = False
-        self._skipping = False  # inside a message of several parts
+    largest: int = _MAX_FRAME
+    properties: dict[str, bytes] | None = None
+    broken: str = ""
+    dropped: int = 0
+    _buffer: bytearray = field(default_factory=bytearray)
+    _needed: int = 0  # no whole frame is in the buffer until it has this many bytes
+    _greeted: bool = False
+    _skipping: bool = False  # inside a message of several parts
 
     @property
     def held(self) -> int:

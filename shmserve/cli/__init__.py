@@ -14,7 +14,7 @@ from shmserve.common import fd_limits
 from shmserve.errors import InvalidArgument, ShmserveError
 
 if TYPE_CHECKING:
-    from shmserve.config.option import Flag
+    from shmserve.config.options import Flag
 
 _USAGE = """\
 usage: shmserve VERB ...

@@ -9,8 +9,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shmserve.config.option import Value
-from shmserve.config.options import ACTED_ON, FLAGS
+from shmserve.config.options import ACTED_ON, FLAGS, Value
 from shmserve.errors import InvalidArgument
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shmserve.config.option import Flag
+from shmserve.config.options import Flag
 from shmserve.errors import InvalidArgument
 
 _CACHE = "--cache-config"

@@ -1,159 +1,212 @@
-"""The table of flags of `shmserve serve`, in the groups that its help shows.
+"""The flags of `shmserve serve`: what one is, how the text of its value is read, and the table of
+all, in the groups that the help shows (pure).
 
 Names are Triton's where Triton has the flag, so an existing command line starts.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from shmserve import logs
-from shmserve.config.option import Flag
+from shmserve.errors import InvalidArgument
+
+_TRUE = ("true", "1", "on", "yes")
+_FALSE = ("false", "0", "off", "no")
+# int() and float() alone would take 1_000, spaces, and the digits of every script; and more than 19
+# digits are out of every range.
+_NUMBER = {
+    int: re.compile(r"[+-]?[0-9]{1,19}"),
+    float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag. `kind` is str, int, float or bool; `effect` False: accepted, named in a warning.
+
+    Numbers lie in [`low`, `high`]; with `words`, true and false mean 1 and 0. `choices` are all the
+    values allowed, if given.
+    """
+
+    name: str
+    help: str = ""
+    kind: type = str
+    default: Value | None = None
+    low: float = 0
+    high: float = 2**63 - 1
+    choices: tuple[str, ...] = ()
+    repeat: bool = False
+    effect: bool = True
+    words: bool = False
+
+    def parse(self, text: str) -> Value:
+        """The value that `text` gives; raises InvalidArgument naming the flag."""
+        if self.kind is bool:
+            if text.lower() in _TRUE + _FALSE:
+                return text.lower() in _TRUE
+            raise InvalidArgument(f"--{self.name}: '{text}' is not a boolean (true or false)")
+        if self.kind is str:
+            if self.choices and text not in self.choices:
+                allowed = ", ".join(self.choices)
+                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}")
+            return text
+        if self.words and text.lower() in ("true", "false"):
+            return int(text.lower() == "true")
+        if not _NUMBER[self.kind].fullmatch(text):
+            kind = "an integer" if self.kind is int else "a number"
+            raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
+        number: int | float = int(text) if self.kind is int else float(text)
+        if not self.low <= number <= self.high:
+            raise InvalidArgument(
+                f"--{self.name}: {text} is out of range (allowed: {self.low} to {self.high})"
+            )
+        return number
+
+    def following(self, rest: list[str]) -> str:
+        """The text of its value where it stands in the next word, which is taken from `rest`.
+
+        Raises InvalidArgument naming the flag when there is none.
+        """
+        if self.kind is bool:
+            if rest and rest[0].lower() in _TRUE + _FALSE:
+                return rest.pop(0)
+            return "true"
+        if not rest or rest[0].startswith("--"):
+            raise InvalidArgument(f"--{self.name}: a value is missing")
+        return rest.pop(0)
+
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Models": (
-        Flag("model-repository", help="a folder of model folders", repeat=True),
+        Flag("model-repository", "a folder of model folders", repeat=True),
         Flag(
             "model-control-mode",
+            "none: load all at start; poll: follow the folder; explicit: load on request",
             default="none",
             choices=("none", "poll", "explicit"),
-            help="none: load all at start; poll: follow the folder; explicit: load on request",
         ),
         Flag(
             "load-model",
-            help="load this model at start in explicit mode; '*' alone loads all",
+            "load this model at start in explicit mode; '*' alone loads all",
             repeat=True,
         ),
         Flag(
             "repository-poll-secs",
-            kind=int,
-            default=15,
+            "seconds between two looks at the repository in poll mode",
+            int,
+            15,
             low=1,
             high=86400,
-            help="seconds between two looks at the repository in poll mode",
         ),
         Flag(
             "model-config-name",
-            help="take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
+            "take a model's configuration from configs/TEXT.pbtxt in its folder, where it has "
             "one, in the place of config.pbtxt",
         ),
         Flag(
             "disable-auto-complete-config",
-            kind=bool,
-            default=False,
-            help="take configurations as written, ask models nothing",
+            "take configurations as written, ask models nothing",
+            bool,
+            False,
         ),
-        Flag("backend-config", help="BACKEND,SETTING=VALUE given to that backend", repeat=True),
+        Flag("backend-config", "BACKEND,SETTING=VALUE given to that backend", repeat=True),
     ),
     "Defaults for models that do not set them": (
-        Flag(
-            "dynamic-batching",
-            kind=bool,
-            default=False,
-            help="batch dynamically where a model names no scheduler",
-        ),
-        Flag(
-            "max-batch-size", kind=int, high=2**31 - 1, help="largest batch where a model sets none"
-        ),
+        Flag("dynamic-batching", "batch dynamically where a model names no scheduler", bool, False),
+        Flag("max-batch-size", "largest batch where a model sets none", int, high=2**31 - 1),
         Flag(
             "max-queue-delay-us",
-            kind=int,
-            help="microseconds a request may wait for others where a model sets none",
+            "microseconds a request may wait for others where a model sets none",
+            int,
         ),
         Flag(
             "max-queue-size",
-            kind=int,
-            default=4096,
+            "requests that may wait where a model sets none; more get 503 with Retry-After",
+            int,
+            4096,
             low=1,
-            help="requests that may wait where a model sets none; more get 503 with Retry-After",
         ),
         Flag(
             "request-timeout-us",
-            kind=int,
-            default=0,
-            help="microseconds from a request's arrival to its response; 0: no limit. "
+            "microseconds from a request's arrival to its response; 0: no limit. "
             "A request's own `timeout` counts where it is shorter",
+            int,
+            0,
         ),
         Flag(
             "execution-timeout-secs",
-            kind=float,
-            default=300.0,
-            high=1_000_000,
-            help="seconds one execution may take before its process is killed; 0: no limit. "
+            "seconds one execution may take before its process is killed; 0: no limit. "
             "A model's parameter execution_timeout_seconds overrides it",
+            float,
+            300.0,
+            high=1_000_000,
         ),
     ),
     "HTTP and metrics": (
-        Flag("allow-http", kind=bool, default=True, help="serve HTTP on a port"),
+        Flag("allow-http", "serve HTTP on a port", bool, True),
         Flag(
             "http-address",
-            default="127.0.0.1",
-            help="where HTTP listens; an address that other hosts reach needs --auth-token-file or "
+            "where HTTP listens; an address that other hosts reach needs --auth-token-file or "
             "--insecure",
+            default="127.0.0.1",
         ),
-        Flag("http-port", kind=int, default=8000, high=65535, help="0 picks a free port"),
+        Flag("http-port", "0 picks a free port", int, 8000, high=65535),
         Flag(
             "http-unix-socket",
-            help="serve HTTP on this unix socket too; for the server's user, and for --shm-group",
+            "serve HTTP on this unix socket too; for the server's user, and for --shm-group",
         ),
         Flag(
             "http-max-input-size",
-            kind=int,
-            default=64 * 1024 * 1024,
+            "largest JSON, raw or decompressed input, bytes",
+            int,
+            64 * 1024 * 1024,
             low=1,
-            help="largest JSON, raw or decompressed input, bytes",
         ),
         Flag(
             "http-body-timeout-secs",
-            kind=float,
-            default=30.0,
+            "seconds a client may stall while it sends a body or reads a response",
+            float,
+            30.0,
             low=0.1,
             high=86400,
-            help="seconds a client may stall while it sends a body or reads a response",
         ),
-        Flag(
-            "gateways",
-            kind=int,
-            default=1,
-            low=1,
-            high=64,
-            help="HTTP processes that share the port",
-        ),
-        Flag("allow-metrics", kind=bool, default=True, help="serve GET /metrics"),
-        Flag("metrics-address", help="where metrics listen (as --http-address)"),
-        Flag("metrics-port", kind=int, default=8002, high=65535, help="0 picks a free port"),
+        Flag("gateways", "HTTP processes that share the port", int, 1, low=1, high=64),
+        Flag("allow-metrics", "serve GET /metrics", bool, True),
+        Flag("metrics-address", "where metrics listen (as --http-address)"),
+        Flag("metrics-port", "0 picks a free port", int, 8002, high=65535),
         Flag(
             "metrics-config",
-            help="SETTING=VALUE: counter_latencies (true), histogram_latencies or "
+            "SETTING=VALUE: counter_latencies (true), histogram_latencies or "
             "summary_latencies (false), summary_quantiles (QUANTILE:ERROR,...)",
             repeat=True,
         ),
     ),
     "gRPC": (
-        Flag(
-            "allow-grpc",
-            kind=bool,
-            default=True,
-            help="serve gRPC, where the extra `grpc` is installed",
-        ),
-        Flag("grpc-address", help="where gRPC listens (as --http-address)"),
-        Flag("grpc-port", kind=int, default=8001, high=65535, help="0 picks a free port"),
-        Flag("grpc-use-ssl", kind=bool, default=False, help="TLS"),
+        Flag("allow-grpc", "serve gRPC, where the extra `grpc` is installed", bool, True),
+        Flag("grpc-address", "where gRPC listens (as --http-address)"),
+        Flag("grpc-port", "0 picks a free port", int, 8001, high=65535),
+        Flag("grpc-use-ssl", "TLS", bool, False),
         Flag(
             "grpc-use-ssl-mutual",
-            kind=bool,
-            default=False,
-            help="TLS, and clients must show a certificate that --grpc-root-cert has signed",
+            "TLS, and clients must show a certificate that --grpc-root-cert has signed",
+            bool,
+            False,
         ),
-        Flag("grpc-server-cert", help="file of the server's certificates, PEM"),
-        Flag("grpc-server-key", help="file of the server's private key, PEM"),
-        Flag("grpc-root-cert", help="file of the root certificates for clients, PEM"),
+        Flag("grpc-server-cert", "file of the server's certificates, PEM"),
+        Flag("grpc-server-key", "file of the server's private key, PEM"),
+        Flag("grpc-root-cert", "file of the root certificates for clients, PEM"),
         Flag(
             "grpc-infer-response-compression-level",
+            "none: as is; others: gzip or deflate, where the client takes it",
             default="none",
             choices=("none", "low", "medium", "high"),
-            help="none: as is; others: gzip or deflate, where the client takes it",
         ),
         *(
-            Flag(f"grpc-{name}", kind=int, default=default, high=2**31 - 1, help=text)
+            Flag(f"grpc-{name}", text, int, default, high=2**31 - 1)
             for name, default, text in (
                 ("keepalive-time", 7_200_000, "milliseconds of silence before the server pings"),
                 ("keepalive-timeout", 20_000, "milliseconds until a ping must be acknowledged"),
@@ -172,160 +225,127 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             )
         ),
         Flag(
-            "grpc-keepalive-permit-without-calls",
-            kind=bool,
-            default=False,
-            help="ping connections without calls too",
+            "grpc-keepalive-permit-without-calls", "ping connections without calls too", bool, False
         ),
     ),
     "Access": (
         Flag(
             "auth-token-file",
-            help="clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
+            "clients must send one of its tokens (Authorization: Bearer); a line is TOKEN or "
             "TOKEN SCOPE,SCOPE",
         ),
-        Flag("insecure", kind=bool, default=False, help="listen for other hosts without tokens"),
+        Flag("insecure", "listen for other hosts without tokens", bool, False),
         Flag(
-            "http-restricted-api",
-            help="API,API:HEADER=VALUE: these also need that header",
-            repeat=True,
+            "http-restricted-api", "API,API:HEADER=VALUE: these also need that header", repeat=True
         ),
         Flag(
             "grpc-restricted-protocol",
-            help="the same for gRPC, with triton-grpc-protocol- before the header's name",
+            "the same for gRPC, with triton-grpc-protocol- before the header's name",
             repeat=True,
         ),
     ),
     "Headers as request parameters": (
         Flag(
             "http-header-forward-pattern",
-            help="headers of inferences whose names this regular expression matches become "
+            "headers of inferences whose names this regular expression matches become "
             "parameters of the request",
         ),
-        Flag("grpc-header-forward-pattern", help="the same for the metadata of gRPC calls"),
+        Flag("grpc-header-forward-pattern", "the same for the metadata of gRPC calls"),
     ),
     "Clients' shared memory": (
         Flag(
             "allow-client-shm",
-            kind=bool,
-            help="clients' shared memory over every listener, or over none "
+            "clients' shared memory over every listener, or over none "
             "(default: over those that only this host reaches)",
+            bool,
         ),
         Flag(
             "shm-group",
-            help="a group whose members may use shmserve.client and the unix socket, and share "
+            "a group whose members may use shmserve.client and the unix socket, and share "
             "regions: objects that it may read and write",
         ),
         Flag(
             "shm-overlap",
+            "when outputs of two requests in flight go to the same bytes",
             default="warn",
             choices=("error", "warn", "ignore"),
-            help="when outputs of two requests in flight go to the same bytes",
         ),
-        Flag(
-            "shm-max-regions",
-            kind=int,
-            default=4096,
-            low=1,
-            high=1 << 20,
-            help="regions that may be registered",
-        ),
-        Flag(
-            "shm-max-regions-per-uid",
-            kind=int,
-            default=2048,
-            low=1,
-            high=1 << 20,
-            help="the same, of one user",
-        ),
-        Flag(
-            "shm-max-byte-size",
-            kind=int,
-            help="bytes that may be registered (default: the host's memory)",
-        ),
-        Flag(
-            "shm-max-byte-size-per-uid", kind=int, help="the same, of one user (default: as much)"
-        ),
+        Flag("shm-max-regions", "regions that may be registered", int, 4096, low=1, high=1 << 20),
+        Flag("shm-max-regions-per-uid", "the same, of one user", int, 2048, low=1, high=1 << 20),
+        Flag("shm-max-byte-size", "bytes that may be registered (default: the host's memory)", int),
+        Flag("shm-max-byte-size-per-uid", "the same, of one user (default: as much)", int),
         Flag(
             "shm-sparse-byte-size",
-            kind=int,
-            default=1 << 30,
-            help="bytes that the server allocates in objects that clients registered without "
+            "bytes that the server allocates in objects that clients registered without "
             "allocating them",
+            int,
+            1 << 30,
         ),
     ),
     "Server": (
-        Flag("id", default="triton", help="the name that GET /v2 shows"),
+        Flag("id", "the name that GET /v2 shows", default="triton"),
         Flag(
             "run-dir",
-            help="private folder for sockets (default: where shmserve.client looks, "
+            "private folder for sockets (default: where shmserve.client looks, "
             "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is "
             "there)",
         ),
         Flag(
             "arena-byte-size",
-            kind=int,
-            default=1 << 30,
+            "bytes each process may use for tensors that lie in no client's region",
+            int,
+            1 << 30,
             low=1 << 20,
             high=1 << 40,
-            help="bytes each process may use for tensors that lie in no client's region",
         ),
         Flag(
             "cache-config",
-            help="local,size=BYTES: keep responses, so many bytes of them, of models whose "
+            "local,size=BYTES: keep responses, so many bytes of them, of models whose "
             "configuration has response_cache { enable: true }",
             repeat=True,
         ),
-        Flag("response-cache-byte-size", kind=int, help="the same: Triton's older name of it"),
+        Flag("response-cache-byte-size", "the same: Triton's older name of it", int),
         Flag(
             "ensemble-scheduling",
+            "hosted: the steps of an ensemble are scheduled in its process; separate: each "
+            "model in a process of its own",
             default="hosted",
             choices=("hosted", "separate"),
-            help="hosted: the steps of an ensemble are scheduled in its process; separate: each "
-            "model in a process of its own",
         ),
         Flag(
             "rate-limit",
+            "execution_count: instances execute when the resources of their rate_limiter are "
+            "free, the one that has executed least first",
             default="off",
             choices=("off", "execution_count"),
-            help="execution_count: instances execute when the resources of their rate_limiter are "
-            "free, the one that has executed least first",
         ),
         Flag(
             "rate-limit-resource",
-            help="NAME:COUNT or NAME:COUNT:DEVICE (a number, or global): how much there is of a "
+            "NAME:COUNT or NAME:COUNT:DEVICE (a number, or global): how much there is of a "
             "resource (default: the most that one instance needs)",
             repeat=True,
         ),
         Flag(
             "workspace-byte-size",
-            help="DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
+            "DEVICE=BYTES: a pool of memory, shared by the device's models, each of which has "
             "of it what it needs for the time of an execution (cpu=BYTES, cuda:0=BYTES)",
             repeat=True,
         ),
         Flag(
             "exit-timeout-secs",
-            kind=int,
-            default=30,
+            "seconds to finish what is in flight after SIGTERM",
+            int,
+            30,
             high=86400,
-            help="seconds to finish what is in flight after SIGTERM",
         ),
+        Flag("exit-on-error", "end when a model cannot be loaded at start", bool, True),
         Flag(
-            "exit-on-error",
-            kind=bool,
-            default=True,
-            help="end when a model cannot be loaded at start",
-        ),
-        Flag(
-            "strict-readiness",
-            kind=bool,
-            default=True,
-            help="ready only when every model is, and has a live process",
+            "strict-readiness", "ready only when every model is, and has a live process", bool, True
         ),
     ),
     "Log": (
         *(
-            Flag(f"log-{name}", kind=bool, default=True, help=f"log {what}")
+            Flag(f"log-{name}", f"log {what}", bool, True)
             for name, what in (
                 ("info", "what is worth knowing"),
                 ("warning", "what may be wrong"),
@@ -334,19 +354,19 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "log-verbose",
-            kind=int,
-            default=0,
+            "1 and more (or true): log for who looks closely, too",
+            int,
+            0,
             high=logs.MOST_VERBOSE,
-            help="1 and more (or true): log for who looks closely, too",
             words=True,
         ),
         Flag(
             "log-format",
+            "how a line starts: level, time, process; ISO8601: time, level, pid, process",
             default=logs.DEFAULT,
             choices=logs.FORMATS,
-            help="how a line starts: level, time, process; ISO8601: time, level, pid, process",
         ),
-        Flag("log-file", help="append the log to this file, not to stderr"),
+        Flag("log-file", "append the log to this file, not to stderr"),
     ),
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

@@ -61,6 +61,28 @@ class Frontend(ABC):
         """Close every connection."""
 
 
+class ActiveCount:
+    """A count of what is under way, `active`, by which a drain knows when that is over."""
+
+    __slots__ = ("_idle", "active")
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._idle: Callable[[], None] | None = None
+
+    def left(self) -> None:
+        """One less."""
+        self.active -= 1
+        if not self.active and self._idle is not None:
+            self.when_idle(self._idle)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` once, as soon as nothing is under way: every response is sent."""
+        self._idle = then if self.active else None
+        if not self.active:
+            then()
+
+
 def prepare(role: str, title: str, log: LogSettings) -> None:
     """Set up this process: its log, its title for `ps`; signals that end it are ignored."""
     logs.configure(role, log)
@@ -111,7 +133,7 @@ class _Process:
     async def run(self) -> None:
         """Serve until `Stop`."""
         gateway = self._gateway
-        gateway.supervisor.tell(m.GatewayReady(os.getpid()))
+        gateway.supervisor.post(m.GatewayReady(os.getpid()))
         try:
             # A gateway that takes over from one that died would answer 404 before it knows the
             # models.
@@ -162,11 +184,11 @@ class _Process:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
 
     def _region_released(self, memory_id: int) -> None:
-        self._gateway.supervisor.tell(RegionReleased(memory_id))
+        self._gateway.supervisor.post(RegionReleased(memory_id))
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
-            self._gateway.supervisor.tell(m.Acknowledged(number))
+            self._gateway.supervisor.post(m.Acknowledged(number))
 
     def _drained(self) -> None:
-        self._gateway.supervisor.tell(m.Drained())
+        self._gateway.supervisor.post(m.Drained())

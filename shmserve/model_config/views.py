@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common import model_settings
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, refused
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,
@@ -107,11 +107,8 @@ def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
 
 def _read_lines(path: Path, output: str) -> list[str]:
     what = f"label file '{path.name}' of output '{output}'"
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_LARGEST_LABEL_FILE + 1)
-    except OSError as error:
-        raise InvalidArgument(f"{what} cannot be read: {error.strerror}") from None
+    with refused(f"{what} cannot be read"), path.open("rb") as file:
+        raw = file.read(_LARGEST_LABEL_FILE + 1)
     if len(raw) > _LARGEST_LABEL_FILE:
         raise InvalidArgument(f"{what} has more than {_LARGEST_LABEL_FILE} bytes")
     lines = raw.decode(errors="replace").split("\n")

@@ -94,12 +94,12 @@ class BatchingCore(Core[ScheduledRequest]):
         )
         parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
         self._dispatch: Dispatcher = (
-            Dispatch(settings, batcher, *parts)
+            Dispatch(settings, *parts, batcher)
             if settings.sequences is None
             else SequenceDispatch(settings, *parts)
         )
         self._awaits_sequences = False
-        self._limit_ns = NEVER  # when the first execution passes its limit, as of the last turn
+        self._limit_ns = NEVER  # before this no execution passes its limit
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._executions.credit(request, responses)
 
     def release(self, client: Client[ScheduledRequest], message: Release) -> None:
-        self._executions.release(client.pid, message.pid, message.offsets)
+        self._executions.release(client.pid, message)
 
     def disconnect(self, client: Client[ScheduledRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
@@ -202,7 +202,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
                 lost = self._pool.exit(message.index)
-                self._recovery.exited(lost, message.reason, self._dispatch, now_ns)
+                self._recovery.exited(lost, message.reason, self._dispatch.lost_text, now_ns)
             case RetireInstance():
                 self._pool.retire(message.index)
             case PoolFailed():
@@ -214,7 +214,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def process_exited(self, pid: int, now_ns: int) -> None:
-        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch, now_ns)
+        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch.lost_text, now_ns)
         self._executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
@@ -255,8 +255,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._responses.release(now_ns)
             self._responses.sweep()
         self._queue.sweep(self._responses.live)
-        # What begins before the next turn can only pass its limit later than this.
-        self._limit_ns = self._pool.next_limit_ns()
+        if self._limit_ns == NEVER or now_ns >= self._limit_ns:
+            # What begins after this turn can only pass its limit later than this.
+            self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
     def _expire(self, request: ScheduledRequest, now_ns: int) -> None:

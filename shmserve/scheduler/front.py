@@ -10,9 +10,9 @@ What becomes of a request that was admitted is its core's decision (batching.py,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, assert_never
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages import ClientToScheduler
@@ -34,7 +34,7 @@ from shmserve.ipc.messages.supervision import (
     SnapshotStatistics,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import first_number, last_number
+from shmserve.ipc.transport.peercred_router import last_number
 from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping
@@ -48,7 +48,7 @@ _DEAD_REMEMBERED = 64
 R = TypeVar("R")
 
 
-class Core(ABC, Generic[R]):
+class Core(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version: pure, with the
     time as an argument (monotonic ns). `R` is its kind of request; those of a client are in
     `client.requests` from `admit` to their end."""
@@ -56,66 +56,54 @@ class Core(ABC, Generic[R]):
     statistics: Statistics
 
     @property
-    @abstractmethod
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
 
     @property
     def unfinished(self) -> int:
-        """How much a drain waits for."""
+        """The number of requests and sequences that a drain waits for."""
         return self.live
 
-    @abstractmethod
     def check(self, submit: Submit, now_ns: int) -> None:
         """Raise ShmserveError where no request like this is admitted now, whatever its response;
         `admit` checks the same."""
 
-    @abstractmethod
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
         """Take a request, of which the response cache said `lookup`. Raises ShmserveError."""
 
-    @abstractmethod
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Take a request whose response is cached; it has passed `check`."""
 
-    @abstractmethod
     def cancel(self, request: R, now_ns: int) -> None:
         """Its client does not wait for a request any more."""
 
-    @abstractmethod
     def credit(self, request: R, responses: int, now_ns: int) -> None:
         """Its client has read so many responses."""
 
-    @abstractmethod
     def release(self, client: Client[R], message: Release) -> None:
         """A client has read outputs, which no response cache holds."""
 
-    @abstractmethod
     def disconnect(self, client: Client[R], now_ns: int) -> None:
         """A client is gone: nobody waits for its requests."""
 
-    @abstractmethod
     def stop(self, request: R, now_ns: int) -> None:
         """Fail a request: the scheduler ends."""
 
-    @abstractmethod
     def process_exited(self, pid: int, now_ns: int) -> None:
         """A process of the server is gone, with its memory and what it was running."""
 
-    @abstractmethod
     def from_control(self, message: Any, now_ns: int) -> None:
         """Handle a message of the supervisor's that only this kind of scheduler knows."""
 
-    @abstractmethod
     def tick(self, now_ns: int) -> int:
         """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
 
-    @abstractmethod
     def gauges(self) -> dict[str, Any]:
         """Pending, executing, instances and malformed frames now, as statistics have them."""
 
     def drain(self, sequences: bool) -> None:
         """Nothing more comes that would be worth waiting for; `sequences` that are open go on."""
+        return
 
     def accepts_while_draining(self, submit: Submit) -> bool:
         """Whether a request belongs to what is being finished."""
@@ -130,42 +118,41 @@ class Core(ABC, Generic[R]):
         return text
 
 
+@dataclass(eq=False)
 class Front(Generic[R]):
     """One scheduler's clients, and its life. `wall_clock` gives epoch ns; while it drains, nothing
     new begins; once it has `stopped` it has nothing to do."""
 
-    def __init__(
-        self,
-        core: Core[R],
-        clients: Peers,
-        control: ControlLink,
-        wall_clock: Callable[[], int],
-        cache: ResponseCache | None = None,
-    ) -> None:
-        self._core = core
-        self._to_clients = clients
-        self._control = control
-        self._cache = cache
-        self._reports = Reports(core.statistics, clients, control, wall_clock, self._gauges)
-        self._clients: ClientTable[R] = ClientTable()
-        self._dead: dict[int, None] = {}  # processes, in the order of their ends
-        self._draining = False
-        self._drained = False
-        self.stopped = False
+    _core: Core[R]
+    _to_clients: Peers
+    _control: ControlLink
+    _wall_clock: Callable[[], int]
+    _cache: ResponseCache | None = None
+    _clients: ClientTable[R] = field(default_factory=ClientTable)
+    _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
+    _draining: bool = False
+    _drained: bool = False
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._reports = Reports(
+            self._core.statistics, self._to_clients, self._control, self._wall_clock, self._gauges
+        )
 
     @property
     def live(self) -> int:
-        """How many requests have not ended."""
+        """The number of requests that have not ended."""
         return self._core.live
 
     # --- clients ----------------------------------------------------------------------------------
 
     def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message; one of a process that is gone by now is dropped."""
-        if first_number(peer) in self._dead:
+        client = self._clients[peer]
+        if client.pid in self._dead:
+            del self._clients[peer]
             self.misplaced()
             return
-        client = self._clients[peer]
         match message:
             case Submit():
                 self._submit(client, message, now_ns)

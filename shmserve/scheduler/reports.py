@@ -1,9 +1,10 @@
-"""What a scheduler tells of its counts: to clients that ask, and to who starts its successor."""
+"""Reports of a scheduler's counts: to clients that ask, and to who starts its successor."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common import model_metrics
@@ -16,6 +17,7 @@ from shmserve.scheduler.statistics.counters import Statistics
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Reports:
     """The statistics with what others know of now (`gauges`), and the model's own metrics.
 
@@ -23,30 +25,19 @@ class Reports:
     epoch ns.
     """
 
-    def __init__(
-        self,
-        statistics: Statistics,
-        clients: Peers,
-        control: ControlLink,
-        wall_clock: Callable[[], int],
-        gauges: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._statistics = statistics
-        self._clients = clients
-        self._control = control
-        self._wall_clock = wall_clock
-        self._gauges = gauges
-        self._metrics = ModelMetrics()
-        self.misplaced = 0
+    _statistics: Statistics
+    _clients: Peers
+    _control: ControlLink
+    _wall_clock: Callable[[], int]
+    _gauges: Callable[[], dict[str, Any]]
+    _metrics: ModelMetrics = field(default_factory=ModelMetrics)
+    misplaced: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """The statistics, as their package describes them."""
-        return self._statistics.report(now_ns, self._wall_clock(), self._all_gauges())
-
-    def _all_gauges(self) -> dict[str, Any]:
         gauges = self._count_malformed()
         gauges["families"] = model_metrics.plain(self._metrics.total())
-        return gauges
+        return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
     def tell(self, peer: bytes, number: int, now_ns: int) -> None:
         """A client asks, with this number."""
@@ -68,7 +59,7 @@ class Reports:
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
-        """What this version replaces has counted this."""
+        """Take over the counts of what this version replaces."""
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -59,27 +60,22 @@ class _Entry(NamedTuple):
     response: Inferred
 
 
+@dataclass(eq=False)
 class ResponseCache:
     """The responses of one model version. `start` says how large it may be, and who holds the
     memory of clients; copies of large responses are `lent`."""
 
-    def __init__(
-        self,
-        model: str,
-        version: str,
-        start: CacheStart,
-        lent: LentMemory,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._model = model
-        self._version = version
-        self._clients_memory = start.supervisor_pid
-        self.lent = lent
-        self._clock = clock
-        self._entries: LruCache[_Entry] = LruCache(start.byte_size)
-        self._mappings = Mappings()
-        self._lent_bytes = 0
-        self._too_large = 0
+    _model: str
+    _version: str
+    _start: CacheStart
+    lent: LentMemory
+    _clock: Callable[[], int] = time.monotonic_ns
+    _mappings: Mappings = field(default_factory=Mappings)
+    _lent_bytes: int = 0
+    _too_large: int = 0
+
+    def __post_init__(self) -> None:
+        self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
 
     def look_up(self, submit: Submit) -> Lookup | None:
         """The cached response to a request, which whoever asks is to settle; None: the request
@@ -134,12 +130,8 @@ class ResponseCache:
     def _read(self, place: Place) -> memoryview:
         """Raises Unavailable where the bytes may be changed by a client, or are gone."""
         memory = place.memory
-        if (
-            memory.cuda is not None
-            or memory.copied
-            or not memory.sealed
-            or memory.pid == self._clients_memory
-        ):
+        clients = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or clients:
             raise Unavailable("this memory is not read by schedulers")
         view: memoryview = self._mappings.view(place)
         return view
@@ -175,7 +167,7 @@ class ResponseCache:
             self.lent.lend(reader, copy.place, copy)
 
     def free(self, place: Place) -> None:
-        """Nobody has this copy any more."""
+        """Free a copy that nobody has any more."""
         self._lent_bytes -= place.byte_size
         self.lent.free(place)
 
@@ -195,7 +187,7 @@ class ResponseCache:
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """What is in it now."""
+        """The sizes and counts of what is in it now."""
         return {
             "bytes": self._entries.used,
             "entries": len(self._entries),

@@ -1,4 +1,4 @@
-"""What a model's configuration and the server's settings mean for scheduling, decoded once."""
+"""Scheduling settings: a model's configuration and the server's limits, decoded once."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Sequencing:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model version is scheduled. No `batching`: one request an execution, in order."""
+    """The scheduling of a model version. No `batching`: one request an execution, in order."""
 
     name: str
     version: str

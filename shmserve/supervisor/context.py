@@ -95,11 +95,6 @@ class SupervisorContext:
         """Run a coroutine for as long as the server does not end."""
         return in_background(coroutine, self.tasks)
 
-    @staticmethod
-    async def either(*futures: asyncio.Future[Any]) -> None:
-        """Wait until one of the futures is done."""
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
     async def end(self, child: Child | None, patience_s: float) -> None:
         """Wait for a process that was told to stop; kill it when `patience_s` seconds are over."""
         if child is None or not child.alive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import typing
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.common.access.shm_access import Peer
@@ -44,27 +45,21 @@ _Workspace = m.LeaseWorkspace | m.ReturnWorkspace
 _Notifications = RegionReleased | RegionAbandoned | MemoryChecked | m.ReadyChecked
 
 
+@dataclass(slots=True, eq=False)
 class ControlApi:
     """Dispatches requests to the rooms; the response is `Answered` or `Refused`."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        regions: RegionRegistry,
-        handles: HandleCheck,
-        models: ModelManager,
-        registry: ModelRegistry,
-        readiness: ReadinessCheck,
-    ) -> None:
-        self._context = context
-        self._regions = regions
-        self._handles = handles
-        self._models = models
-        self._registry = registry
-        self._readiness = readiness
-        context.control.serve(typing.get_args(_Notifications), self._notified)
-        context.control.serve(typing.get_args(_Workspace), context.workspaces.handle)
-        context.control.serve(typing.get_args(_Requests), self._requested)
+    _context: SupervisorContext
+    _regions: RegionRegistry
+    _handles: HandleCheck
+    _models: ModelManager
+    _registry: ModelRegistry
+    _readiness: ReadinessCheck
+
+    def __post_init__(self) -> None:
+        self._context.control.serve(typing.get_args(_Notifications), self._notified)
+        self._context.control.serve(typing.get_args(_Workspace), self._context.workspaces.handle)
+        self._context.control.serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:
         match message:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from shmserve.common.accelerators import cuda_devices
 from shmserve.common.access.auth_tokens import encode_restrictions
+from shmserve.common.tasks import either, settle
 from shmserve.config.server import ServerConfig
-from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.processes.table import Child, RestartBackoff
+from shmserve.supervisor.kept_processes import KeptProcess, KeptProcesses
+from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)
@@ -29,8 +27,10 @@ _HTTP_ENTRY = "shmserve.gateway.http.main:run"
 _GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
 
 
-class Gateways:
-    """All of them. `snapshot()` gives what a new one must know."""
+class Gateways(KeptProcesses):
+    """All of them: "0", "1", ..., "grpc". `snapshot()` gives what a new one must know."""
+
+    role = "gateway"
 
     def __init__(
         self,
@@ -38,48 +38,26 @@ class Gateways:
         listeners: Listeners,
         snapshot: Callable[[], Iterable[Any]],
     ) -> None:
-        self._context = context
+        grpc = [_GRPC] if listeners.grpc else []
+        super().__init__(context, [*map(str, range(context.config.gateways)), *grpc])
         self._listeners = listeners
         self._snapshot = snapshot
-        self._children: dict[str, Child] = {}  # by name: "0", "1", ..., "grpc"
-        self._backoffs: defaultdict[str, RestartBackoff] = defaultdict(RestartBackoff)
-        self._started: dict[str, float] = {}
         self._drained: dict[int, asyncio.Future[None]] = {}
-        self._first_contact: dict[str, asyncio.Future[None]] = {}
-        self._stopping = False
 
-    async def start(self) -> None:
-        """Start every gateway; returns when all have made contact.
-
-        Raises Unavailable when one cannot run here at all; its log says why.
-        """
-        names = [str(index) for index in range(self._context.config.gateways)]
-        if self._listeners.grpc:
-            names.append(_GRPC)
-        loop = asyncio.get_running_loop()
-        self._first_contact = {name: loop.create_future() for name in names}
-        await asyncio.gather(*map(self._start, names))
-        await asyncio.gather(*self._first_contact.values())
-
-    async def _start(self, name: str) -> None:
-        self._started[name] = time.monotonic()
-        sockets = [] if name == _GRPC else [*self._listeners.http, *self._listeners.metrics]
+    async def _spawn(self, name: str, title: str) -> Child:
+        http = [] if name == _GRPC else self._listeners.http
+        sockets = [*http, *self._listeners.metrics] if name != _GRPC else []
         start = GatewayStart(
             name=name,
             run_dir=self._context.run_dir,
             settings=_settings(self._context.config),
-            http_sockets=0 if name == _GRPC else len(self._listeners.http),
+            http_sockets=len(http),
             grpc=self._grpc_settings() if name == _GRPC else None,
             log=self._context.log,
         )
-        child = await self._context.front_zygote.spawn(
-            f"gateway {name}",
-            _GRPC_ENTRY if name == _GRPC else _HTTP_ENTRY,
-            encode(start),
-            [sock.fileno() for sock in sockets],
-        )
-        self._children[name] = child
-        self._context.enrol(child.pid, "gateway", partial(self._from_gateway, name, child))
+        entry = _GRPC_ENTRY if name == _GRPC else _HTTP_ENTRY
+        fds = [sock.fileno() for sock in sockets]
+        return await self._context.front_zygote.spawn(title, entry, encode(start), fds)
 
     def _grpc_settings(self) -> GrpcSettings:
         config = self._context.config.grpc
@@ -87,62 +65,34 @@ class Gateways:
         addresses = tuple(sock.getsockname()[:2] for sock in self._listeners.grpc)
         return GrpcSettings(addresses, config.tls, config.options)
 
-    def _from_gateway(self, name: str, child: Child, message: Any) -> None:
+    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
-                if not self._first_contact[name].done():
-                    self._first_contact[name].set_result(None)
+                settle(kept.contact, None)
                 for item in self._snapshot():
                     self._context.control.send(child.pid, item)
             case m.Drained():
-                drained = self._drained.get(child.pid)
-                if drained is not None and not drained.done():
-                    drained.set_result(None)
+                settle(self._drained.get(child.pid), None)
             case _:
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
-    def process_exited(self, child: Child) -> None:
-        """Start a gateway again if `child` was one; the listening sockets are here, so no
-        connection is refused."""
-        for name, known in self._children.items():
-            if known is child and not self._stopping:
-                if self._is_hopeless(name, child):
-                    return
-                logger.error("%s ended (%s); starting it again", child.title, child.exited.result())
-                self._context.background(self._restart(name))
+    def _is_hopeless(self, child: Child) -> bool:
+        """Whether it ended by itself: then so would the next."""
+        return child.exited.result() == f"exit status {BOOT_FAILED}"
 
-    def _is_hopeless(self, name: str, child: Child) -> bool:
-        """Whether a gateway ended by itself before its first contact: then so would the next."""
-        first = self._first_contact[name]
-        if first.done() or child.exited.result() != f"exit status {BOOT_FAILED}":
-            return False
-        first.set_exception(Unavailable(f"{child.title} ended at its start"))
-        first.exception()  # retrieved, also when nobody waits any more
-        return True
-
-    async def _restart(self, name: str) -> None:
-        await asyncio.sleep(self._backoffs[name].pause_s(time.monotonic() - self._started[name]))
-        if not self._stopping:
-            try:
-                await self._start(name)
-            except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
-                logger.error("gateway %s could not be started: %s", name, error)
-                self._context.background(self._restart(name))
-
-    def retire(self) -> None:
-        """Start no gateway again."""
-        self._stopping = True
+    def _children(self) -> list[Child]:
+        return [kept.child for kept in self._kept if kept.child is not None]
 
     async def drain(self) -> None:
         """Have every gateway finish what is in flight; returns when all are done or gone."""
         self._stopping = True
         loop = asyncio.get_running_loop()
         waits: list[asyncio.Future[Any]] = []
-        for child in self._children.values():
+        for child in self._children():
             if child.alive and self._context.control.connected(child.pid):
                 drained = self._drained[child.pid] = loop.create_future()
                 self._context.control.send(child.pid, m.Drain())
-                waits.append(asyncio.ensure_future(self._context.either(drained, child.exited)))
+                waits.append(asyncio.ensure_future(either(drained, child.exited)))
         if waits:
             await asyncio.wait(waits)
 
@@ -150,12 +100,12 @@ class Gateways:
         """End every gateway and close the sockets."""
         self._stopping = True
         self._listeners.close()
-        for child in self._children.values():
+        for child in self._children():
             if self._context.control.connected(child.pid):
                 self._context.control.send(child.pid, m.Stop())
             else:
                 child.kill()  # it does not hear yet
-        await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children.values()))
+        await asyncio.gather(*(self._context.end(child, 2.0) for child in self._children()))
 
 
 def _settings(config: ServerConfig) -> GatewaySettings:

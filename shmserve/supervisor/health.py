@@ -7,7 +7,6 @@ from typing import Any
 
 from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.registry import RegionRegistry
 
@@ -19,28 +18,20 @@ class Health:
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
-        self._started = False
-        self._exiting = False
+        self.started = False  # everything is loaded that was to be at the start
+        self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
     def current(self) -> HealthChanged:
         """As it was last published."""
         return self._current
 
-    def started(self) -> None:
-        """Note that everything is loaded that was to be at the start."""
-        self._started = True
-
-    def exiting(self) -> None:
-        """Note that the server ends."""
-        self._exiting = True
-
     def update(self) -> bool:
         """Look again; whether anything changed."""
         models = not self._strict or self._registry.all_ready()
-        ready = self._started and not self._exiting and models
+        ready = self.started and not self.exiting and models
         before = self._current
-        self._current = HealthChanged(live=True, ready=ready, exiting=self._exiting)
+        self._current = HealthChanged(live=True, ready=ready, exiting=self.exiting)
         return self._current != before
 
 
@@ -64,20 +55,8 @@ class Snapshot:
         yield self._health.current()
 
 
-class Announcer:
-    """Publishes changes to gateways, local clients and subscribers of events."""
-
-    def __init__(self, context: SupervisorContext, health: Health, feed: EventFeed) -> None:
-        self._context = context
-        self._health = health
-        self._feed = feed
-
-    def states_changed(self) -> None:
-        """Publish the events of models whose states have changed."""
-        self._feed.models_changed()
-
-    def health_changed(self) -> None:
-        """Publish the health, if it has changed."""
-        if self._health.update():
-            self._context.tell(self._health.current())
-            self._context.events.publish(self._health.current())
+def announce(context: SupervisorContext, health: Health) -> None:
+    """Publish the health, if it has changed: to gateways, local clients and who reads events."""
+    if health.update():
+        context.tell(health.current())
+        context.events.publish(health.current())

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.gateways import Gateways
-from shmserve.supervisor.health import Announcer, Health, Snapshot
+from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -85,19 +85,29 @@ def _serve(config: ServerConfig) -> int:
         signals = hold_signals()
         chosen = config.run_dir
         run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
-        with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
-            try:
-                return runner.run(_run(config, run_dir, listeners, signals))
-            finally:
-                run_dir.remove()
+        return run_composed(config, run_dir, listeners, signals, Supervisor.run)
     finally:
         listeners.close()
 
 
-async def _run(
-    config: ServerConfig, run_dir: RunDirectory, listeners: Listeners, signals: list[int]
+def run_composed(
+    config: ServerConfig,
+    run_dir: RunDirectory,
+    listeners: Listeners,
+    signals: list[int],
+    main: Callable[[Supervisor], Coroutine[Any, Any, int]],
 ) -> int:
-    return await compose(config, run_dir, listeners, signals).run()
+    """The exit status of `main(supervisor)`, in an event loop of its own, of a server that is
+    composed there; its run directory is removed then."""
+
+    async def run() -> int:
+        return await main(compose(config, run_dir, listeners, signals))
+
+    with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
+        try:
+            return runner.run(run())
+        finally:
+            run_dir.remove()
 
 
 def hold_signals() -> list[int]:
@@ -157,7 +167,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
-    regions = _regions(control, opener, events)
+    regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
     snapshot = Snapshot(registry, regions, health)
@@ -170,10 +180,13 @@ def compose(
         health.current,
         registry.publish_counters,
     )
-    announcer = Announcer(context, health, feed)
-    models = ModelManager(
-        context, planner, registry, announcer.health_changed, announcer.states_changed
-    )
+    announce_health = partial(announce, context, health)
+
+    def models_changed() -> None:
+        feed.models_changed()
+        announce_health()
+
+    models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
     ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
@@ -190,7 +203,7 @@ def compose(
         readiness=readiness,
         poller=Poller(context, planner, registry, models),
         health=health,
-        announcer=announcer,
+        announce_health=announce_health,
         feed=feed,
     )
 
@@ -199,18 +212,6 @@ def _region_policy(config: ServerConfig) -> ShmPolicy:
     # A server that has no descriptor left could start no process again.
     most = min(config.shm.max_regions, fd_limits.for_regions())
     return replace(config.shm, max_regions=most)
-
-
-def _regions(
-    control: ControlSocket, opener: RegionOpener, events: EventPublisher
-) -> RegionRegistry:
-    return RegionRegistry(
-        partial(_publish_to_gateways, control),
-        partial(control.pids, "gateway"),
-        partial(_broadcast_to_workers, control),
-        opener,
-        events.publish,
-    )
 
 
 def _context(
@@ -251,10 +252,6 @@ def _context(
 
 def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
-
-
-async def _publish_to_gateways(control: ControlSocket, make: Callable[[int], Any]) -> None:
-    await control.publish(make, "gateway")
 
 
 def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.common.tasks import end_all
@@ -21,7 +22,7 @@ from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.gateways import Gateways
-from shmserve.supervisor.health import Announcer, Health
+from shmserve.supervisor.health import Health
 from shmserve.supervisor.host.console import StartupReport, model_table
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -56,7 +57,7 @@ class Supervisor:
     readiness: ReadinessCheck
     poller: Poller
     health: Health
-    announcer: Announcer
+    announce_health: Callable[[], None]
     feed: EventFeed
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
 
@@ -130,8 +131,8 @@ class Supervisor:
                 "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
             )
             return 1
-        self.health.started()
-        self.announcer.health_changed()
+        self.health.started = True
+        self.announce_health()
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)
@@ -170,13 +171,13 @@ class Supervisor:
     async def end(self, status: int) -> None:
         """Drain for at most `exit_timeout_s`, or until a second signal; then stop everything."""
         context = self.context
-        self.health.exiting()
+        self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(
             "stopping: finishing what is in flight, for at most %d s", context.config.exit_timeout_s
         )
-        self.announcer.health_changed()
+        self.announce_health()
         if status == 0:
             await self._finish()
         await end_all(*context.tasks)

@@ -5,107 +5,50 @@ for the next.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import secrets
-import time
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.common.tasks import settle
 from shmserve.ipc.messages.start import WorkspaceStart, encode
 from shmserve.ipc.messages.supervision import WorkspaceAllocated
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.processes.table import Child, RestartBackoff
-
-logger = logging.getLogger(__name__)
+from shmserve.supervisor.kept_processes import KeptProcess, KeptProcesses
+from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.supervisor.resources.workspaces:run"
 
 
-@dataclass(slots=True, eq=False)
-class _Holder:
-    device: str
-    byte_size: int
-    allocated: asyncio.Future[None]  # for the first time
-    child: Child | None = None
-    started: float = 0.0
-    backoff: RestartBackoff = field(default_factory=RestartBackoff)
+class WorkspaceHolders(KeptProcesses):
+    """One for each CUDA device that has a pool, by the device's name."""
 
-    @property
-    def device_id(self) -> int:
-        return int(self.device.partition(":")[2])
-
-
-class WorkspaceHolders:
-    """One for each CUDA device that has a pool."""
+    role = "workspace"
 
     def __init__(self, context: SupervisorContext) -> None:
-        loop = asyncio.get_running_loop()
-        self._context = context
-        self._holders = [
-            _Holder(device, size, loop.create_future())
-            for device, size in context.config.workspace_byte_sizes.items()
-            if device != "cpu"
-        ]
-        self._stopping = False
+        self._sizes = context.config.workspace_byte_sizes
+        super().__init__(context, [device for device in self._sizes if device != "cpu"])
 
-    async def start(self) -> None:
-        """Start them; returns when all have their memory.
-
-        Raises Unavailable when one cannot have it; its log says why.
-        """
-        await asyncio.gather(*map(self._start, self._holders))
-        await asyncio.gather(*(holder.allocated for holder in self._holders))
-
-    async def _start(self, holder: _Holder) -> None:
+    async def _spawn(self, name: str, title: str) -> Child:
         context = self._context
-        holder.started = time.monotonic()
-        start = WorkspaceStart(holder.device_id, holder.byte_size, context.run_dir, context.log)
-        child = await context.front_zygote.spawn(
-            f"workspace {holder.device}", _ENTRY, encode(start)
-        )
-        holder.child = child
-        context.enrol(child.pid, "workspace", partial(self._allocated, holder))
+        start = WorkspaceStart(_number(name), self._sizes[name], context.run_dir, context.log)
+        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
 
-    def _allocated(self, holder: _Holder, message: Any) -> None:
+    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:
             case WorkspaceAllocated(raw, uuid):
-                assert holder.child is not None
-                handle = CudaHandle(raw, holder.device_id, uuid)
-                memory = Memory.on_device(
-                    secrets.randbits(62), holder.byte_size, handle, holder.child.pid
-                )
-                self._context.workspaces.allocated(holder.device, memory)
-                if not holder.allocated.done():
-                    holder.allocated.set_result(None)
+                handle = CudaHandle(raw, _number(kept.name), uuid)
+                size = self._sizes[kept.name]
+                memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
+                self._context.workspaces.allocated(kept.name, memory)
+                settle(kept.contact, None)
 
     def process_exited(self, child: Child) -> None:
         """Start a holder again if `child` was one."""
-        for holder in self._holders:
-            if holder.child is not child or self._stopping:
-                continue
-            self._context.workspaces.lost(holder.device)
-            if holder.allocated.done():
-                logger.error("%s ended (%s); starting it again", child.title, child.reason)
-                self._context.background(self._restart(holder))
-            else:
-                text = f"{child.title} ended at its start"
-                holder.allocated.set_exception(Unavailable(text))
-                holder.allocated.exception()  # retrieved, also when nobody waits any more
+        for kept in self._kept:
+            if kept.child is child and not self._stopping:
+                self._context.workspaces.lost(kept.name)
+        super().process_exited(child)
 
-    async def _restart(self, holder: _Holder) -> None:
-        await asyncio.sleep(holder.backoff.pause_s(time.monotonic() - holder.started))
-        if self._stopping:
-            return
-        try:
-            await self._start(holder)
-        except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
-            logger.error("workspace %s could not be started: %s", holder.device, error)
-            self._context.background(self._restart(holder))
 
-    def retire(self) -> None:
-        """Start none again: the server ends."""
-        self._stopping = True
+def _number(device: str) -> int:
+    return int(device.partition(":")[2])

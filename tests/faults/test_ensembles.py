@@ -4,7 +4,9 @@ and readiness tells the truth within a second.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import http.client
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +19,10 @@ from tests.faults.scene import RECOVERY_S, State, assert_is_as_it_was, wait_repl
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import Reply, binary_request
 
 ELEMENTS = 50_000
+SLOWLY_READ = 8_000_000  # elements: more than the sockets take
 ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 LOADS = """\
     def initialize(self, args):
@@ -54,6 +58,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         step("third", {"X": "b"}, {"Y": "OUT"}),
     ]
     add_ensemble(repository, "pipe", steps)
+    add_model(repository, "grows", ONE)
+    add_ensemble(repository, "last", [step("grows", {"X": "IN"}, {"Y": "OUT"})])
     return repository
 
 
@@ -141,6 +147,38 @@ def test_a_process_dies(server: Server, separate: Server, mode: str, victim: str
     assert asking.wrong == []
     until("the server is ready", lambda: server.answers("/v2/health/ready"), RECOVERY_S)
     assert_is_as_it_was(server, before, 0)
+
+
+@pytest.mark.parametrize("mode", ["hosted", "separate"])
+def test_who_reads_on_after_the_ensemble_has_died(
+    server: Server, separate: Server, mode: str
+) -> None:
+    """The worker of its last step, which could not know how large its output would be, goes on and
+    uses its memory again: a client that takes long to read what it was given sees nothing of it."""
+    server = {"hosted": server, "separate": separate}[mode]
+    values = np.arange(SLOWLY_READ, dtype=np.float32)
+
+    wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+
+    def asked(factor: int) -> tuple[bytes, dict[str, str]]:
+        given = ("IN", "FP32", [SLOWLY_READ], (values * factor).tobytes())
+        return binary_request([given], outputs=wanted)
+
+    with (
+        contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
+        server.http() as others,
+    ):
+        slow.request("POST", "/v2/models/last/infer", *asked(1))
+        response = slow.getresponse()  # whose body waits for its reader
+        old = server.one("ensemble last")
+        old.kill()
+        wait_replaced(server, old, "ensemble last", 5.0)
+        until("it is ready", lambda: server.answers("/v2/models/last/ready"), RECOVERY_S)
+        for factor in range(2, 6):
+            right = values * factor + 1
+            assert (others.infer("last", *asked(factor)).tensors()["OUT"] == right).all()
+        made = Reply(response.status, response.headers, response.read()).tensors()["OUT"]
+        assert (made == values + 1).all()
 
 
 def test_readiness_follows_its_steps(server: Server, go: Path) -> None:

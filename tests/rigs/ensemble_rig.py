@@ -89,6 +89,7 @@ class EnsembleRig:
         conditions: Mapping[int, str] | None = None,
         cuda: Callable[[], Exporting] = Driver,
         cache_bytes: int = 0,
+        arena_bytes: int = 1 << 27,
     ) -> None:
         decoupled = any(each["model_transaction_policy"]["decoupled"] for each in models)
         config = {
@@ -105,7 +106,7 @@ class EnsembleRig:
         }
         self.clients, self.steps, self.control = Outbox(), StepsOutbox(), ControlOutbox()
         spec = ModelSpec.of(config)
-        lent = LentMemory(1 << 27)
+        lent = LentMemory(arena_bytes)
         self.memory = EnsembleMemory(lent, lambda memory_id: None, cuda)
         cache = ResponseCache("e", "1", CacheStart(cache_bytes), lent) if cache_bytes else None
         self.core = EnsembleCore(

@@ -187,9 +187,7 @@ class FakeDevice(Device):
         self.put_bytes = 0
         self.fetched_bytes = 0
 
-    @property
-    def remote(self) -> bool:
-        return True
+    remote = True
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         self.put_bytes += tensor.nbytes

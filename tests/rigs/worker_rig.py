@@ -140,16 +140,18 @@ class Rig:
         control = SupervisorLink(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
         arena, mappings = Arena(64 * MIB), Mappings()
         self.context = ModelContext(
+            number=1,
+            index=0,
             model_name="m",
             version="1",
             repository=folder,
             model_dir=folder / "m",
-            version_dir=folder / "m" / "1",
             instance_name="m_0_0",
             kind="CPU",
             device="cpu",
             device_id=0,
             backend_config={},
+            arena_byte_size=64 * MIB,
             threads=1,
             run_dir=folder,
             control=control,
@@ -167,7 +169,7 @@ class Rig:
         """Load a model into the instance."""
         decoded = ModelSpec.of(config)
         backend.load(decoded)
-        self.instance = WorkerInstance(self.context, backend, decoded, 0, os.getpid())
+        self.instance = WorkerInstance(self.context, backend, decoded)
         self._timers.append(self.instance.link._timer)
         return self.attach()
 
@@ -220,7 +222,7 @@ class Rig:
     def release(self, offsets: list[int], pid: int = CLIENT_PID) -> None:
         """Have the scheduler pass on a release, of what readers were told of until now."""
         self.context.output_memory.delivered()
-        self._tell(ReleaseOutputs(pid, offsets))
+        self._tell(ReleaseOutputs(pid, offsets, self.context.output_memory.id))
 
     def credit(self, key: int, responses: int) -> None:
         """Have the client of a request take more responses."""

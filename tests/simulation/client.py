@@ -232,17 +232,15 @@ class Client(Process):
         if not self.alive:
             return
         if message.body:
-            self._check(pending.request, pending.endpoint, message, count)
+            self._check(pending.request, message, count)
             self.discard(pending.endpoint, message)
         pending.read += 1
         credit = pending.window.read(len(message.body))
         if credit and pending.submit.id in self._table.pending:
             self._link(pending.endpoint).post(m.Credit(pending.submit.id, credit))
 
-    def _check(self, request: Request, endpoint: str, message: Any, count: int) -> None:
+    def _check(self, request: Request, message: Any, count: int) -> None:
         """A response is made of its request's own input, and by one version."""
-        if request.model.steps and not self._hosts[endpoint].alive:
-            return  # what an ensemble passes on of a worker's arena ends with the ensemble
         found: dict[str, bytes] = {}
         for tensor in unpack_inferred(message.body).outputs:
             data = tensor.data

@@ -193,7 +193,14 @@ class Supervisor(Process):
         scheduler = version.scheduler
         if scheduler is None:
             return
-        self.tell(scheduler, supervision.Stop())
+        self.world.after(2 * MS, self._workers_ended, version, scheduler)
+
+    def _workers_ended(self, version: Version, scheduler: SchedulerProcess) -> None:
+        """The scheduler hears of each, and ends last."""
+        if scheduler.alive:
+            for worker in version.workers.values():
+                self.tell(scheduler, supervision.ProcessExited(worker.pid))
+            self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
     def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:

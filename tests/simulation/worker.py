@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -85,7 +86,8 @@ class Worker(Process):
                     self._hear(words)
             else:
                 self._dead.add(message.pid)
-                self._release(message.pid, [at for at, r in self._lent.items() if r == message.pid])
+                if self._up is None or not self._up.connected:
+                    self._drop(message.pid)
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
@@ -101,6 +103,8 @@ class Worker(Process):
             peer, self, lambda messages: self.take([(host, each) for each in messages])
         )
         self._up.post(m.InstanceReady(self.index, self.pid))
+        for pid in self._dead:
+            self._drop(pid)
 
     def _hear(self, message: Any) -> None:
         match message:
@@ -118,8 +122,15 @@ class Worker(Process):
             case m.EndSequences(slots=slots):
                 for slot in slots:
                     self.slots.pop(slot, None)
-            case m.ReleaseOutputs(client_pid=reader, offsets=offsets):
-                self._release(reader, offsets)
+            case m.ReleaseOutputs(client_pid=reader, offsets=offsets, memory=memory):
+                if memory == self.arena.memory.id:  # or it was that of one with the same pid
+                    self._release(reader, offsets)
+            case m.ReaderExited(pid=pid):
+                self._dead.add(pid)
+                self._drop(pid)
+
+    def _drop(self, reader: int) -> None:
+        self._release(reader, [at for at, lent_to in self._lent.items() if lent_to == reader])
 
     def _release(self, reader: int, offsets: list[int]) -> None:
         for offset in offsets:
@@ -137,7 +148,8 @@ class Worker(Process):
         self._running = self._batches.popleft()
         self._began_ns = self.world.now_ns
         for work in self._running.requests:
-            self._input(work)
+            with contextlib.suppress(ShmserveError):  # it fails when it is read
+                self._input(work)
         least, most = self.model.compute_us
         self.world.after(self.world.between(least * US, most * US), self._finish)
 
@@ -184,13 +196,13 @@ class Worker(Process):
         self._work_off()
 
     def _reply(self, work: m.Work, batch: m.Execute, made: list[int]) -> m.Reply:
-        data = self._input(work)
         state = self._advance(work, batch) if self.model.sequences else b""
-        if work.key in self._cancelled or work.client_pid in self._dead:
-            return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
-        if self.model.errs and self.world.chance(self.model.errs):
-            return m.Reply(work.key, "INTERNAL", "the model failed", b"")
         try:
+            data = self._input(work)
+            if work.key in self._cancelled:
+                return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
+            if self.model.errs and self.world.chance(self.model.errs):
+                return m.Reply(work.key, "INTERNAL", "the model failed", b"")
             return m.Reply(work.key, "", "", self._body(work, data + state, made))
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message, b"")

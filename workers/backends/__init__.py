@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.errors import InvalidArgument, Unsupported
-from shmserve.ipc.memory.arena import Arena
-from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers.batch.request import Copied, Input, Output, Request, Response
+from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.context import ModelContext, Stopwatch
 from shmserve.workers.links.scheduler import MessageTable
-from shmserve.workers.links.supervisor import SupervisorLink
-from shmserve.workers.links.workspace import Workspace
-from shmserve.workers.memory.outputs import OutputMemory
-
-if TYPE_CHECKING:
-    from shmserve.workers.memory.device import DeviceMemory
 
 __all__ = [
     "Backend",
@@ -50,52 +41,6 @@ _BUILT_IN = {
 }
 # Triton's older `platform` field for the same.
 _PLATFORMS = {"pytorch_libtorch": "pytorch", "onnxruntime_onnx": "onnxruntime"}
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """The two moments of an execution that only a backend knows, monotonic ns; 0: not taken.
-
-    A backend that does not take them is measured around `execute`.
-    """
-
-    input_end_ns: int = 0
-    output_start_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelContext:
-    """The identity and the resources of an instance: given to its backend once.
-
-    `repository` and `model_dir` (repository/model) hold the files, `version_dir` is
-    model_dir/version. `kind` is "CPU" or "GPU", `device` what torch calls it ("cpu", "cuda:0",
-    "npu:1"), `device_id` its number (0 on a CPU). `backend_config` is what --backend-config said
-    for this backend. `control` asks the supervisor. `arena` and `mappings` are this process's
-    memory for tensors it makes and its views of others', `output_memory` has the arena's blocks for
-    outputs. `workspace` leases the device's shared
-    workspace. `copied` counts the bytes of tensors that are copied on the way.
-    """
-
-    model_name: str
-    version: str
-    repository: Path
-    model_dir: Path
-    version_dir: Path
-    instance_name: str
-    kind: str
-    device: str
-    device_id: int
-    backend_config: dict[str, str]
-    threads: int
-    run_dir: Path
-    control: SupervisorLink
-    arena: Arena
-    output_memory: OutputMemory
-    mappings: Mappings
-    workspace: Workspace
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    device_memory: DeviceMemory | None = None
-    copied: Copied = field(default_factory=Copied)
 
 
 class Backend(ABC):

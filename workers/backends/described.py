@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +48,10 @@ def complete(
             completed["dynamic_batching"] = {}
     batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):
-        completed["input"] = _as_config(description.inputs, batched)
+        completed["input"] = [_tensor_config(each, batched) for each in description.inputs]
     if not config.get("output"):
-        completed["output"] = _as_config(description.outputs, batched)
+        completed["output"] = [_tensor_config(each, batched) for each in description.outputs]
     return completed
-
-
-def _as_config(tensors: Sequence[Described], batched: bool) -> list[dict[str, Any]]:
-    return [_tensor_config(tensor, batched) for tensor in tensors]
 
 
 def _tensor_config(tensor: Described, batched: bool) -> dict[str, Any]:

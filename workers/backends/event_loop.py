@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from shmserve.errors import ShmserveError
 from shmserve.workers.backends import ResponseStream
 
 T = TypeVar("T")
@@ -68,9 +67,6 @@ async def _watched(coroutine: Coroutine[Any, Any, Any], streams: Sequence[Respon
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # SystemExit too: a model does not end its worker so
-        _fail(streams, streams[0].explain(error))
-
-
-def _fail(streams: Sequence[ResponseStream], error: ShmserveError) -> None:
-    for stream in streams:
-        stream.fail(error)
+        explained = streams[0].explain(error)
+        for stream in streams:
+            stream.fail(explained)

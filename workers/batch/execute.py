@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
@@ -27,26 +28,20 @@ LARGEST_PART = 1 << 30
 _CANCELLED = Cancelled("Request was cancelled")
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs batches of one model. `decoupled`: its requests have streams, and may outlast theirs."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        unpacker: Unpacker,
-        writer: ResponseWriter,
-        decoupled: bool,
-        padder: Padder | None = None,
-    ) -> None:
-        self._padder = padder
-        self._context = context
-        self._backend = backend
-        self._unpacker = unpacker
-        self._writer = writer
-        self._link = writer.link
-        self._failures = writer.failures
-        self._decoupled = decoupled
+    _context: ModelContext
+    _backend: Backend
+    _unpacker: Unpacker
+    _writer: ResponseWriter
+    _decoupled: bool
+    _padder: Padder | None
+
+    def __post_init__(self) -> None:
+        self._link = self._writer.link
+        self._failures = self._writer.failures
         self._pid = os.getpid()
         self._policy = InputPolicy()
         self._largest_part = LARGEST_PART
@@ -105,7 +100,7 @@ class Executor:
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             return [self._explain(error, requests[0])]
         finally:
-            self._writer.memory.undelivered()
+            self._context.output_memory.undelivered()
             self._context.copied.take()
         return [response.error for response in responses if response.error is not None]
 
@@ -164,7 +159,9 @@ class Executor:
                 self._end_if_forked()
             self._take_times(before_ns)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            return _fail(streams, streams[0].explain(error))
+            explained = streams[0].explain(error)
+            replies = [stream.refuse(explained) for stream in streams]
+            return [reply for reply in replies if reply is not None]
         again = [stream.request.work.key for stream in streams if stream.rescheduled]
         return [Reply(key, RESCHEDULED, "", b"") for key in again]
 
@@ -253,8 +250,3 @@ class Executor:
             return self._failed(opened, self._explain(error, request))
         self._link.close(opened)
         return Reply(opened.key, "", "", body)
-
-
-def _fail(streams: list[ResponseStream], error: ShmserveError) -> list[Reply]:
-    replies = [stream.refuse(error) for stream in streams]
-    return [reply for reply in replies if reply is not None]

@@ -9,6 +9,7 @@ Rows in clients' device memory become a batch there, unless the backend wants ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from shmserve.workers.batch.request import Copied, Input, Request
 _ROOM_AT_ONCE = 64 * 1024 * 1024  # bytes that a buffer may get for batches yet to come
 
 
+@dataclass(eq=False)
 class Gatherer:
     """The rows of a batch's requests, one input at a time, as one stretch of bytes.
 
@@ -29,20 +31,16 @@ class Gatherer:
     kept and grown. If a row is in device memory, so is what is gathered: a tensor of uint8.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        mappings: Mappings,
-        allocate: Callable[[int], memoryview],
-        copied: Copied | None = None,
-    ) -> None:
-        self._most_rows = max(1, signature.max_batch_size)
-        self._ragged = {spec.name for spec in signature.inputs.values() if spec.ragged}
-        self._mappings = mappings
-        self._allocate = allocate
-        self._copied = copied or Copied()
-        self._buffers: dict[str, memoryview] = {}
-        self._on_device: Any = None  # DeviceBuffers, once there are any
+    _signature: Signature
+    _mappings: Mappings
+    _allocate: Callable[[int], memoryview]
+    _copied: Copied = field(default_factory=Copied)
+    _buffers: dict[str, memoryview] = field(default_factory=dict)
+    _on_device: Any = None  # DeviceBuffers, once there are any
+
+    def __post_init__(self) -> None:
+        self._most_rows = max(1, self._signature.max_batch_size)
+        self._ragged = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
 
     def reserve(self, name: str, byte_size: int) -> None:
         """Make the buffer of an input now, for batches of this size at most."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, InferredTemplate, pack_inferred
+from shmserve.ipc.tensors.inference import Inferred, PackedTemplate, pack_inferred
 from shmserve.workers.batch.request import Copied, Request, Response
 
 _MOST_BODIES = 16
@@ -35,9 +35,9 @@ class ResponsePacker:
 
     def __init__(self, copied: Copied) -> None:
         self._copied = copied
-        self._templates: dict[Any, InferredTemplate | None] = {}  # None: seen once
+        self._templates: dict[Any, PackedTemplate | None] = {}  # None: seen once
         # By `_array_key`; with what the request wanted.
-        self._inline: dict[Any, tuple[Any, InferredTemplate]] = {}
+        self._inline: dict[Any, tuple[Any, PackedTemplate]] = {}
 
     def known(self, request: Request, response: Response) -> bytes | None:
         """The packed response, where one to such a request, of arrays of the same types and shapes,
@@ -96,7 +96,7 @@ class ResponsePacker:
             return template.fill(inline)
         response = Inferred(_refs(ready, inline))
         if key in self._templates:  # the second time: it was worth remembering
-            self._templates[key] = InferredTemplate(response)
+            self._templates[key] = PackedTemplate(response)
         else:
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()

@@ -8,13 +8,14 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, element_count, to_bf16
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.batch.request import Array, Copied, Input, Request, Response
@@ -98,15 +99,13 @@ class _Like(NamedTuple):
         return tuple(where)
 
 
+@dataclass(slots=True, eq=False)
 class PaddedInputs:
     """The shapes of a batch's padded inputs: by name, each request's true shape and the one for
     all, without the batch dimension."""
 
-    __slots__ = ("shape", "true")
-
-    def __init__(self) -> None:
-        self.true: dict[str, list[Shape]] = {}
-        self.shape: dict[str, Shape] = {}
+    true: dict[str, list[Shape]] = field(default_factory=dict)
+    shape: dict[str, Shape] = field(default_factory=dict)
 
 
 def _share(
@@ -123,10 +122,16 @@ def _share(
     for request, source in zip(requests, inputs, strict=True):
         rows = source.shape[0]
         end = at + rows * row
-        made = Input(name, datatype, (rows, *shape), whole[at:end], None, source.model)
-        made.writable = True  # it is nobody else's
-        made.batch = whole
-        request.inputs[name] = made
+        request.inputs[name] = Input(
+            name,
+            datatype,
+            (rows, *shape),
+            whole[at:end],
+            model=source.model,
+            on_device=not isinstance(whole, memoryview),
+            writable=True,  # it is nobody else's
+            batch=whole,
+        )
         at = end
 
 
@@ -136,9 +141,9 @@ def _filled(pad: Pad, inputs: Sequence[Input], target: Shape) -> Any:
     if any(item.on_device for item in inputs):
         return _filled_on_device(pad, inputs, shape)
     datatype = inputs[0].datatype
-    whole: Array = np.empty(shape, NUMPY.get(datatype, NUMPY["UINT16"]))
+    whole: Array = np.empty(shape, STORED[datatype])
     if any(item.shape[1:] != target for item in inputs):
-        whole[...] = _bfloat16(pad.value) if datatype == "BF16" else pad.value
+        whole[...] = to_bf16(np.array(pad.value)) if datatype == "BF16" else pad.value
     for item, where in zip(inputs, _places(inputs), strict=True):
         whole[where] = item.numpy()
     return _bytes(whole)
@@ -173,12 +178,6 @@ def _places(inputs: Sequence[Input]) -> Iterator[tuple[slice, ...]]:
 
 def _bytes(whole: Array) -> memoryview:
     return whole.reshape(-1).view(np.uint8).data
-
-
-def _bfloat16(value: float) -> int:
-    """The bit pattern of a number, rounded to the nearest even."""
-    bits = int(np.float32(value).view(np.uint32))
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 def _free(*specs: TensorSpec) -> list[list[int]]:

@@ -16,7 +16,6 @@ For requests with 2, 4 and 1 elements in the source input:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,11 +60,6 @@ class Ragged:
             for each in config.batch_output
             for name in each.target_name
         }
-
-    @property
-    def cuts(self) -> bool:
-        """Whether an output is cut by the requests' shapes."""
-        return bool(self._cuts)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """The made inputs of a batch; none whose sources its requests lack."""
@@ -115,20 +109,8 @@ def made_inputs(config: ModelSpec) -> list[TensorSpec]:
     ]
 
 
-def _counts(shapes: Sequence[Shape], batched: bool) -> Array:
-    return np.array([element_count(shape) for shape in shapes])
-
-
-def _accumulated(shapes: Sequence[Shape], batched: bool) -> Array:
-    return np.array(list(accumulate(map(element_count, shapes))))
-
-
-def _accumulated_with_zero(shapes: Sequence[Shape], batched: bool) -> Array:
-    return np.array(list(accumulate(map(element_count, shapes), initial=0)))
-
-
-def _largest_as_shape(shapes: Sequence[Shape], batched: bool) -> Array:
-    return np.zeros(max(map(element_count, shapes)))
+def _counts(shapes: Sequence[Shape]) -> list[int]:
+    return list(map(element_count, shapes))
 
 
 def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
@@ -139,15 +121,11 @@ def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
     )
 
 
-def _flat_item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
-    return _item_shapes(shapes, batched).reshape(-1)
-
-
 _VALUES: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
-    "BATCH_ELEMENT_COUNT": _counts,
-    "BATCH_ACCUMULATED_ELEMENT_COUNT": _accumulated,
-    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": _accumulated_with_zero,
-    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": _largest_as_shape,
+    "BATCH_ELEMENT_COUNT": lambda shapes, _: np.array(_counts(shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT": lambda shapes, _: np.cumsum(_counts(shapes)),
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO": lambda shapes, _: np.cumsum([0, *_counts(shapes)]),
+    "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes, _: np.zeros(max(_counts(shapes))),
     "BATCH_ITEM_SHAPE": _item_shapes,
-    "BATCH_ITEM_SHAPE_FLATTEN": _flat_item_shapes,
+    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes, batched: _item_shapes(shapes, batched).reshape(-1),
 }

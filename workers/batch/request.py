@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, decode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 
@@ -39,6 +39,7 @@ class Copied:
         return taken
 
 
+@dataclass(slots=True, eq=False)
 class Input:
     """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
 
@@ -52,42 +53,18 @@ class Input:
     request's part of them and those of the batch's other requests are the rest.
     """
 
-    __slots__ = (
-        "_array",
-        "batch",
-        "datatype",
-        "kept",
-        "model",
-        "name",
-        "on_device",
-        "place",
-        "raw",
-        "shape",
-        "shared",
-        "writable",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        datatype: str,
-        shape: tuple[int, ...],
-        raw: Any,
-        place: Place | None = None,
-        model: str = "",
-    ) -> None:
-        self.name = name
-        self.datatype = datatype
-        self.shape = shape
-        self.raw = raw
-        self.on_device = not isinstance(raw, memoryview)
-        self.place = place
-        self.shared = place is not None and datatype != "BYTES"
-        self.model = model
-        self.kept = False
-        self.writable = False
-        self.batch: Any = None
-        self._array: Array | None = None
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    raw: Any
+    place: Place | None = None
+    model: str = ""
+    on_device: bool = False
+    shared: bool = False
+    kept: bool = False
+    writable: bool = False
+    batch: Any = None
+    _array: Array | None = None
 
     def detach(self) -> int:
         """Make the bytes this process's own, which the model may write into; how many it copied."""
@@ -112,7 +89,7 @@ class Input:
     def _decode(self) -> Array:
         if not ITEM_SIZE[self.datatype]:
             return decode_bytes(self.raw, self.shape, self.name, self.model)
-        kind = NUMPY.get(self.datatype, NUMPY["UINT16"])
+        kind = STORED[self.datatype]
         array: Array = np.ndarray(self.shape, kind, self.raw)
         if self.place is None:
             return array

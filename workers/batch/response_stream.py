@@ -23,12 +23,11 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
-from shmserve.workers.batch.request import Copied, Request, Response
+from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
+from shmserve.workers.context import ModelContext
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
-from shmserve.workers.links.supervisor import SupervisorLink
-from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
 
@@ -40,11 +39,9 @@ class ResponseWriter:
 
     link: InstanceLink
     scatterer: Scatterer
-    memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: SupervisorLink
-    copied: Copied
+    context: ModelContext
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
     def end_abandoned(self) -> None:
@@ -150,24 +147,23 @@ class ResponseStream:
         moment: the end is the loop's to send."""
         if not self._closed:
             self._writer.abandoned.append(self)
-            self._writer.control.wake(always=True)
+            self._writer.context.control.wake(always=True)
 
     def _overrun(self) -> None:
         with self._writer.link.lock:
             if not self._closed:
-                error = Unavailable(
-                    f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
-                )
-                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
+                why = f"the client has taken no response for {MOST_WAIT_S:g} s: no more are sent"
+                self.fail(Unavailable(why))
                 self._overran = True
                 self._open.cancel()
 
     def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
         """Write and send, with the lock held."""
         writer = self._writer
+        copied, memory = writer.context.copied, writer.context.output_memory
         code = message = ""
         body = b""
-        copied_before = writer.copied.outputs
+        copied_before = copied.outputs
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
@@ -175,10 +171,11 @@ class ResponseStream:
                 body = writer.scatterer.write(self.request, response)
                 writer.scatterer.settle()
             except BaseException as raised:
-                code, message = _told(self.explain(raised))
+                explained = self.explain(raised)
+                code, message = explained.code, explained.message
                 failed = final
-        copied = writer.copied.outputs - copied_before
-        writer.copied.outputs = copied_before
+        copied_out = copied.outputs - copied_before
+        copied.outputs = copied_before
         told = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses(writer.link)
@@ -191,14 +188,14 @@ class ResponseStream:
                     final,
                     given_ns,
                     time.monotonic_ns(),
-                    copied,
+                    copied_out,
                     failed,
                 )
             )
             # What has taken memory must know whether it was delivered.
-            waits = self._sent and not final and not writer.memory.has_fresh
+            waits = self._sent and not final and not memory.has_fresh
             told = writer.link.flush_soon() if waits else writer.link.flush()
-        taken = writer.memory.delivered() if told else writer.memory.undelivered()
+        taken = memory.delivered() if told else memory.undelivered()
         if response is not None:
             self._sent = True
             self._open.window.sent(len(body) + taken)
@@ -210,17 +207,13 @@ class ResponseStream:
         try:
             return self._writer.failures.explain(error, self.request.work.request_id)
         except BaseException as lost:
-            self._writer.control.inbox.append(lost)  # the loop ends the process
-            self._writer.control.wake(always=True)
+            self._writer.context.control.inbox.append(lost)  # the loop ends the process
+            self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 
     def _end(self) -> None:
         self._closed = True
         self._writer.link.close(self._open)
-
-
-def _told(error: ShmserveError) -> tuple[str, str]:
-    return error.code, error.message
 
 
 class RehearsedStream(ResponseStream):

@@ -4,13 +4,13 @@ the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.aliasing import aliased
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, unpack_inference
@@ -48,26 +48,22 @@ class _Template(NamedTuple):
     strings: list[str]  # the names of its BYTES inputs
 
 
+@dataclass(eq=False)
 class Unpacker:
     """Makes `Request`s of packed `Inference`s for one model.
 
     `device_inputs`: what is in device memory is left there; else it is copied to the host's.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        mappings: Mappings,
-        copied: Copied | None = None,
-        device_inputs: bool = False,
-    ) -> None:
-        self._signature = signature
-        self._batched = signature.max_batch_size > 0
-        self._mappings = mappings
-        self._copied = copied or Copied()
-        self._device_inputs = device_inputs
-        self._all_outputs = {name: RequestedOutput(name) for name in signature.outputs}
-        self._templates: TemplateCache[_Template] = TemplateCache()
+    _signature: Signature
+    _mappings: Mappings
+    _copied: Copied = field(default_factory=Copied)
+    _device_inputs: bool = False
+    _templates: TemplateCache[_Template] = field(default_factory=TemplateCache)
+
+    def __post_init__(self) -> None:
+        self._batched = self._signature.max_batch_size > 0
+        self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
 
     def request(
         self,
@@ -117,7 +113,7 @@ class Unpacker:
             requested = self._all_outputs
         else:
             requested = {output.name: output for output in inference.outputs}
-        in_place = aliased(inference)
+        in_place = inference.aliased
         placed = any(output.place is not None for output in inference.outputs)
         strings = [tensor.name for tensor, _ in tensors if tensor.datatype == "BYTES"]
         template = _Template(
@@ -145,6 +141,7 @@ class Unpacker:
 
     def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
         place: Place | None = None
+        on_device = shared = False
         if isinstance(data, bytes):
             # A copy of a few bytes that the model may write into.
             raw = memoryview(bytearray(data))
@@ -155,18 +152,16 @@ class Unpacker:
         else:
             place = data
             raw = self._mappings.view(data)
-            if data.memory.cuda is not None and not self._stays(tensor.datatype):
-                raw, place = self._fetched(raw), None
-        return Input(tensor.name, tensor.datatype, shape, raw, place, self._signature.name)
+            shared = tensor.datatype != "BYTES"
+            on_device = data.memory.cuda is not None
+            if on_device and not (shared and self._device_inputs):
+                from shmserve.workers.memory.device import to_host
 
-    def _stays(self, datatype: str) -> bool:
-        return self._device_inputs and datatype != "BYTES"
-
-    def _fetched(self, raw: Any) -> memoryview:
-        from shmserve.workers.memory.device import to_host
-
-        self._copied.inputs += len(raw)
-        return to_host(raw)
+                self._copied.inputs += len(raw)
+                raw, place = to_host(raw), None
+                on_device = shared = False
+        model = self._signature.name
+        return Input(tensor.name, tensor.datatype, shape, raw, place, model, on_device, shared)
 
     def _model_shape(self, shape: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...]:
         if self._batched:

@@ -6,6 +6,9 @@ A call keeps what it submitted until it has its response: when the scheduler is 
 again to the successor, or to whoever serves the model now. `shmserve.ipc.inflight` has the life of
 a request. Inputs that lie in memory of the caller's own request travel as they are; outputs are
 copied out, so that a model may keep them.
+
+Calls come from the model's thread, from its event loop (many at once), from threads it starts. None
+may come from a signal handler: that may have interrupted one of these with the locks held.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import time
 from collections import deque
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shmserve.errors import Internal, ShmserveError, Unavailable, from_code
 from shmserve.ipc.inflight import InflightRequest, InflightTable, Response, make_submit
@@ -27,13 +30,13 @@ from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.memory.lent import LentMemory, releases, unread
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Cancel, Credit, Failed, Finished, Responded, Settled
-from shmserve.ipc.messages.supervision import ModelWithdrawn, ProcessExited, SchedulerLost
+from shmserve.ipc.messages.supervision import Losses, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.workers.bls.model_directory import BlsTarget, Key, ModelDirectory
 from shmserve.workers.bls.request import CallRequest, CallResponse, PlacedInputs, copied, place
 from shmserve.workers.bls.shared_wait import SharedWait
-from shmserve.workers.links.supervisor import News, SupervisorLink, ignore
+from shmserve.workers.links.supervisor import SupervisorLink, ignore
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Call(InflightRequest):
         future: asyncio.Future[CallResponse] | None = None,
     ) -> None:
         self.router = router
-        self.number = router.next_number()
+        self.number = next(router.ids)
         self.request = request
         self.future = future
         self.arrived_ns = time.monotonic_ns()
@@ -93,20 +96,25 @@ class Call(InflightRequest):
         self.outcome = outcome
         future = self.future
         if future is None:
-            self.router.wake()
+            self.router.waiting.wake()
             return
-        # The loop is gone when the model did not wait for the call.
-        with contextlib.suppress(RuntimeError):
-            future.get_loop().call_soon_threadsafe(_resolve, future, outcome)
+        settle_soon(future, outcome)
 
 
-def _resolve(future: asyncio.Future[CallResponse], outcome: CallResponse | ShmserveError) -> None:
+def settle_soon(future: asyncio.Future[Any], outcome: object) -> None:
+    """Give a future its result or its error, in its loop, unless it is done by then."""
+    # The loop is gone when the model did not wait for the call.
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
     if future.done():
         return
-    if isinstance(outcome, CallResponse):
-        future.set_result(outcome)
-    else:
+    if isinstance(outcome, ShmserveError):
         future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _decoupled(model: str) -> Internal:
@@ -115,6 +123,9 @@ def _decoupled(model: str) -> Internal:
         "models using the decoupled transaction policy. Please use 'decoupled=True' argument to "
         "the 'exec' or 'async_exec' calls for decoupled models.'"
     )
+
+
+C = TypeVar("C", bound=Call)
 
 
 class _Doubt(NamedTuple):
@@ -136,7 +147,7 @@ class CallRouter:
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
-        self._ids = count(1)
+        self.ids = count(1)  # of calls
         self.waiting = SharedWait(self._take)
         self._lock = self.waiting.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
@@ -158,11 +169,49 @@ class CallRouter:
             self.waiting.close()
             os.close(self._wakeup)
 
-    # --- out
+    # --- for the model's code
 
-    def next_number(self) -> int:
-        """A number for a call."""
-        return next(self._ids)
+    def begin(self, call: C) -> C:
+        """Submit a call. Raises the ShmserveError that it cannot be submitted for."""
+        self.submit(call)
+        self.flush()
+        return call
+
+    def wait(self, call: Call) -> CallResponse:
+        """Wait for the response to a call. Raises the ShmserveError that it ended with."""
+        self.waiting.until(lambda: call.outcome is not None)
+        if isinstance(call.outcome, CallResponse):
+            return call.outcome
+        assert call.outcome is not None
+        raise call.outcome
+
+    def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
+        """`begin`; the future, of the running event loop, gets what `wait` returns or raises.
+
+        Those begun in one turn of the loop are sent as one. Cancelling the future cancels the
+        inference.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[CallResponse] = loop.create_future()
+        self.submit_soon(Call(self, request, future), future)
+        return future
+
+    def submit_soon(self, call: Call, future: asyncio.Future[Any]) -> None:
+        """Submit a call at the end of this turn of the running loop, which takes responses until
+        the future is done; where that is cancelled, so is the call."""
+        loop = asyncio.get_running_loop()
+        self.submit(call)
+        loop.call_soon(self.flush)
+        self.waiting.watch(loop)
+
+        def over(ended: asyncio.Future[Any]) -> None:
+            self.waiting.unwatch(loop)
+            if ended.cancelled():
+                self.cancel_soon(call)
+
+        future.add_done_callback(over)
+
+    # --- out
 
     def submit(self, call: Call) -> None:
         """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
@@ -276,13 +325,9 @@ class CallRouter:
         """Have the next call of `model` ask anew where it is."""
         self._directory.invalidate(model)
 
-    def wake(self) -> None:
-        """Have every thread that waits look whether its call has ended; with the lock."""
-        self.waiting.wake()
-
     # --- losses
 
-    def _models_changed(self, news: News) -> None:
+    def _models_changed(self, news: Losses) -> None:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
         with self._lock:
             match news:

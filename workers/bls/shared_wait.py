@@ -10,6 +10,8 @@ import select
 import threading
 from collections.abc import Callable
 
+from shmserve.workers.links.supervisor import readable
+
 
 class SharedWait:
     """One epoll descriptor over all sockets, one thread at a time asleep on it, the others behind.
@@ -53,10 +55,7 @@ class SharedWait:
                     self._turn.notify_all()
 
     def _sleep(self) -> None:
-        poll = select.poll()
-        poll.register(self._epoll.fileno(), select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        poll.poll()
+        readable(self._epoll.fileno(), self._wake)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages.inference import Responded
-from shmserve.workers.bls.calls import Call, CallRouter
+from shmserve.workers.bls.calls import Call, CallRouter, settle_soon
 from shmserve.workers.bls.request import CallRequest, CallResponse
 
 Item = CallResponse | ShmserveError
@@ -56,11 +55,10 @@ class StreamCall(Call):
     def _add(self, item: Item, final: bool) -> None:
         self.items.append(item)
         self.over = self.over or final
-        self.router.wake()
+        self.router.waiting.wake()
         begun, self.begun = self.begun, None
         if begun is not None:
-            with contextlib.suppress(RuntimeError):  # its loop has ended
-                begun.get_loop().call_soon_threadsafe(_resolve, begun)
+            settle_soon(begun, None)
 
     def ready(self) -> bool:
         """Whether there is something to take, or nothing will come any more."""
@@ -95,8 +93,3 @@ class StreamCall(Call):
             self.cancelled = True
             if not self.over:
                 self.router.cancel_soon(self)
-
-
-def _resolve(begun: asyncio.Future[None]) -> None:
-    if not begun.done():
-        begun.set_result(None)

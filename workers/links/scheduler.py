@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.credit import SendWindow
@@ -24,11 +24,12 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     CreditExecution,
     InstanceReady,
+    ReaderExited,
     ReleaseOutputs,
     Work,
 )
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.workers.links.supervisor import SupervisorLink
+from shmserve.workers.links.supervisor import SupervisorLink, readable
 from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,12 @@ class Command(NamedTuple):
 MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
+@dataclass(eq=False)
 class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
 
-    `on_release(client_pid, offsets)` hears of outputs that were read.
+    `on_read` hears of outputs that nobody reads any more.
 
     Besides what concerns one request, it takes the messages whose types are `served` (see
     `MessageTable`), in their order. What starts work has `requests`, and says in `live` how many
@@ -87,28 +89,24 @@ class InstanceLink:
     that a cancel behind it finds them.
     """
 
-    def __init__(
-        self,
-        control: SupervisorLink,
-        index: int,
-        pid: int,
-        on_release: Callable[[int, list[int]], None],
-    ) -> None:
+    _control: SupervisorLink
+    _index: int
+    _pid: int
+    _on_read: Callable[[ReleaseOutputs | ReaderExited], None]
+    commands: deque[Command] = field(default_factory=deque)
+    served: Collection[type[Any]] = ()
+    _dealer: Dealer | None = None
+    _flushed_ns: int = 0
+    _held: bool = False
+    _open: dict[int, WorkerRequest] = field(default_factory=dict)
+    # Eventfd of a thread -> whose credit it needs.
+    _waiting: dict[int, WorkerRequest] = field(default_factory=dict)
+    _reader: int = 0  # that of the one that reads the socket meanwhile
+    loop_reads: bool = False  # it waits for what comes, and reads it
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.commands: deque[Command] = deque()
-        self.served: Collection[type[Any]] = ()
-        self._control = control
-        self._index = index
-        self._pid = pid
-        self._on_release = on_release
-        self._dealer: Dealer | None = None
-        self._flushed_ns = 0
-        self._held = False
         self._timer = Timer(_MOST_HELD_NS, self._flush_held)
-        self._open: dict[int, WorkerRequest] = {}
-        self._waiting: dict[int, WorkerRequest] = {}  # eventfd of a thread -> whose credit it needs
-        self._reader = 0  # that of the one that reads the socket meanwhile
-        self.loop_reads = False  # it waits for what comes, and reads it
 
     # --- the socket
 
@@ -124,6 +122,11 @@ class InstanceLink:
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd)
             self._dealer.post(InstanceReady(self._index, self._pid))
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a scheduler, as far as is known."""
+        return self._dealer is not None and self._dealer.connected
 
     def post(self, message: Any) -> None:
         """Queue a message for the next that is sent."""
@@ -147,7 +150,7 @@ class InstanceLink:
             if not self._held:
                 self._held = True
                 self._timer.start()
-            return self._dealer is not None and self._dealer.connected
+            return self.connected
 
     def _flush_held(self) -> None:
         with self.lock:
@@ -195,8 +198,8 @@ class InstanceLink:
                 if request is not None:
                     request.window.read(responses)
                     self._wake(request)
-            case ReleaseOutputs(client_pid=pid, offsets=offsets):
-                self._on_release(pid, offsets)
+            case ReleaseOutputs() | ReaderExited():
+                self._on_read(message)
             case _:
                 logger.warning("unexpected %s", type(message).__name__)
 
@@ -264,7 +267,7 @@ class InstanceLink:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return False
-                _wait(fds, left_s)
+                readable(*fds, timeout_s=left_s)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(awaited)
         finally:
@@ -292,10 +295,3 @@ class InstanceLink:
         for waiting, awaited in self._waiting.items():
             if awaited is request:
                 os.eventfd_write(waiting, 1)
-
-
-def _wait(fds: Iterable[int], timeout_s: float) -> None:
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    poll.poll(timeout_s * 1000)

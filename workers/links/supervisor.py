@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 from shmserve import logs
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.messages.supervision import (
+    Answer,
     Answered,
+    Losses,
     ModelWithdrawn,
     ProcessExited,
     Refused,
@@ -22,9 +23,6 @@ from shmserve.ipc.messages.supervision import (
     SetLogging,
 )
 from shmserve.ipc.transport.dealer import Dealer
-
-# What a model's calls of other models must know of.
-News = ModelWithdrawn | SchedulerLost | ProcessExited
 
 
 class SupervisorLink:
@@ -38,11 +36,11 @@ class SupervisorLink:
     def __init__(self, dealer: Dealer) -> None:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
-        self.on_models_changed: Callable[[News], None] = ignore
+        self.on_models_changed: Callable[[Losses], None] = ignore
         self._lock = threading.RLock()
         self._next = 1
         self._waiting: dict[int, int] = {}  # request -> eventfd of its response
-        self._responses: dict[int, Answered | Refused] = {}
+        self._responses: dict[int, Answer] = {}
         self._loop_thread = threading.get_ident()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.epoll()
@@ -109,15 +107,11 @@ class SupervisorLink:
                         self.inbox.append(message)
                         self.wake()
 
-    def ask(
-        self, request: Callable[..., Any], *fields: Any, timeout_s: float | None = None
-    ) -> dict[str, Any]:
+    def ask(self, request: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send `request(number, *fields)` and wait for the payload of its response.
 
-        Raises the ShmserveError that the supervisor refused with, Unavailable when the time is
-        over.
+        Raises the ShmserveError that the supervisor refused with, Unavailable when it is gone.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._lock:
             number = self._next
@@ -129,8 +123,7 @@ class SupervisorLink:
                 if not self.dealer.connected:
                     raise Unavailable("the server is gone")
                 # Whoever reads the socket next, this thread or another, it is not missed.
-                if not _wait(deadline, self.dealer.fd, arrived):
-                    raise Unavailable("the server did not answer in time")
+                readable(self.dealer.fd, arrived)
         finally:
             with self._lock:
                 del self._waiting[number]
@@ -140,20 +133,19 @@ class SupervisorLink:
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _taken(self, number: int) -> Answered | Refused | None:
+    def _taken(self, number: int) -> Answer | None:
         with self._lock:
             self.pump()
             return self._responses.pop(number, None)
 
 
-def ignore(news: News) -> None:
+def ignore(news: Losses) -> None:
     """No model here calls others."""
 
 
-def _wait(deadline: float | None, *fds: int) -> bool:
-    """Whether one of the descriptors became readable before `deadline` (monotonic seconds)."""
+def readable(*fds: int, timeout_s: float | None = None) -> bool:
+    """Whether one of these descriptors becomes readable in this time; None: whenever it does."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-    return bool(poll.poll(left))
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

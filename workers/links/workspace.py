@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,22 +29,16 @@ def _unchanged(view: Any) -> Any:
     return view
 
 
+@dataclass(eq=False)
 class Workspace:
     """Leases of one instance, on `device` (torch's name). `settle(number)` waits until a CUDA
     device has done what this process asked of it."""
 
-    def __init__(
-        self,
-        control: SupervisorLink,
-        mappings: Mappings,
-        device: str,
-        settle: Callable[[int], None],
-    ) -> None:
-        self._control = control
-        self._mappings = mappings
-        self._device = device
-        self._settle = settle
-        self.coroutines = 0  # of the event loop, that have a lease
+    _control: SupervisorLink
+    _mappings: Mappings
+    _device: str
+    _settle: Callable[[int], None]
+    coroutines: int = 0  # of the event loop, that have a lease
 
     def lease(self, byte_size: int, seen_as: Callable[[Any], Any] = _unchanged) -> LeasedWorkspace:
         """So many bytes for a with block, `seen_as` what that makes of a writable memoryview, or of

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -73,26 +74,22 @@ class _Mapping:
         self._collect()
 
 
+@dataclass(eq=False)
 class DeviceMemory:
     """The memory that this process has open on devices. `cuda` and `as_tensor` are replaced in
     tests."""
 
-    def __init__(
-        self,
-        cuda: Callable[[], Cuda] = Driver,
-        as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor,
-    ) -> None:
-        self._make = cuda
-        self._cuda: Cuda | None = None
-        self._as_tensor = as_tensor
-        self._open: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = (
-            weakref.WeakValueDictionary()
-        )
-        self._unused: deque[tuple[int, int]] = deque()  # (pointer, device), to be closed
-        self._written: set[int] = set()
-        self._used: set[int] = set()  # devices that worked
-        self._thread = threading.get_ident()
-        self._opening = threading.Lock()
+    _make: Callable[[], Cuda] = Driver
+    _as_tensor: Callable[[Allocation], torch.Tensor] = cuda_tensor
+    _cuda: Cuda | None = None
+    _open: weakref.WeakValueDictionary[tuple[bytes, int], Allocation] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    _unused: deque[tuple[int, int]] = field(default_factory=deque)  # (pointer, device), to close
+    _written: set[int] = field(default_factory=set)
+    _used: set[int] = field(default_factory=set)  # devices that worked
+    _thread: int = field(default_factory=threading.get_ident)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, memory: Memory) -> _Mapping:
         """Map the memory of a region, or of a workspace, for `Mappings`; from any thread.

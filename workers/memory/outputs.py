@@ -46,6 +46,12 @@ class OutputMemory:
         self._fresh: dict[int, _Output] = {}  # by offset: of what is not returned yet
         self._held: dict[int, int] = {}  # by reader: bytes
         self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
+        self._exited: set[int] = set()  # readers, of which the scheduler may not know yet
+
+    @property
+    def id(self) -> int:
+        """That of the memory of the arena."""
+        return self._arena.memory.id
 
     def __len__(self) -> int:
         return len(self._readers) + len(self._fresh)
@@ -89,8 +95,21 @@ class OutputMemory:
         """Take blocks back from their reader; what is not lent to it is ignored."""
         self._readers.release(reader, offsets)
 
+    def exited(self, reader: int) -> None:
+        """A process has ended. What it was lent is kept until `drop_reader`, with which the
+        scheduler says that it does not look at that any more either (a cache keeps a copy), or
+        `drop_exited`."""
+        if reader in self._held:
+            self._exited.add(reader)
+
+    def drop_exited(self) -> None:
+        """The scheduler itself has ended: take back what it would have spoken of."""
+        for reader in list(self._exited):
+            self.drop_reader(reader)
+
     def drop_reader(self, reader: int) -> None:
         """Take back every block of a process that has ended."""
+        self._exited.discard(reader)
         self._readers.drop(reader)
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 

@@ -7,21 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmserve.ipc.tensors.datatypes import element_count
+from shmserve.ipc.tensors.datatypes import NUMPY, element_count
 
 TORCH: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "UINT16": torch.uint16,
-    "UINT32": torch.uint32,
-    "UINT64": torch.uint64,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
+    **{name: getattr(torch, kind.name) for name, kind in NUMPY.items() if name != "BYTES"},
     "BF16": torch.bfloat16,
 }
 PROTOCOL: dict[torch.dtype, str] = {kind: name for name, kind in TORCH.items()}

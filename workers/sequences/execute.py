@@ -22,12 +22,9 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
-from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.execute import Executor
-from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.request import Input, Request, Response
-from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
-from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
 from shmserve.workers.sequences import controls
 from shmserve.workers.sequences.state import States, read
@@ -38,24 +35,19 @@ _NO_ROW = SequenceRow(0, 0)
 _STRING_HEAD = 4  # the bytes of a text's length
 
 
+@dataclass(eq=False)
 class SequenceExecutor(Executor):
     """Runs batches of a model with sequences."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        unpacker: Unpacker,
-        writer: ResponseWriter,
-        decoupled: bool,
-        padder: Padder | None,
-        config: ModelSpec,
-    ) -> None:
-        super().__init__(context, backend, unpacker, writer, decoupled, padder)
+    _config: ModelSpec
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self._config
         self._controls = controls.read(config)
         self._batched = config.max_batch_size > 0
         self._policy.copies = True  # no second try would find out that a model needs them
-        self._states = States(read(config, context.model_dir), backend.read_only_inputs)
+        self._states = States(read(config, self._context.model_dir), self._backend.read_only_inputs)
         # Those that clients get, too.
         self._returned = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.request import Input, Output, Request, Response
+from shmserve.workers.user_code import read_data
 
 _FOLDER = "initial_state"
 _STRING_HEAD = 4
@@ -83,10 +83,15 @@ class States:
         raw = value.raw
         if self._copies and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        given = Input(spec.input_name, value.datatype, value.shape, raw)
-        given.kept = not spec.same_buffer
-        given.writable = spec.same_buffer
-        return given
+        return Input(
+            spec.input_name,
+            value.datatype,
+            value.shape,
+            raw,
+            on_device=not isinstance(raw, memoryview),
+            kept=not spec.same_buffer,
+            writable=spec.same_buffer,
+        )
 
     def __len__(self) -> int:
         """The number of sequences that have state."""
@@ -127,8 +132,9 @@ def _updated(value: _Value, output: Output) -> _Value:
             return _Value("BYTES", shape, memoryview(bytearray(encode_bytes(data))))
         fresh = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     else:
-        flat = data.detach().contiguous().reshape(-1)
-        fresh = flat.view(_torch().uint8)
+        import torch
+
+        fresh = data.detach().contiguous().reshape(-1).view(torch.uint8)
         if fresh.device.type == "cpu":
             fresh = fresh.numpy()
     return _Value(output.datatype, shape, _stored(value.raw, fresh))
@@ -150,12 +156,6 @@ def _stored(raw: Any, fresh: Any) -> Any:
     return raw
 
 
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
 def read(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
     """The states of a model's configuration, with what they begin with.
 
@@ -173,14 +173,15 @@ def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
     size = element_count(shape) * (ITEM_SIZE[datatype] or _STRING_HEAD)
     initial = bytes(size)
     if given.data_file:
-        initial = _file(model_dir / _FOLDER, given.data_file, state.input_name)
-        if ITEM_SIZE[datatype]:
-            if len(initial) < size:
-                raise InvalidArgument(
-                    f"initial_state setting expects {size} bytes, but the data provided from "
-                    f"{given.data_file} only has {len(initial)} bytes"
-                )
-            initial = initial[:size]
+        which = f"the data file of state '{state.input_name}'"
+        initial = read_data(
+            model_dir / _FOLDER,
+            given.data_file,
+            size if ITEM_SIZE[datatype] else None,
+            setting="initial_state",
+            outside=f"{which} must lie in the model's folder '{_FOLDER}'",
+            unreadable=f"{which} cannot be read",
+        )
     return StateSpec(
         state.input_name,
         state.output_name,
@@ -189,17 +190,3 @@ def _spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
         initial,
         state.use_same_buffer_for_input_output,
     )
-
-
-def _file(folder: Path, name: str, state: str) -> bytes:
-    path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InvalidArgument(
-            f"the data file of state '{state}' must lie in the model's folder '{_FOLDER}'"
-        )
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(
-            f"the data file of state '{state}' cannot be read: {error.strerror}"
-        ) from None

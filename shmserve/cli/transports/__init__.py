@@ -7,11 +7,11 @@ grpc.py      gRPC
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shmserve.cli.client_tensors import ModelTensor
+from shmserve.cli.client_tensors import ModelTensor, decode
 
 
 class TransportError(Exception):
@@ -62,6 +62,12 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
+    """An output of these bytes; raises ValueError or KeyError when it is malformed."""
+    data = decode(datatype, list(shape), memoryview(raw))
+    return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
 
 def response(

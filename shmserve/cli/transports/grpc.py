@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import OutgoingRequest, TransportError, response
+from shmserve.cli.client_tensors import ModelTensor
+from shmserve.cli.transports import OutgoingRequest, TransportError, output, response
 from shmserve.proto import grpc_service_pb2
 
 pb: Any = grpc_service_pb2
@@ -91,13 +91,8 @@ class GrpcTransport:
 def _response(found: Any) -> dict[str, Any]:
     try:
         outputs = [
-            {
-                "name": output.name,
-                "datatype": output.datatype,
-                "shape": list(output.shape),
-                "data": decode(output.datatype, list(output.shape), memoryview(raw)),
-            }
-            for output, raw in zip(found.outputs, found.raw_output_contents, strict=True)
+            output(each.name, each.datatype, each.shape, raw)
+            for each, raw in zip(found.outputs, found.raw_output_contents, strict=True)
         ]
     except (KeyError, ValueError) as error:
         raise TransportError("the server's response is malformed") from error

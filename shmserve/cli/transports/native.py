@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import InputTensor, OutgoingRequest, TransportError, response
+from shmserve.cli.client_tensors import ModelTensor
+from shmserve.cli.transports import InputTensor, OutgoingRequest, TransportError, output, response
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
@@ -76,6 +76,4 @@ def _array(tensor: InputTensor, model: str) -> Array:
 
 def _output(name: str, datatype: str, array: Array) -> dict[str, Any]:
     raw = encode_bytes(array) if datatype == "BYTES" else array.tobytes()
-    shape = list(array.shape)
-    data = decode(datatype, shape, memoryview(raw))
-    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+    return output(name, datatype, array.shape, raw)

@@ -14,7 +14,8 @@ from shmserve.client.server.state import ServerState
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported, from_code
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.messages.inference import Failed, Finished, Release, Responded
-from shmserve.ipc.tensors.aliasing import runs_once
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.ipc.transport.records import MalformedMessage
 
 DECOUPLED = "model '%s' gives any number of responses to a request: `stream` yields them"
@@ -98,7 +99,7 @@ class ClientRequest(InflightRequest):
     def discard(self, message: Response) -> None:
         """Release the outputs of a response that nobody reads: they take up a worker's memory."""
         if isinstance(message, Finished | Responded):
-            discard(self.built, message.body, self.release)
+            discard(self, message.body)
 
     def _finish(self, body: bytes) -> None:
         channel = self.channel
@@ -106,7 +107,7 @@ class ClientRequest(InflightRequest):
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self.built, body, channel.server.copied, self.release)
+            outcome = read(self, body)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
@@ -119,6 +120,10 @@ class ClientRequest(InflightRequest):
             self.end = end
             outcome = Internal("the response cannot be read")
         self.done(outcome)
+
+    def copied(self, place: Place) -> bytes:
+        """A copy of what is in a worker's memory."""
+        return self.channel.server.copied(place)
 
     def release(self, release: Release) -> None:
         """Tell a worker that its outputs have been read."""

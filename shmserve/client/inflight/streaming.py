@@ -72,7 +72,7 @@ class ClientStream(ClientRequest):
         item: Result | ShmserveError
         self._copied_bytes = 0
         try:
-            item = read_one_of_many(self.built, body, self._copy, self.release)
+            item = read_one_of_many(self, body)
         except ShmserveError as error:
             item = error
         except MalformedMessage:
@@ -82,9 +82,9 @@ class ClientStream(ClientRequest):
             self.over = True
             self.channel.cancel(self)
 
-    def _copy(self, place: Place) -> bytes:
+    def copied(self, place: Place) -> bytes:
         self._copied_bytes += place.byte_size
-        return self.channel.server.copied(place)
+        return super().copied(place)
 
     def done(self, outcome: Result | ShmserveError) -> None:
         if not self.abandoned and not self.over:

@@ -20,8 +20,7 @@ from shmserve.client.memory.views import MemoryLease
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.memory.device_allocation import DeviceAllocation
+from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.messages import local_clients as m
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,6 +135,7 @@ class Keeper(Protocol):
         """Give back those that are."""
 
 
+@dataclass(eq=False)
 class Memories:
     """The allocator of a client, over all its segments; for any thread.
 
@@ -141,24 +143,19 @@ class Memories:
     somebody call `settle_if_free`.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        share: Callable[[AnySegment], None],
-        withdraw: Callable[[AnySegment], None],
-        nudge: Callable[[], None] = nothing,
-    ) -> None:
-        self._nudge = nudge
-        self._limit = limit
-        self._share = share
-        self._withdraw = withdraw
-        self._lock = threading.RLock()
-        # Held in the middle of a step: a signal's handler that our own thread runs may find it so,
-        # and then gets memory of its own.
-        self._steps = threading.Lock()
-        self._segments: list[AnySegment] = []
-        self.returned: deque[tuple[AnySegment, int]] = deque()
-        self._keepers: weakref.WeakKeyDictionary[Keeper, None] = weakref.WeakKeyDictionary()
+    _limit: int
+    _share: Callable[[AnySegment], None]
+    _withdraw: Callable[[AnySegment], None]
+    _nudge: Callable[[], None] = nothing
+    _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
+    # Held in the middle of a step: a signal's handler that our own thread runs may find it so,
+    # and then gets memory of its own.
+    _steps: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _segments: list[AnySegment] = field(init=False, default_factory=list)
+    returned: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
+    _keepers: weakref.WeakKeyDictionary[Keeper, None] = field(
+        init=False, default_factory=weakref.WeakKeyDictionary
+    )
 
     def allocate(self, byte_size: int, *, alone: bool = False) -> MemoryBlock:
         """A block, in a segment of its own if `alone`.

@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     Inference,
-    InferenceTemplate,
+    PackedTemplate,
     RequestedOutput,
     pack_inference,
 )
@@ -120,7 +120,7 @@ class RequestTemplate:
 
     def _cut(self) -> list[bytes]:
         refs = [template.ref(bytes(template.byte_size)) for template in self._templates]
-        return InferenceTemplate(Inference(tuple(refs), self._asked)).pieces()
+        return PackedTemplate(Inference(tuple(refs), self._asked)).pieces
 
     # --- large
 

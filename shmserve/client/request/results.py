@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,14 +11,14 @@ from shmserve.client.errors import Released
 from shmserve.client.memory.cuda import DeviceSegment
 from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import MemoryLease, nothing
-from shmserve.client.request.arrays import Array, dtype_of, to_torch
+from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases, unread
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.tensors.inference import unpack_inferred
 
 
 class Result(Mapping[str, Any]):
@@ -76,21 +76,28 @@ class _Released(dict[str, Any]):
         raise Released("this result was released")
 
 
-def read(
-    built: PackedRequest,
-    body: bytes,
-    copied: Callable[[Place], bytes],
-    release: Callable[[Release], None],
-) -> Result:
-    """The result in the only response of a request. `copied(place)` gives what is in a worker's
-    memory, and `release` sends what tells the worker that it was read.
+class Reader(Protocol):
+    """A request whose response is read."""
+
+    built: PackedRequest
+
+    def copied(self, place: Place) -> bytes:
+        """What is in a worker's memory."""
+
+    def release(self, release: Release) -> None:
+        """Tell a worker that its outputs have been read."""
+
+
+def read(reader: Reader, body: bytes) -> Result:
+    """The result in the only response of a request.
 
     The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
     worker's memory is gone, Unsupported when only the server's own user may read it; the request
     has its memory still then.
     """
+    built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
-    result, placed = _read(built, body, lease, copied, release)
+    result, placed = _read(reader, body, lease)
     if lease is None or not placed:
         built.end()
     else:
@@ -98,30 +105,20 @@ def read(
     return result
 
 
-def read_one_of_many(
-    built: PackedRequest,
-    body: bytes,
-    copied: Callable[[Place], bytes],
-    release: Callable[[Release], None],
-) -> Result:
+def read_one_of_many(reader: Reader, body: bytes) -> Result:
     """As `read`, of a response that others may follow: the request keeps its memory."""
-    return _read(built, body, None, copied, release)[0]
+    return _read(reader, body, None)[0]
 
 
-def discard(built: PackedRequest, body: bytes, release: Callable[[Release], None]) -> None:
+def discard(reader: Reader, body: bytes) -> None:
     """Release the outputs of a response that nobody reads."""
-    for left in unread(body, _own(built)):
-        release(left)
+    for left in unread(body, _own(reader.built)):
+        reader.release(left)
 
 
-def _read(
-    built: PackedRequest,
-    body: bytes,
-    lease: MemoryLease | None,
-    copied: Callable[[Place], bytes],
-    release: Callable[[Release], None],
-) -> tuple[Result, bool]:
+def _read(reader: Reader, body: bytes, lease: MemoryLease | None) -> tuple[Result, bool]:
     """The result, and whether outputs of it may lie in memory."""
+    built = reader.built
     responses = built.model.responses
     known = responses.find(body)
     if known is None:
@@ -131,52 +128,34 @@ def _read(
     else:
         response, datas = known
     if len(datas) < len(response.outputs):
-        outputs = _placed(built, response, datas, lease, copied, release)
-        return _result(outputs, dict(response.parameters), lease, built.as_torch), True
-    arrays: dict[str, Any] = {}
-    for ref, data in zip(response.outputs, datas, strict=True):
-        array = _inline(built, ref, data)
-        arrays[ref.name] = to_torch(array, ref.datatype) if built.as_torch else array
+        outputs = _placed(reader, response.outputs, datas, lease)
+        return Result(outputs, dict(response.parameters), lease), True
+    pairs = zip(response.outputs, datas, strict=True)
+    arrays = {ref.name: _inline(built, ref, data) for ref, data in pairs}
     return Result(arrays, dict(response.parameters), None), False
 
 
-def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Array:
+def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Any:
     if ref.datatype == "BYTES":
         return decode_bytes(data, ref.shape, ref.name, built.model.name)
-    return np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
+    array = np.ndarray(ref.shape, dtype_of(ref.datatype), bytearray(data))
+    return to_torch(array, ref.datatype) if built.as_torch else array
 
 
 def _placed(
-    built: PackedRequest,
-    response: Inferred,
-    datas: list[bytes],
-    lease: MemoryLease | None,
-    copied: Callable[[Place], bytes],
-    release: Callable[[Release], None],
-) -> dict[str, tuple[Array, str]]:
+    reader: Reader, outputs: Sequence[TensorRef], datas: list[bytes], lease: MemoryLease | None
+) -> dict[str, Any]:
     inline = iter(datas)
-    found = _Outputs(built, lease, copied)
     try:
         return {
-            ref.name: found.array(ref)
+            ref.name: _in_memory(reader, lease, ref, ref.data)
             if isinstance(ref.data, Place)
-            else (_inline(built, ref, next(inline)), ref.datatype)
-            for ref in response.outputs
+            else _inline(reader.built, ref, next(inline))
+            for ref in outputs
         }
     finally:
-        for read in releases(response.outputs, _own(built)):
-            release(read)
-
-
-def _result(
-    arrays: dict[str, tuple[Array, str]],
-    parameters: dict[str, Any],
-    lease: MemoryLease | None,
-    as_torch: bool,
-) -> Result:
-    if as_torch:
-        return Result({n: to_torch(*pair) for n, pair in arrays.items()}, parameters, lease)
-    return Result({name: pair[0] for name, pair in arrays.items()}, parameters, lease)
+        for read in releases(outputs, _own(reader.built)):
+            reader.release(read)
 
 
 def _own(built: PackedRequest) -> set[int]:
@@ -184,49 +163,42 @@ def _own(built: PackedRequest) -> set[int]:
     return {segment.memory.id for segment in built.segments if segment.memory is not None}
 
 
-class _Outputs:
-    """The outputs of one response that lie in memory, found there."""
+def _in_memory(reader: Reader, lease: MemoryLease | None, ref: TensorRef, place: Place) -> Any:
+    """An output that lies in memory."""
+    built = reader.built
+    segment = _segment(built, place.memory)
+    if segment is None or ref.datatype == "BYTES":
+        return _inline(built, ref, _copied(reader, place, segment))
+    lease = lease or _region_lease(built, segment)
+    array = segment.view(place.offset, ref.shape, ref.datatype, lease)
+    return to_torch(array, ref.datatype) if built.as_torch else array
 
-    def __init__(
-        self, built: PackedRequest, lease: MemoryLease | None, copied: Callable[[Place], bytes]
-    ) -> None:
-        self._prepared = built
-        self._lease = lease
-        self._from_worker = copied
 
-    def array(self, ref: TensorRef) -> tuple[Array, str]:
-        """An output that lies in memory, and its datatype."""
-        place: Place = ref.data  # type: ignore[assignment]
-        segment = self._segment(place.memory)
-        if segment is not None and ref.datatype != "BYTES":
-            lease = self._lease or self._region_lease(segment)
-            return segment.view(place.offset, ref.shape, ref.datatype, lease), ref.datatype
-        return _inline(self._prepared, ref, self._copied(place, segment)), ref.datatype
+def _segment(built: PackedRequest, memory: Memory) -> Any:
+    for segment in built.segments:
+        if segment.memory is not None and segment.memory.id == memory.id:
+            return segment
+    return None
 
-    def _segment(self, memory: Memory) -> Any:
-        for segment in self._prepared.segments:
-            if segment.memory is not None and segment.memory.id == memory.id:
-                return segment
-        return None
 
-    def _region_lease(self, segment: AnySegment) -> MemoryLease:
-        built = self._prepared
-        # Outputs come after inputs.
-        for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
-            if other is segment and isinstance(holder, MemoryLease):
-                return holder
-        return MemoryLease(nothing)
+def _region_lease(built: PackedRequest, segment: AnySegment) -> MemoryLease:
+    # Outputs come after inputs.
+    for other, holder in zip(built.segments[::-1], built.holders[::-1], strict=True):
+        if other is segment and isinstance(holder, MemoryLease):
+            return holder
+    return MemoryLease(nothing)
 
-    def _copied(self, place: Place, segment: AnySegment | None) -> bytes:
-        if segment is not None:
-            if isinstance(segment, DeviceSegment):
-                raise Unsupported("strings on a device cannot be read there: give them no place")
-            return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
-        try:
-            return self._from_worker(place)
-        except Unavailable as error:
-            if not isinstance(error.__cause__, PermissionError):
-                raise
-            raise Unsupported(
-                "an output is too large for a message: name a place for it, from `allocate`"
-            ) from None
+
+def _copied(reader: Reader, place: Place, segment: AnySegment | None) -> bytes:
+    if segment is not None:
+        if isinstance(segment, DeviceSegment):
+            raise Unsupported("strings on a device cannot be read there: give them no place")
+        return bytes(segment.bytes[place.offset : place.offset + place.byte_size])
+    try:
+        return reader.copied(place)
+    except Unavailable as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise
+        raise Unsupported(
+            "an output is too large for a message: name a place for it, from `allocate`"
+        ) from None

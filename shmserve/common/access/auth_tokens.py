@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument, PermissionDenied, ShmserveError, Unauthenticated
+from shmserve.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    ShmserveError,
+    Unauthenticated,
+    refused,
+)
 
 # What --http-restricted-api and --grpc-restricted-protocol may name.
 RESTRICTABLE = (
@@ -130,12 +136,9 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
 
     Raises InvalidArgument with one line that shows no token.
     """
-    try:
+    with refused(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
         mode = path.stat().st_mode
         text = path.read_text()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise InvalidArgument(f"{_TOKENS_FILE}: cannot read '{path}': {reason}") from None
     if mode & 0o022:
         raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' may be written by others than its owner")
     tokens: dict[str, tuple[str, ...]] = {}

@@ -18,19 +18,19 @@ Reports = list[tuple[dict[str, str], dict[str, Any]]]
 
 
 class ReportFamily(NamedTuple):
-    """A family with a sample for each model: the number at `path` of its report, nanoseconds as
-    microseconds; with a `label` there are numbers, by that label's values."""
+    """A family with a sample for each model: the number at `path` of its report ("cache.bytes"),
+    nanoseconds as microseconds; with a `label` there are numbers, by that label's values."""
 
-    name: str
-    text: str
     kind: str
-    path: tuple[str, ...]
+    name: str
+    path: str
+    text: str
     label: str = ""
 
     @property
     def is_latency(self) -> bool:
         """Whether it is a time, which settings can switch off."""
-        return self.path[-1].endswith("_ns")
+        return self.path.endswith("_ns")
 
     def metric(self, reports: Reports) -> Metric:
         """The family with its samples."""
@@ -40,7 +40,7 @@ class ReportFamily(NamedTuple):
         name = self.name if plain else f"{self.name}_total"
         for labels, report in reports:
             found: Any = report
-            for key in self.path:
+            for key in self.path.split("."):
                 found = found[key]
             if self.label:
                 for value, number in found.items():
@@ -48,6 +48,10 @@ class ReportFamily(NamedTuple):
             else:
                 family.add_sample(name, labels, found // 1000 if self.is_latency else found)
         return family
+
+
+def _families(*rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
+    return tuple(ReportFamily(*row) for row in rows)
 
 
 _ALL = "inference requests, all batch sizes"
@@ -65,76 +69,42 @@ _LATENCIES = (
         "compute_output",
     ),
 )
-_TRITONS = (
-    ReportFamily(
-        "nv_inference_request_success",
-        f"Number of successful {_ALL}",
-        "counter",
-        ("success",),
-    ),
-    ReportFamily(
-        "nv_inference_count",
+_TRITONS = _families(
+    ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
+    (
+        *("counter", "nv_inference_count", "inference_count"),
         f"Number of inferences performed {_EXECUTED}",
-        "counter",
-        ("inference_count",),
     ),
-    ReportFamily(
-        "nv_inference_exec_count",
+    (
+        *("counter", "nv_inference_exec_count", "execution_count"),
         f"Number of model executions performed {_EXECUTED}",
-        "counter",
-        ("execution_count",),
     ),
     *(
-        ReportFamily(
-            f"nv_inference_{name}_duration_us",
-            f"Cumulative {text}",
-            "counter",
-            (f"{counter}_ns",),
-        )
+        ("counter", f"nv_inference_{name}_duration_us", f"{counter}_ns", f"Cumulative {text}")
         for name, text, counter in _LATENCIES
     ),
-    ReportFamily(
-        "nv_inference_pending_request_count",
+    (
+        *("gauge", "nv_inference_pending_request_count", "pending"),
         "Instantaneous number of pending requests awaiting execution per-model.",
-        "gauge",
-        ("pending",),
     ),
 )
 # Of models that have a response cache.
-_OF_CACHE = (
+_OF_CACHE = _families(
+    ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
+    ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
     *(
-        ReportFamily(f"nv_cache_{name}_per_model", text, "counter", (counter,))
-        for name, text, counter in (
-            ("num_hits", "Number of cache hits per model", "cache_hit"),
-            ("num_misses", "Number of cache misses per model", "cache_miss"),
-            (
-                "hit_duration",
-                "Total cache hit duration per model, in microseconds",
-                "cache_hit_ns",
-            ),
-            (
-                "miss_duration",
-                "Total cache miss duration per model, in microseconds",
-                "cache_miss_ns",
-            ),
+        (
+            *("counter", f"nv_cache_{kind}_duration_per_model", f"cache_{kind}_ns"),
+            f"Total cache {kind} duration per model, in microseconds",
         )
+        for kind in ("hit", "miss")
     ),
-    ReportFamily(
-        "shmserve_cache_bytes",
-        "Bytes of responses in the cache of a model",
-        "gauge",
-        ("cache", "bytes"),
-    ),
-    ReportFamily(
-        "shmserve_cache_entries",
-        "Responses in the cache of a model",
-        "gauge",
-        ("cache", "entries"),
-    ),
+    ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
+    ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
 )
-_OURS = (
+_OURS = _families(
     *(
-        ReportFamily(f"shmserve_{name}", text, "counter", (name,))
+        ("counter", f"shmserve_{name}", name, text)
         for name, text in (
             ("workers_lost", "Instances that died or were killed while they were in use"),
             ("retried", "Requests that ran again, alone, after their worker died"),
@@ -142,21 +112,15 @@ _OURS = (
             ("malformed", "Messages that were dropped because they were malformed"),
         )
     ),
-    ReportFamily(
-        "shmserve_batches_closed",
-        "Executions by why their batch took no more",
-        "counter",
-        ("batches_closed",),
-        "reason",
+    (
+        *("counter", "shmserve_batches_closed", "batches_closed"),
+        *("Executions by why their batch took no more", "reason"),
     ),
-    ReportFamily("shmserve_instances", "Instances by state", "gauge", ("instances",), "state"),
-    ReportFamily("shmserve_executing_requests", "Requests at workers now", "gauge", ("executing",)),
-    ReportFamily(
-        "shmserve_copied_bytes",
-        "Bytes of tensors that workers copied",
-        "counter",
-        ("copied_bytes",),
-        "direction",
+    ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
+    ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
+    (
+        *("counter", "shmserve_copied_bytes", "copied_bytes"),
+        *("Bytes of tensors that workers copied", "direction"),
     ),
 )
 _HISTOGRAMS = (

@@ -4,8 +4,7 @@
     service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
     infer_calls.py           the inference RPCs as calls, directly on gRPC's core and by grpc.aio
     infer.py                 an inference request to its scheduler and back
-    stream_call.py           ModelStreamInfer: many requests in one call, and many responses;
-                             stream_entry.py, the responses to one of them
+    stream_call.py           ModelStreamInfer: many requests in one call, and many responses
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs
     client_identity.py       who calls, and whether it is authorised

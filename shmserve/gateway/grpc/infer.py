@@ -25,6 +25,7 @@ from shmserve.gateway.inference.streaming_request import Message, StreamingReque
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
+from shmserve.gateway.process import ActiveCount
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
@@ -163,39 +164,26 @@ class RequestRefused(Exception):
         return self
 
 
-class Inferences:
+class Inferences(ActiveCount):
     """Submits inferences, of unary calls and of streams, and encodes their responses.
 
-    `count` is how many responses are not sent yet.
+    `active` is how many responses are not sent yet.
     """
 
-    __slots__ = ("_idle", "_prepared", "count", "encoder", "gateway")
+    __slots__ = ("_prepared", "encoder", "gateway")
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
         self.gateway = gateway
         self.encoder = ResponseEncoder()
         self._prepared = PreparedRequests(gateway.models)
-        self.count = 0
-        self._idle: Callable[[], None] | None = None
 
     def came(self) -> bool:
         """One more, or another call that is taken; whether it counts. What comes while the server
         drains is handled as long as its model is there, and keeps no drain waiting."""
         counts = not self.gateway.draining
-        self.count += counts
+        self.active += counts
         return counts
-
-    def left(self) -> None:
-        """One less."""
-        self.count -= 1
-        if not self.count and self._idle is not None:
-            self.when_idle(self._idle)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as every response is sent."""
-        self._idle = then if self.count else None
-        if not self.count:
-            then()
 
     def headers(self, call: Any) -> Mapping[str, str]:
         """The metadata of a call that become parameters of its requests, in Triton's order. Raises
@@ -270,9 +258,10 @@ class Inferences:
         model, built = self._read(raw, headers, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            return model, built, prepare_submit(gateway, built, client, arrived_ns, limit_us)
+            model, submit = prepare_submit(gateway, model, built, client, arrived_ns, limit_us)
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
+        return model, built, submit
 
     def _read(
         self, raw: bytes, headers: Mapping[str, str], streamed: bool

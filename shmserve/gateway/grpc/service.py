@@ -13,9 +13,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc import admin
+from shmserve.gateway.grpc.admin import AdminCall, serving
 from shmserve.gateway.grpc.client_identity import Access
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
 from shmserve.gateway.grpc.infer import Inferences
@@ -27,40 +26,41 @@ from shmserve.proto.health_pb2 import HealthCheckRequest
 logger = logging.getLogger(__name__)
 
 
+Handler = Callable[[AdminCall, Any], Awaitable[Message | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Rpc:
     """One RPC: the API it belongs to (`scope`, as common/access/auth_tokens.py has them), and
-    `handler(gateway, client, request) -> response` for plain ones.
+    the method `handler` of `AdminCall` for plain ones.
 
     Those without a handler are the `Service`'s own.
     """
 
     scope: str
     request: type[Message] | None = None
-    handler: Callable[[Gateway, ClientIdentity, Any], Awaitable[Message]] | None = None
+    handler: Handler | None = None
 
 
-_PLAIN: tuple[
-    tuple[str, type[Message], Callable[[Gateway, ClientIdentity, Any], Awaitable[Message]]], ...
-] = (
-    ("health", pb.ServerLiveRequest, admin.server_live),
-    ("health", pb.ServerReadyRequest, admin.server_ready),
-    ("health", pb.ModelReadyRequest, admin.model_ready),
-    ("metadata", pb.ServerMetadataRequest, admin.server_metadata),
-    ("metadata", pb.ModelMetadataRequest, admin.model_metadata),
-    ("model-config", pb.ModelConfigRequest, admin.model_config),
-    ("statistics", pb.ModelStatisticsRequest, admin.model_statistics),
-    ("model-repository", pb.RepositoryIndexRequest, admin.repository_index),
-    ("model-repository", pb.RepositoryModelLoadRequest, admin.repository_model_load),
-    ("model-repository", pb.RepositoryModelUnloadRequest, admin.repository_model_unload),
-    ("shared-memory", pb.SystemSharedMemoryStatusRequest, admin.system_status),
-    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, admin.system_register),
-    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, admin.system_unregister),
-    ("shared-memory", pb.CudaSharedMemoryStatusRequest, admin.cuda_status),
-    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, admin.cuda_register),
-    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, admin.cuda_unregister),
-    ("trace", pb.TraceSettingRequest, admin.trace_setting),
-    ("logging", pb.LogSettingsRequest, admin.log_settings),
+_PLAIN: tuple[tuple[str, type[Message], Handler], ...] = (
+    ("health", pb.ServerLiveRequest, AdminCall.server_live),
+    ("health", pb.ServerReadyRequest, AdminCall.server_ready),
+    ("health", pb.ModelReadyRequest, AdminCall.model_ready),
+    ("metadata", pb.ServerMetadataRequest, AdminCall.server_metadata),
+    ("metadata", pb.ModelMetadataRequest, AdminCall.model_metadata),
+    ("model-config", pb.ModelConfigRequest, AdminCall.model_config),
+    ("statistics", pb.ModelStatisticsRequest, AdminCall.model_statistics),
+    ("model-repository", pb.RepositoryIndexRequest, AdminCall.repository_index),
+    ("model-repository", pb.RepositoryModelLoadRequest, AdminCall.repository_model_load),
+    ("model-repository", pb.RepositoryModelUnloadRequest, AdminCall.repository_model_unload),
+    ("shared-memory", pb.SystemSharedMemoryStatusRequest, AdminCall.system_status),
+    ("shared-memory", pb.SystemSharedMemoryRegisterRequest, AdminCall.system_register),
+    ("shared-memory", pb.SystemSharedMemoryUnregisterRequest, AdminCall.system_unregister),
+    ("shared-memory", pb.CudaSharedMemoryStatusRequest, AdminCall.cuda_status),
+    ("shared-memory", pb.CudaSharedMemoryRegisterRequest, AdminCall.cuda_register),
+    ("shared-memory", pb.CudaSharedMemoryUnregisterRequest, AdminCall.cuda_unregister),
+    ("trace", pb.TraceSettingRequest, AdminCall.trace_setting),
+    ("logging", pb.LogSettingsRequest, AdminCall.log_settings),
 )
 
 _TRITON = "/inference.GRPCInferenceService/"
@@ -73,7 +73,7 @@ RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),
     MODEL_STREAM_INFER: Rpc("inference"),
     HEALTH_WATCH: Rpc("health"),
-    _HEALTH + "Check": Rpc("health", HealthCheckRequest, admin.check),
+    _HEALTH + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
         _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
         for scope, request, handler in _PLAIN
@@ -134,8 +134,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     request = parse(raw)
                 except DecodeError:
                     raise InvalidArgument("malformed request") from None
-                response = await handle(self._gateway, self._access.client(context), request)
-                return response.SerializeToString()
+                call = AdminCall(self._gateway, self._access.client(context))
+                response = await handle(call, request)
+                return b"" if response is None else response.SerializeToString()
             except ShmserveError as error:
                 return ending_of(error)
             except Exception:
@@ -182,7 +183,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             said = None
             while True:
                 changed = self._health_changed
-                status = admin.serving(self._gateway)
+                status = serving(self._gateway)
                 if status != said:
                     said = status
                     yield status.SerializeToString()

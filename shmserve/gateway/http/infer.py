@@ -21,7 +21,7 @@ from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, unpack
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
-from shmserve.gateway.links.schedulers import GatewayRequest, SchedulerHandle
+from shmserve.gateway.links.schedulers import SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
@@ -45,7 +45,9 @@ async def infer(
         raise Unsupported(_DECOUPLED)
     built = await read_request(gateway, model, request)
     try:
-        pending = _submit(gateway, model, request, built, arrived_ns)
+        client = request.connection.client
+        now, submit = prepare_submit(gateway, model, built, client, arrived_ns)
+        pending = gateway.dispatcher.submit(now.scheduler, submit, built.release)
         try:
             message = await pending.future
         except asyncio.CancelledError:
@@ -67,22 +69,6 @@ async def infer(
         extra = {"request_id": built.infer_request.id}
         logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
     return response
-
-
-def _submit(
-    gateway: Gateway,
-    model: GatewayModel,
-    request: HttpRequest,
-    built: BuiltRequest,
-    arrived_ns: int,
-) -> GatewayRequest:
-    submit = prepare_submit(gateway, built, request.connection.client, arrived_ns)
-    try:
-        scheduler = gateway.models.current(model).scheduler
-    except BaseException:
-        built.release()
-        raise
-    return gateway.dispatcher.submit(scheduler, submit, built.release)
 
 
 async def _respond(

@@ -30,6 +30,7 @@ from shmserve.gateway.http.response import (
     triton_error,
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
+from shmserve.gateway.process import ActiveCount
 
 logger = logging.getLogger(__name__)
 
@@ -112,17 +113,16 @@ def authorise(route: Route, request: HttpRequest) -> None:
         raise refusal
 
 
-class App:
+class App(ActiveCount):
     """The application of a listener: dispatches its requests to the handlers of `routes`.
 
     `active` counts those whose response is not sent yet.
     """
 
     def __init__(self, gateway: Gateway, routes: RouteTable) -> None:
+        super().__init__()
         self._gateway = gateway
         self._routes = routes
-        self.active = 0
-        self._idle: Callable[[], None] | None = None
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """The response to any request; raises nothing but CancelledError."""
@@ -142,26 +142,19 @@ class App:
             logger.exception("%s %s failed", request.method, request.target)
             response = _failed(Internal("internal error"), route.error_form)
         except BaseException:
-            self._left()
+            self.left()
             raise
         if self._gateway.draining:
             response.close = True
         then = response.on_sent
-        response.on_sent = self._left if then is None else partial(self._left, then)
+        response.on_sent = self.left if then is None else partial(self._left_with, then)
         return response
 
-    def _left(self, then: Callable[[], None] | None = None) -> None:
-        self.active -= 1
-        if then is not None:
+    def _left_with(self, then: Callable[[], None]) -> None:
+        try:
             then()
-        if not self.active and self._idle is not None:
-            self.when_idle(self._idle)
-
-    def when_idle(self, then: Callable[[], None]) -> None:
-        """Call `then` once, as soon as every response is sent."""
-        self._idle = then if self.active else None
-        if not self.active:
-            then()
+        finally:
+            self.left()
 
 
 def _failed(error: ShmserveError, form: ErrorForm) -> HttpResponse:

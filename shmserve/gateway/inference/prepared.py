@@ -12,7 +12,7 @@ from typing import Any
 
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, Uses
-from shmserve.ipc.tensors.inference import Inference, InferenceTemplate
+from shmserve.ipc.tensors.inference import Inference, PackedTemplate
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
@@ -52,7 +52,7 @@ class PreparedRequest:
     def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
         self._request = built.infer_request
         self._fit = built.fit
-        self._template = InferenceTemplate(inference)
+        self._template = PackedTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
         self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
 
@@ -62,7 +62,7 @@ class PreparedRequest:
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        work = self._template.fill(body, at)
+        work = self._template.fill_from(body, at)
         if self._uses is None:
             return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()

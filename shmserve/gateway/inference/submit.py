@@ -19,25 +19,29 @@ logger = logging.getLogger(__name__)
 
 def prepare_submit(
     gateway: Gateway,
+    model: GatewayModel,
     built: BuiltRequest,
     client: ClientIdentity,
     arrived_ns: int,
     call_limit_us: int = 0,
-) -> m.Submit:
-    """The message that submits a request, if its regions are `client`'s to use; else the resources
-    of the request are released.
+) -> tuple[GatewayModel, m.Submit]:
+    """The message that submits a request, if its regions are `client`'s to use, and what serves its
+    model now; else the resources of the request are released.
 
     `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
-    PermissionDenied or Unsupported.
+    PermissionDenied, Unsupported, or Unavailable where the model was loaded with another
+    configuration.
     """
     try:
         if built.regions:
             authorise(built.regions, client.peer())
+        if not model.published:
+            model = gateway.models.current(model)
     except BaseException:
         built.release()
         raise
     request = built.infer_request
-    return make_submit(
+    submit = make_submit(
         gateway.dispatcher.next_number(),
         built.fit,
         arrived_ns,
@@ -51,6 +55,7 @@ def prepare_submit(
         correlation_id=request.correlation_id,
         source=client.source if request.correlation_id else 0,
     )
+    return model, submit
 
 
 def failure(message: m.Failed) -> ShmserveError:

@@ -24,6 +24,10 @@ from shmserve.ipc.tensors.inference import Inferred
 
 logger = logging.getLogger(__name__)
 
+# Where others are in flight, what was read is released with the next request, which saves a wake-up
+# of the scheduler, and of the worker whose memory it is; or after this.
+_MOST_HELD_S = 0.001
+
 # The callback of a request: called for each response, the last of which is a `Finished`, a
 # `Failed`, or a `Responded` that is final.
 OnResponse = Callable[[Response], None]
@@ -87,6 +91,7 @@ class SchedulerHandle:
         self.users = 0
         self.successor: SchedulerHandle | None = None
         self._unsent: list[m.Release] = []
+        self._releasing: asyncio.TimerHandle | None = None
         self._on_idle = on_idle
         # The scheduler reads our pid from the identity; the rest tells a gateway's links apart.
         identity = f"{os.getpid()}.{secrets.token_hex(6)}"
@@ -117,7 +122,13 @@ class SchedulerHandle:
         pending.scheduler = self
         pending.endpoint = self.endpoint
         self.inflight.add(pending)
-        self.link.post(pending.submit)
+        self.post(pending.submit)
+
+    def post(self, message: m.Submit | m.Credit | m.Cancel) -> None:
+        """Send a message, and what was held for the next one."""
+        if self._unsent:
+            self._send_releases()
+        self.link.post(message)
 
     def _take(self, message: Any) -> None:
         match message:
@@ -165,10 +176,28 @@ class SchedulerHandle:
 
     def _release(self, release: m.Release) -> None:
         scheduler = self.latest()
-        if scheduler.link.connected:
-            scheduler.link.post(release)
-        else:
-            scheduler._unsent.append(release)
+        scheduler._unsent.append(release)
+        if not scheduler.inflight.pending:
+            scheduler._send_releases()
+        elif scheduler._releasing is None:
+            loop = asyncio.get_running_loop()
+            scheduler._releasing = loop.call_later(_MOST_HELD_S, scheduler._release_now)
+
+    def _release_now(self) -> None:
+        self._releasing = None
+        self._send_releases()
+
+    def _send_releases(self) -> None:
+        """Send what is held; where the scheduler is gone, a successor is."""
+        if self.link.connected:
+            unsent, self._unsent = self._unsent, []
+            for release in unsent:
+                self.link.post(release)
+
+    def close(self) -> None:
+        """Nobody uses it any more: what is still to be said is sent."""
+        self._send_releases()
+        self.link.retire()
 
     def give_way(self, successor: SchedulerHandle) -> None:
         """This one is gone: `successor` is sent what was not sent here."""
@@ -198,7 +227,7 @@ class RequestDispatcher:
         if self._schedulers.get(scheduler.endpoint) is not scheduler:
             return  # dropped before: a response that it had given was read only now
         del self._schedulers[scheduler.endpoint]
-        scheduler.link.retire()
+        scheduler.close()
         if scheduler.successor is not None:
             scheduler.successor.leave()
 
@@ -235,7 +264,7 @@ class RequestDispatcher:
     def credit(self, pending: GatewayRequest, responses: int) -> None:
         """The client has read so many responses, and takes as many more."""
         if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.link.post(m.Credit(pending.submit.id, responses))
+            pending.scheduler.post(m.Credit(pending.submit.id, responses))
 
     def cancel(self, pending: GatewayRequest) -> None:
         """Cancel a request, or discard its response if that has come already; its memory is in use
@@ -245,7 +274,7 @@ class RequestDispatcher:
             pending.scheduler.discard(future.result())
         future.cancel()
         if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.link.post(m.Cancel(pending.submit.id))
+            pending.scheduler.post(m.Cancel(pending.submit.id))
 
     def lost(self, endpoint: str, successor: str) -> None:
         """Fail over: the scheduler at `endpoint` is gone, what was in flight there is submitted to

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
-from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Pool
-from shmserve.scheduler.instances.tickets import InstanceTickets
-from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
-from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 
 _ONE = Batch(1, Closed.IDLE)
@@ -31,28 +27,16 @@ class DefaultBatcher(Batcher):
         return next((_ONE for _ in pending), None)
 
 
+@dataclass(eq=False)
 class Dispatch(Dispatcher):
     """Starts what can run. An instance that is free gets a batch at once, one that is busy only
     what could not grow while it waits, and none where the queue has priorities or policies: what
     is sent ahead can be neither overtaken nor timed out."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        batcher: Batcher,
-        queue: RequestQueue,
-        pool: Pool,
-        executions: Executions,
-        responses: Responses,
-        tickets: InstanceTickets | None = None,
-    ) -> None:
-        self._batcher = batcher
-        self._queue = queue
-        self._pool = pool
-        self._executions = executions
-        self._responses = responses
-        self._tickets = tickets
-        self._sends_ahead = not settings.policies.limited and tickets is None
+    _batcher: Batcher
+
+    def __post_init__(self) -> None:
+        self._sends_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
         """As `Dispatcher` says."""
@@ -66,9 +50,10 @@ class Dispatch(Dispatcher):
 
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
-        queue, executions, batcher = self._queue, self._executions, self._batcher
-        pool = self._pool
-        tickets = self._tickets
+        queue, tickets = self._queue, self._tickets
+        if not len(queue) and tickets is None:
+            return NEVER  # as most often
+        executions, batcher, pool = self._executions, self._batcher, self._pool
         while len(queue):
             slot, ahead = None, not pool.free
             if ahead:

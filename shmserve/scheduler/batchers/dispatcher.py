@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
-from shmserve.scheduler.instances.pool import Slot
+from shmserve.scheduler.instances.executions import Executions
+from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.queue import EXPIRED
+from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import ScheduledRequest
+from shmserve.scheduler.requests.responses import Responses
+from shmserve.scheduler.settings import Settings
 
 
 class SequenceKey(NamedTuple):
@@ -19,8 +24,16 @@ class SequenceKey(NamedTuple):
     flags: int
 
 
+@dataclass(eq=False)
 class Dispatcher(ABC):
     """Starts what can run. Requests need not belong to anything unless a kind says so."""
+
+    _settings: Settings
+    _queue: RequestQueue
+    _pool: Pool
+    _executions: Executions
+    _responses: Responses
+    _tickets: InstanceTickets | None
 
     @abstractmethod
     def run(self, now_ns: int) -> int:

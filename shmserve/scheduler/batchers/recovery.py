@@ -8,9 +8,11 @@ response, or was open after `execute`, fails.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from shmserve.ipc.messages.supervision import KillInstance
-from shmserve.ipc.tensors.aliasing import runs_once
-from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
@@ -22,30 +24,24 @@ from shmserve.scheduler.statistics.counters import Reason, Statistics
 _DIED_OPEN = "the model's worker died before this request's last response"
 
 
+@dataclass(eq=False)
 class Recovery:
     """Decides what becomes of the requests of workers that are lost, or are to be."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        pool: Pool,
-        control: ControlLink,
-        queue: RequestQueue,
-        responses: Responses,
-        statistics: Statistics,
-    ) -> None:
-        self._limit_s = settings.execution_limit_ns / 1e9
-        self._pool = pool
-        self._control = control
-        self._queue = queue
-        self._responses = responses
-        self._statistics = statistics
+    _settings: Settings
+    _pool: Pool
+    _control: ControlLink
+    _queue: RequestQueue
+    _responses: Responses
+    _statistics: Statistics
 
-    def exited(self, lost: Lost, reason: str, dispatch: Dispatcher, now_ns: int) -> None:
+    def exited(
+        self, lost: Lost, reason: str, why_not: Callable[[ScheduledRequest], str], now_ns: int
+    ) -> None:
         """A worker died with these: whoever was in the first execution runs once more, alone, if it
         can; those in the others, which it had not begun, go back to where they were in the queue.
         Who has had a response does not run again, and neither does who was open: what it was is
-        told already, or may be.
+        told already, or may be. `why_not` is the dispatcher's `lost_text`.
         """
         if not (lost.executions or lost.open):
             return
@@ -61,7 +57,7 @@ class Recovery:
                     self._lost(request, _DIED_OPEN + why, now_ns)
         for execution in lost.executions[:1]:
             for request in execution.requests:
-                self._died_running(request, why, dispatch.lost_text(request), now_ns)
+                self._died_running(request, why, why_not(request), now_ns)
 
     def _died_running(self, request: ScheduledRequest, why: str, lost: str, now_ns: int) -> None:
         if request.state is not State.EXECUTING:
@@ -96,7 +92,8 @@ class Recovery:
         """
         assert slot.execution is not None
         self._statistics.overruns += 1
-        limit = f"exceeded the limit of {self._limit_s:g} seconds"
+        limit_s = self._settings.execution_limit_ns / 1e9
+        limit = f"exceeded the limit of {limit_s:g} seconds"
         requests = slot.execution.requests
         self._doom(slot, f"an execution of {len(requests)} requests {limit}")
         if len(requests) == 1 and requests[0].state in AT_WORK:
@@ -111,7 +108,7 @@ class Recovery:
                     self._fail_early(request, "internal error", now_ns)
 
     def _doom(self, slot: Slot, reason: str) -> None:
-        self._pool.doom(slot)
+        slot.meet("doom")
         self._control.post(KillInstance(slot.index, reason, slot.pid))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:

@@ -166,7 +166,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         for request in list(client.requests.values()):
             if request.failure is None:
                 self.statistics.failed(request.arrived_ns, Reason.CANCELED, now_ns)
-            request.gone = True
+            request.left()
             self._steps.cancel(request)
 
     def stop(self, request: EnsembleRequest, now_ns: int) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.arena import FreeList
-from shmserve.ipc.memory.cuda_ipc import Exporting
-from shmserve.ipc.memory.device_allocation import DeviceAllocation
+from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Exporting
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.tensors.descriptors import Memory, Place
 

@@ -50,6 +50,7 @@ class Plan:
         self.decoupled = frozenset(step.index for step in needed if models.decoupled(step))
         self.follows = {step.index: origin_of(step, origins) for step in needed}
         self.origins = origins
+        self.once = frozenset(tensor for tensor, origin in origins.items() if origin == ONCE)
         self.optional = {step.index: models.optional(step) for step in needed}
         self.readers = {
             tensor: tuple(step for step in readers if step.index in self.steps)
@@ -94,7 +95,7 @@ class Flow:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._values: dict[str, dict[int, Value]] = {}
+        self._values: dict[tuple[str, int], Value] = {}
         self._left: dict[tuple[str, int], int] = {}
         self._begun: set[tuple[int, int]] = set()
         self._responses: dict[int, int] = {}  # of steps that give any number
@@ -110,7 +111,7 @@ class Flow:
 
     def begin(self, inputs: Mapping[str, Value]) -> None:
         """The request's inputs; ABSENT are those that it lacks."""
-        self._put({tensor: (0, value) for tensor, value in inputs.items()})
+        self._put(inputs, 0)
 
     def respond(self, firing: Firing, outputs: Mapping[str, Value]) -> None:
         """A response of a step, by the model's names; what it lacks is ABSENT."""
@@ -118,8 +119,7 @@ class Flow:
 
     def close(self) -> None:
         """The request is over: nothing is used any more."""
-        for numbered in self._values.values():
-            self.unused += numbered.values()
+        self.unused += self._values.values()
         self._values.clear()
         self.firings.clear()
         self.responses.clear()
@@ -130,61 +130,63 @@ class Flow:
         if step.index in self._plan.decoupled:
             number = self._responses.get(step.index, 0)
             self._responses[step.index] = number + 1
-        self._put(
-            {
-                tensor: (number, outputs.get(name, otherwise))
-                for name, tensor in step.outputs.items()
-            }
-        )
+        made = {tensor: outputs.get(name, otherwise) for name, tensor in step.outputs.items()}
+        self._put(made, number)
 
-    def _put(self, made: Mapping[str, tuple[int, Value]]) -> None:
-        """Take values of tensors, and see what can run or be told now."""
+    def _put(self, made: Mapping[str, Value], number: int) -> None:
+        """Take values of tensors with one number, and see what can run or be told now."""
         plan = self._plan
-        for tensor, (number, value) in made.items():
-            uses = plan.uses.get(tensor, 0)
-            if uses:
-                self._values.setdefault(tensor, {})[number] = value
-                self._left[tensor, number] = uses
+        uses = plan.uses
+        for tensor, value in made.items():
+            if uses.get(tensor):
+                self._values[tensor, number] = value
+                self._left[tensor, number] = uses[tensor]
             else:
                 self.unused.append(value)
-        for tensor, (number, _) in made.items():
+        for tensor in made:
             for step in plan.readers.get(tensor, ()):
-                follows = plan.follows[step.index]
-                for at in self._numbers(step.reads, follows, plan.origins[tensor], number):
+                for at in self._numbers(tensor, number, plan.follows[step.index], step.reads):
                     self._try(step, at)
             if tensor in plan.outputs:
-                follows, origin = plan.responses_follow, plan.origins[tensor]
-                for at in self._numbers(plan.outputs, follows, origin, number):
+                follows = plan.responses_follow
+                for at in self._numbers(tensor, number, follows, plan.outputs):
                     self._tell(at)
 
     def _numbers(
-        self, tensors: Iterable[str], follows: int, origin: int, number: int
+        self, tensor: str, number: int, follows: int, tensors: Iterable[str]
     ) -> Iterable[int]:
-        """The numbers for which a new tensor of this origin may be the last that lacked."""
-        if origin != ONCE or follows == ONCE:
+        """The numbers for which a new tensor may be the last that lacked of these `tensors`."""
+        once = self._plan.once
+        if follows == ONCE or tensor not in once:
             return (number,)
-        for tensor in tensors:
-            if self._plan.origins[tensor] != ONCE:
-                return sorted(self._values.get(tensor, ()))
+        for other in tensors:
+            if other not in once:
+                return sorted([at for name, at in self._values if name == other])
         return ()
 
-    def _value(self, tensor: str, number: int) -> Value | None:
-        numbered = self._values.get(tensor, {})
-        return numbered.get(0 if self._plan.origins[tensor] == ONCE else number)
+    def _taken(self, tensors: Iterable[str], number: int) -> dict[str, Value] | None:
+        """The values of tensors at a number; None while one lacks."""
+        values: dict[str, Value] = {}
+        for tensor in tensors:
+            at = 0 if tensor in self._plan.once else number
+            value = self._values.get((tensor, at))
+            if value is None:
+                return None
+            values[tensor] = value
+        return values
 
     def _try(self, step: Step, number: int) -> None:
         if (step.index, number) in self._begun:
             return
-        values = {tensor: self._value(tensor, number) for tensor in step.reads}
-        if any(value is None for value in values.values()):
+        values = self._taken(step.reads, number)
+        if values is None:
             return
         self._begun.add((step.index, number))
         inputs: dict[str, Value] = {}
-        skipped = bool(step.condition) and not values[step.condition].holds  # type: ignore[union-attr]
+        skipped = bool(step.condition) and not values[step.condition].holds
         for name, tensor in step.inputs.items():
             value = values[tensor]
-            assert value is not None
-            if value.there:
+            if value.tensor is not None:
                 inputs[name] = value
             elif value is SKIPPED and name not in self._plan.optional[step.index]:
                 skipped = True
@@ -194,28 +196,28 @@ class Flow:
             for value in inputs.values():
                 value.acquire()
             self.firings.append(Firing(step, number, inputs))
-        for tensor in step.reads:
-            self._used(tensor, number)
+        self._used(step.reads, number)
 
     def _tell(self, number: int) -> None:
         if number in self._responded:
             return
-        values = {output: self._value(output, number) for output in self._plan.outputs}
-        if any(value is None for value in values.values()):
+        outputs = self._plan.outputs
+        values = self._taken(outputs, number)
+        if values is None:
             return
         self._responded.add(number)
-        response = {name: value for name, value in values.items() if value and value.there}
+        response = {name: value for name, value in values.items() if value.there}
         for value in response.values():
             value.acquire()
         self.responses.append(response)
-        for output in self._plan.outputs:
-            self._used(output, number)
+        self._used(outputs, number)
 
-    def _used(self, tensor: str, number: int) -> None:
-        number = 0 if self._plan.origins[tensor] == ONCE else number
-        left = self._left[tensor, number]
-        if left == 1:
-            del self._left[tensor, number]
-            self.unused.append(self._values[tensor].pop(number))
-        elif left > 1:
-            self._left[tensor, number] = left - 1
+    def _used(self, tensors: Iterable[str], number: int) -> None:
+        for tensor in tensors:
+            at = (tensor, 0 if tensor in self._plan.once else number)
+            left = self._left[at]
+            if left == 1:
+                del self._left[at]
+                self.unused.append(self._values.pop(at))
+            elif left > 1:
+                self._left[at] = left - 1

@@ -120,5 +120,5 @@ class Graph:
 
 
 def origin_of(step: Step, origins: Mapping[str, int]) -> int:
-    """Whose numbers a step follows: no graph that was loaded has a step that follows two."""
+    """The origin whose numbers a step follows: in no graph that was loaded it follows two."""
     return max(origins[tensor] for tensor in step.reads)

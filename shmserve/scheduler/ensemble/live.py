@@ -67,7 +67,7 @@ class LiveRequests:
         self._touched[request] = None
         if request.over:
             return
-        request.failure = Failed(request.id, code, self.told(text), retry_after_s, False)
+        request.failed(Failed(request.id, code, self.told(text), retry_after_s, False))
         reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
         self._statistics.failed(request.arrived_ns, reason, self.now_ns)
 

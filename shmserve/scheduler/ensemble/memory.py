@@ -1,9 +1,10 @@
-"""Where the tensors between steps lie, and who has them.
+"""The memory of the tensors between steps, and who has them.
 
 A tensor whose size is known before it is made is written by its step's worker into the ensemble's
 arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA
 device, into memory of the ensemble's there. Any other lies where its worker has
-put it: that arena's descriptor is passed on, and held open here, so that it outlives the worker.
+put it: that arena's descriptor is passed on to the next step's worker, and held open here, so that
+it outlives the worker; of what the client is to read there is a copy in the ensemble's arena.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -24,21 +25,19 @@ from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EnsembleMemory:
     """The ensemble's arena, and what is `lent` to its clients; as much on each CUDA device; and
     workers' arenas, which `dropped(memory_id)` hears are held no more."""
 
-    def __init__(
-        self,
-        lent: LentMemory,
-        dropped: Callable[[int], None],
-        cuda: Callable[[], Exporting] = Driver,
-    ) -> None:
-        self.lent = lent
-        self._dropped = dropped
-        self._on_devices = DeviceBlocks(lent.byte_size, cuda)
-        self._held: dict[int, _Held] = {}
-        self._mappings = Mappings()
+    lent: LentMemory
+    _dropped: Callable[[int], None]
+    _cuda: Callable[[], Exporting] = Driver
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _mappings: Mappings = field(default_factory=Mappings)
+
+    def __post_init__(self) -> None:
+        self._on_devices = DeviceBlocks(self.lent.byte_size, self._cuda)
 
     @property
     def used(self) -> int:
@@ -89,6 +88,11 @@ class EnsembleMemory:
         """The place as another worker can read it, also when the one that wrote it has ended."""
         held = self._held.get(place.memory.id)
         return place if held is None else replace(place, memory=held.memory)
+
+    def copy(self, place: Place) -> Block:
+        """A block of the arena with the bytes of a worker's arena that is held. Raises
+        Unavailable when ours is full."""
+        return self.lent.write(self._mappings.view(self.passed_on(place)))
 
     def process_exited(self, pid: int) -> None:
         """A process is gone: its arena is closed once nobody uses it."""

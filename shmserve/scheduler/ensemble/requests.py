@@ -23,9 +23,10 @@ class EnsembleRequest:
     input, inference, output.
 
     `running`: its steps' requests by number; `waiting` of them have not been submitted. It is
-    `over` when no further step of it runs: with `failure`, or because its client is `gone`.
+    `over` when no further step of it runs: it has `failed`, or its client has `left`.
     `told`: its failure has been said, though steps are still running. `unread`: the responses that
-    its client has yet to read. `lookup` is what the response cache said of it, if it was asked.
+    its client has yet to read. `placed`: its client says where outputs go. `lookup` is what the
+    response cache said of it, if it was asked.
     """
 
     __slots__ = (
@@ -39,6 +40,8 @@ class EnsembleRequest:
         "id",
         "inference",
         "lookup",
+        "over",
+        "placed",
         "plan",
         "responded_ns",
         "responses",
@@ -76,12 +79,13 @@ class EnsembleRequest:
         self.times_ns = [0, 0, 0]
         self.running: dict[int, StepRequest] = {}
         self.waiting = 0
+        self.over = False
         self.failure: Failed | None = None
         self.told = False
         self.gone = False
         self.unread: deque[list[Value]] = deque()
-        placed = any(output.place is not None for output in inference.outputs)
-        self.window = SendWindow(placed)
+        self.placed = any(output.place is not None for output in inference.outputs)
+        self.window = SendWindow(self.placed)
         self.responses = 0
         self.responded_ns = now_ns
         self.untimed = False
@@ -93,10 +97,13 @@ class EnsembleRequest:
         times_ns[1] += message.infer_ns
         times_ns[2] += message.output_ns
 
-    @property
-    def over(self) -> bool:
-        """Whether no further step of it runs."""
-        return self.failure is not None or self.gone
+    def failed(self, failure: Failed) -> None:
+        """No further step of it runs, and its client is told."""
+        self.failure, self.over = failure, True
+
+    def left(self) -> None:
+        """No further step of it runs, and there is no client to be told."""
+        self.gone = self.over = True
 
 
 class Steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import (
     ExecutionResponded,
@@ -29,24 +31,16 @@ from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
 
+@dataclass(eq=False)
 class EnsembleResponses:
     """Posts to clients, and knows what they are reading."""
 
-    def __init__(
-        self,
-        signature: Signature,
-        decoupled: bool,
-        clients: Peers,
-        memory: EnsembleMemory,
-        statistics: Statistics,
-        cache: ResponseCache | None,
-    ) -> None:
-        self._signature = signature
-        self._decoupled = decoupled
-        self._clients = clients
-        self._memory = memory
-        self._statistics = statistics
-        self._cache = cache
+    _signature: Signature
+    _decoupled: bool
+    _clients: Peers
+    _memory: EnsembleMemory
+    _statistics: Statistics
+    _cache: ResponseCache | None
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""

@@ -30,7 +30,7 @@ class Value(Token):
         override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
-        super().__init__()
+        self._users = 1
         self.tensor = tensor
         self.memory = memory
         self.holds = holds

@@ -39,6 +39,7 @@ class Host:
         self._waiter = Waiter()
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
+        self._touched: dict[HostedScheduler, None] = {}  # in this order they have the next turn
         self._stopped = False
         pid = os.getpid()
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{pid}")
@@ -57,28 +58,34 @@ class Host:
                     take = waiter.takers.get(fd)
                     if take is not None:
                         take()
-                wake_ns = self._turn()
+                self._turn(wake_ns)
+                wake_ns = min([scheduler.wake_ns for scheduler in schedulers], default=NEVER)
         finally:
             for scheduler in schedulers:
                 scheduler.close()
             self._control.close()
 
-    def _turn(self) -> int:
-        """Do what is due and send what came of it; returns when to come back."""
-        wake_ns = NEVER
-        while True:
-            for scheduler in self._schedulers:
+    def _turn(self, wake_ns: int) -> None:
+        """Do what is due and send what came of it; at `wake_ns` somebody wants a turn."""
+        touched = self._touched
+        now_ns = time.monotonic_ns()
+        if now_ns >= wake_ns:
+            touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
+        turned: dict[HostedScheduler, None] = {}
+        while touched:
+            turned.update(touched)
+            schedulers = list(touched)
+            touched.clear()
+            for scheduler in schedulers:
                 scheduler.tick(time.monotonic_ns())
-            if not self._neighbours.deliver():
-                break
-        for scheduler in self._schedulers[:]:
+            self._neighbours.deliver()
+        # Those first that the others have given something to do.
+        for scheduler in reversed(turned):
             scheduler.flush()
-            wake_ns = min(wake_ns, scheduler.wake_ns)
             if scheduler.stopped:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
                 self._control.send(SchedulerClosed(scheduler.number, ""))
-        return wake_ns
 
     def _from_supervisor(self) -> None:
         for message in self._control.receive():
@@ -94,7 +101,7 @@ class Host:
 
     def _open(self, start: SchedulerStart) -> None:
         try:
-            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours)
+            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._touched)
         except (ShmserveError, OSError) as error:
             # Of no descriptor or memory left: others here go on.
             reason = error.message if isinstance(error, ShmserveError) else str(error)

@@ -51,8 +51,8 @@ _MOST_READS = 1024  # before a drain begins: some client may never end
 
 
 class Parts(NamedTuple):
-    """What differs by kind: the core, what takes from its own peers, by descriptor, and all links
-    with messages to send, in the order in which they leave."""
+    """The parts that differ by kind: the core, what takes from its own peers, by descriptor, and
+    all links with messages to send, in the order in which they leave."""
 
     core: Core[Any]
     inboxes: dict[int, Take]
@@ -60,17 +60,25 @@ class Parts(NamedTuple):
 
 
 class HostedScheduler(ABC):
-    """One scheduler. `touched`: something has come since its last turn; `wake_ns`: when it wants
-    the next one (monotonic ns)."""
+    """One scheduler, among those that are to have a turn (`touched`) once something has come. As of
+    its last one: `wake_ns`, when it wants another (monotonic ns), and how many requests are `live`,
+    which have not ended."""
 
     allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
 
-    def __init__(self, start: SchedulerStart, waiter: Waiter, neighbours: InProcessLinks) -> None:
+    def __init__(
+        self,
+        start: SchedulerStart,
+        waiter: Waiter,
+        neighbours: InProcessLinks,
+        touched: dict[HostedScheduler, None],
+    ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
         self.endpoint = endpoints.scheduler(run_dir, number)
-        self.touched = True
         self.wake_ns = NEVER
+        self.live = 0
+        self._touched = touched
         self._start = start
         self._waiter = waiter
         self._neighbours = neighbours
@@ -78,7 +86,9 @@ class HostedScheduler(ABC):
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._routed = PeerCredRouter(self.endpoint, first_number)
         self._local_clients = LocalClientListener.open(start)
-        self._clients = ClientLinks(self.endpoint, self._routed, self._local_clients, neighbours)
+        self._clients = ClientLinks(
+            self.endpoint, self._routed, self._local_clients.link, neighbours
+        )
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
@@ -98,15 +108,11 @@ class HostedScheduler(ABC):
             waiter.watch(fd, take)
         neighbours.enter(self.endpoint, self._from_neighbour)
         self._control.send(SchedulerReady(os.getpid()))
+        touched[self] = None
 
     @abstractmethod
     def _parts(self) -> Parts:
         """Make what this kind has."""
-
-    @property
-    def live(self) -> int:
-        """How many requests have not ended."""
-        return self._front.live
 
     @property
     def stopped(self) -> bool:
@@ -116,7 +122,7 @@ class HostedScheduler(ABC):
     # --- in
 
     def _from_control(self) -> None:
-        self.touched = True
+        self._touched[self] = None
         front, now_ns = self._front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
@@ -139,7 +145,7 @@ class HostedScheduler(ABC):
                 self._inboxes[fd]()
 
     def _from_clients(self) -> None:
-        self.touched = True
+        self._touched[self] = None
         front, now_ns = self._front, time.monotonic_ns()
         for peer, message in self._routed.receive():
             if type(message) in _FROM_CLIENT:
@@ -148,11 +154,11 @@ class HostedScheduler(ABC):
                 front.misplaced()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
-        self.touched = True
+        self._touched[self] = None
         self._front.from_client(peer, message, time.monotonic_ns())
 
     def _from_local_clients(self) -> None:
-        self.touched = True
+        self._touched[self] = None
         front, now_ns = self._front, time.monotonic_ns()
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
@@ -166,10 +172,9 @@ class HostedScheduler(ABC):
     # --- turns
 
     def tick(self, now_ns: int) -> None:
-        """A turn, if it is due."""
-        if self.touched or now_ns >= self.wake_ns:
-            self.touched = False
-            self.wake_ns = self._front.tick(now_ns)
+        """Do what is due."""
+        self.wake_ns = self._front.tick(now_ns)
+        self.live = self._front.live
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -197,7 +202,7 @@ class BatchingScheduler(HostedScheduler):
         core = BatchingCore(self._settings, self._clients, workers, self._control, self._cache)
 
         def from_workers() -> None:
-            self.touched = True
+            self._touched[self] = None
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
                 if type(message) is MetricsReported:
@@ -222,7 +227,7 @@ class EnsembleScheduler(HostedScheduler):
         identity = b"%d.%d" % (os.getpid(), start.number)
 
         def from_step(endpoint: str, message: Any) -> None:
-            self.touched = True
+            self._touched[self] = None
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:

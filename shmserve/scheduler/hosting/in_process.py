@@ -23,7 +23,7 @@ class InProcessLinks:
         self._handlers[address] = handler
 
     def leave(self, address: Hashable) -> None:
-        """Nobody is at an address any more; what was posted there arrives."""
+        """Withdraw an address; what was posted there arrives."""
         del self._handlers[address]
 
     def post(self, address: Hashable, sender: Any, message: Any) -> bool:
@@ -34,9 +34,8 @@ class InProcessLinks:
         self._posted.append((handler, sender, message))
         return True
 
-    def deliver(self) -> bool:
-        """Make the calls that were posted; whether there were any."""
+    def deliver(self) -> None:
+        """Make the calls that were posted."""
         posted, self._posted = self._posted, deque()
         for handler, sender, message in posted:
             handler(sender, message)
-        return bool(posted)

@@ -8,6 +8,7 @@ counts as in a batch is worked out from the request itself.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class LocalClientListener:
 
 
 class LocalClientRules:
-    """What is true of a local client's request (pure)."""
+    """The checks of a local client's request, and what is true of it (pure)."""
 
     def __init__(self, capabilities: Capabilities, signature: Signature, limit_us: int = 0) -> None:
         self._capabilities = capabilities
@@ -164,7 +165,7 @@ class LocalClientRules:
         return min(ends, default=0)
 
     def _fit(self, number: int, submit: Submit) -> BatchFit:
-        """What a request counts as; most requests are like one before."""
+        """The batch that a request fits in; most requests are like one before."""
         work = submit.work
         key = (number, work)
         known = self._known.find(key) if len(work) <= _LONGEST_KNOWN else None
@@ -198,12 +199,12 @@ class LocalClientRules:
 
 
 def _number(peer: bytes) -> int:
-    """Whose link this is; who has no local client's identity has no link."""
+    """The number of whose link this is; who has no local client's identity has no link."""
     return int(peer.partition(b".")[0])
 
 
 def _check_types(inference: Inference) -> None:
-    """What `unpack_inference` leaves to its caller. Raises MalformedMessage."""
+    """Check what `unpack_inference` leaves to its caller. Raises MalformedMessage."""
     if type(inference.parameters) is not dict or any(
         type(output.name) is not str for output in inference.outputs
     ):
@@ -213,21 +214,15 @@ def _check_types(inference: Inference) -> None:
             raise MalformedMessage("a parameter has the wrong type")
 
 
+@dataclass(eq=False)
 class ClientLinks:
     """The way back to the clients of the scheduler at `endpoint`: gateways and models on one
     socket, local clients on another, schedulers in this process by a call."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        clients: Router,
-        listener: LocalClientListener,
-        neighbours: InProcessLinks,
-    ) -> None:
-        self._endpoint = endpoint
-        self._clients = clients
-        self._local_clients = listener.link
-        self._neighbours = neighbours
+    _endpoint: str
+    _clients: Router
+    _local_clients: UntrustedRouter
+    _neighbours: InProcessLinks
 
     @property
     def malformed(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 from shmserve.ipc.messages.inference import (
@@ -16,6 +18,8 @@ from shmserve.ipc.messages.inference import (
     Execute,
     ExecutionResponded,
     InstanceReady,
+    ReaderExited,
+    Release,
     ReleaseOutputs,
     Reply,
     SequenceRow,
@@ -37,36 +41,25 @@ logger = logging.getLogger(__name__)
 _MOST_EARLY = 4096
 
 
+@dataclass(eq=False)
 class Executions:
     """The handler of what instances do for requests. `misplaced` counts messages that made no
     sense; `again` takes a request that a model asks for once more, or does not; a `batcher` that
     learns is told of each execution."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        pool: Pool,
-        workers: Peers,
-        responses: Responses,
-        statistics: Statistics,
-        recovery: Recovery,
-        batcher: Batcher,
-        again: Callable[[ScheduledRequest], bool],
-    ) -> None:
-        self.service_time = ServiceTime()
-        self.misplaced = 0
-        self._decoupled = settings.decoupled
-        self._padding = settings.padding
-        self._pool = pool
-        self._recovery = recovery
-        self._batcher = batcher if batcher.learns else None
-        self._again = again
-        self._workers = workers
-        self._responses = responses
-        self._statistics = statistics
-        self._ids = itertools.count(1)
-        # Releases of outputs of instances that are still to offer themselves, by their pid.
-        self._early: dict[int, list[tuple[int, int]]] = {}
+    _settings: Settings
+    _pool: Pool
+    _workers: Peers
+    _responses: Responses
+    _statistics: Statistics
+    _recovery: Recovery
+    _batcher: Batcher
+    _again: Callable[[ScheduledRequest], bool]
+    service_time: ServiceTime = field(default_factory=ServiceTime)
+    misplaced: int = 0
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    # Releases of outputs of instances that are still to offer themselves, by their pid.
+    _early: dict[int, list[ReleaseOutputs]] = field(default_factory=dict)
 
     # --- to workers -------------------------------------------------------------------------------
 
@@ -80,12 +73,12 @@ class Executions:
     ) -> None:
         """Send a batch to a free instance, or to the one that is `wanted`, ahead if it is busy."""
         gaps = len(rows) - len(requests) if rows else 0
-        if self._padding is not None:
-            padded = self._padding.batch()
+        if self._settings.padding is not None:
+            padded = self._settings.padding.batch()
             for request in requests:
                 padded.may_join(request.shape_key, request.units)
             self._statistics.executions.padded(padded.elements())
-        execution = Execution(next(self._ids), requests, reason, now_ns, gaps)
+        execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
         work = list(map(_work, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
@@ -107,18 +100,25 @@ class Executions:
         """Tell a worker that the sequences in these slots are over."""
         self._workers.post(peer, EndSequences(slots))
 
-    def release(self, client_pid: int, pid: int, offsets: list[int]) -> None:
-        """Tell worker `pid` that a client has read these outputs."""
-        slot = self._pool.by_pid(pid)
+    def release(self, client_pid: int, message: Release) -> None:
+        """Tell a worker that a client has read outputs of it."""
+        slot = self._pool.by_pid(message.pid)
         if slot is not None:
-            self._workers.post(slot.peer, ReleaseOutputs(client_pid, offsets))
-        elif self._pool.awaits(pid):  # a predecessor's, which will come once it has time
-            early = self._early.setdefault(pid, [])
-            early += [(client_pid, offset) for offset in offsets[: _MOST_EARLY - len(early)]]
+            read = ReleaseOutputs(client_pid, message.offsets, message.memory)
+            self._workers.post(slot.peer, read)
+        elif self._pool.awaits(message.pid):  # a predecessor's, which will come once it has time
+            early = self._early.setdefault(message.pid, [])
+            early += [
+                ReleaseOutputs(client_pid, [offset], message.memory)
+                for offset in message.offsets[: _MOST_EARLY - len(early)]
+            ]
 
     def forget(self, pid: int) -> None:
-        """A process is gone."""
+        """A process is gone: workers may take back what they have lent it, now that nobody here
+        reads what it was to have."""
         self._early.pop(pid, None)
+        for slot in self._pool.ready():
+            self._workers.post(slot.peer, ReaderExited(pid))
 
     # --- from workers -----------------------------------------------------------------------------
 
@@ -138,8 +138,8 @@ class Executions:
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
                     self._pool.offer(message.index, peer, message.pid)
                     if message.pid in self._early and self._pool.by_peer(peer) is not None:
-                        for client_pid, offset in self._early.pop(message.pid):
-                            self._workers.post(peer, ReleaseOutputs(client_pid, [offset]))
+                        for read in self._early.pop(message.pid):
+                            self._workers.post(peer, read)
                 else:
                     self.misplaced += 1
             case _:
@@ -154,7 +154,7 @@ class Executions:
         if message.executed:
             self._observe(execution, timing, now_ns)
         self._statistics.executions.copied(message.copied_in, message.copied_out)
-        if self._decoupled:
+        if self._settings.decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
         replies = matched(requests, message.replies)
@@ -182,7 +182,7 @@ class Executions:
         busy_ns = timing.total_ns
         took_ns = max(now_ns - execution.started_ns, busy_ns)
         self.service_time.observe(took_ns, busy_ns, len(requests))
-        if self._batcher is not None:
+        if self._batcher.learns:
             left = self._responses.live - len(requests)
             latencies = [now_ns - request.arrived_ns for request in requests]
             self._batcher.returned(now_ns, left, units, took_ns, latencies)
@@ -223,7 +223,7 @@ class Executions:
         """A request has a response, or its end."""
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
-        if slot is None or request is None or not self._decoupled:
+        if slot is None or request is None or not self._settings.decoupled:
             self.misplaced += 1
             return
         if message.copied_out:

@@ -31,7 +31,7 @@ from shmserve.scheduler.requests.request import NEVER, ScheduledRequest, Worker
 
 
 class SlotState(StrEnum):
-    """Where an instance is."""
+    """The states of an instance."""
 
     GONE = "gone"
     EXPECTED = "expected"
@@ -66,6 +66,7 @@ SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class Execution:
     """A batch on its way through a worker.
 
@@ -74,21 +75,12 @@ class Execution:
     `gaps`: rows of the batch that are nobody's.
     """
 
-    __slots__ = ("gaps", "id", "reason", "requests", "sent_ns", "started_ns")
-
-    def __init__(
-        self,
-        number: int,
-        requests: list[ScheduledRequest],
-        reason: Closed,
-        sent_ns: int,
-        gaps: int = 0,
-    ) -> None:
-        self.id = number
-        self.requests = requests
-        self.reason = reason
-        self.sent_ns = self.started_ns = sent_ns
-        self.gaps = gaps
+    id: int
+    requests: list[ScheduledRequest]
+    reason: Closed
+    sent_ns: int
+    started_ns: int
+    gaps: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +137,7 @@ class Ticketing(Protocol):
         """The instance is gone, whatever it had."""
 
 
+@dataclass(eq=False)
 class Pool:
     """All slots of a model version. With `tickets` each execution needs one.
 
@@ -154,19 +147,16 @@ class Pool:
     may.
     """
 
-    def __init__(
-        self, execution_limit_ns: int, tickets: Ticketing | None = None, most_open: int = 0
-    ) -> None:
-        self._limit_ns = execution_limit_ns
-        self._most_open = most_open
-        self._slots: dict[int, Slot] = {}
-        self._by_peer: dict[bytes, Slot] = {}
-        self.free: deque[Slot] = deque()
-        self.failure = ""
-        self._failed = ""  # why no instance will come back, if none is here
-        self.retiring: list[Slot] = []
-        self.members = 0  # counts who came, who went, and who is to
-        self._tickets = tickets
+    _limit_ns: int
+    _tickets: Ticketing | None = None
+    _most_open: int = 0
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _by_peer: dict[bytes, Slot] = field(default_factory=dict)
+    free: deque[Slot] = field(default_factory=deque)
+    failure: str = ""
+    _failed: str = ""  # why no instance will come back, if none is here
+    retiring: list[Slot] = field(default_factory=list)
+    members: int = 0  # counts who came, who went, and who is to
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -326,10 +316,6 @@ class Pool:
     def _may_take(self, slot: Slot) -> bool:
         open_ = len(slot.requests)
         return not slot.retiring and (not self._most_open or open_ < self._most_open)
-
-    def doom(self, slot: Slot) -> None:
-        """The instance's end was asked for: it keeps its batch and gets no other."""
-        slot.meet("doom")
 
     def by_peer(self, peer: bytes) -> Slot | None:
         """The instance that speaks from this address."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 _NS_PER_S = 1_000_000_000
 _FIRST_GUESS_NS = 10_000_000
 _MARGIN_NS = 1_000_000  # timers and messages on the way
@@ -11,30 +13,20 @@ _DEEPEST = 4
 _KNOWN = 16  # observations that say something about the next execution
 
 
+@dataclass(slots=True, eq=False)
 class ServiceTime:
     """Moving averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
 
-    __slots__ = (
-        "_busy_ns",
-        "_deviation_ns",
-        "_mean_ns",
-        "_observed",
-        "_requests",
-        "pipeline_depth",
-        "reserve_ns",
-    )
-
-    def __init__(self) -> None:
-        self._mean_ns = 0.0
-        self._deviation_ns = 0.0
-        self._busy_ns = 0.0
-        self._requests = 0.0
-        self._observed = 0
-        # How many batches a worker may have at a time: more than one where they are so short that
-        # it would otherwise wait for messages as long as it computes.
-        self.pipeline_depth = 1
-        # How long before a deadline an execution must start to be done in time.
-        self.reserve_ns = _FIRST_GUESS_NS
+    _mean_ns: float = 0.0
+    _deviation_ns: float = 0.0
+    _busy_ns: float = 0.0
+    _requests: float = 0.0
+    _observed: int = 0
+    # How many batches a worker may have at a time: more than one where they are so short that it
+    # would otherwise wait for messages as long as it computes.
+    pipeline_depth: int = 1
+    # How long before a deadline an execution must start to be done in time.
+    reserve_ns: int = _FIRST_GUESS_NS
 
     def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
         """An execution of `requests` requests took this long, from dispatch to return, of which

@@ -38,7 +38,7 @@ class _Level:
         return iter(self.in_time.values())
 
     def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Where this request is, or belongs."""
+        """The part where this request is, or belongs."""
         return self.delayed if request.delayed else self.in_time
 
 

@@ -9,6 +9,7 @@ waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ OVER = Submit(0, 0, b"", 0, 0, 0, 0, b"")  # of a request that is done: nothing 
 
 
 class State(StrEnum):
-    """Where a request is."""
+    """The states of a request."""
 
     QUEUED = auto()
     EXECUTING = auto()  # if its worker is lost, it may run again
@@ -118,6 +119,7 @@ class Outcome(NamedTuple):
     timing: Timing | None
 
 
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """One inference, which counts for `units` in a batch, and the message that submitted it, as
     long as it lives. Times are monotonic ns, 0: none.
@@ -131,74 +133,31 @@ class ScheduledRequest:
     where in it. `lookup` is what the response cache said of it, if it was asked.
     """
 
-    __slots__ = (
-        "arrived_ns",
-        "client",
-        "credited",
-        "deadline_ns",
-        "deaths",
-        "delayed",
-        "enqueued_ns",
-        "flags",
-        "flush_by_ns",
-        "id",
-        "key",
-        "level",
-        "lookup",
-        "outcome",
-        "queue_limit_ns",
-        "responded_ns",
-        "responses",
-        "sequence",
-        "shape_key",
-        "state",
-        "submit",
-        "timing",
-        "units",
-        "untimed",
-        "worker",
-    )
-
-    def __init__(
-        self,
-        key: int,
-        client: Client[ScheduledRequest],
-        number: int,
-        units: int,
-        shape_key: bytes,
-        arrived_ns: int,
-        enqueued_ns: int,
-        deadline_ns: int,
-        queue_limit_ns: int,
-        flush_by_ns: int,
-        submit: Submit,
-        level: int = 0,
-    ) -> None:
-        self.key = key
-        self.client = client
-        self.id = number
-        self.units = units
-        self.shape_key = shape_key
-        self.arrived_ns = arrived_ns
-        self.enqueued_ns = enqueued_ns
-        self.deadline_ns = deadline_ns
-        self.queue_limit_ns = queue_limit_ns
-        self.flush_by_ns = flush_by_ns
-        self.submit = submit
-        self.level = level
-        self.delayed = False
-        self.state = State.QUEUED
-        self.deaths = 0
-        self.outcome: Outcome | None = None
-        self.worker: Worker | None = None
-        self.responses = 0
-        self.responded_ns = 0
-        self.credited = 0
-        self.timing: Timing | None = None  # of the execution, once it has returned
-        self.sequence: Any = None  # a batchers.sequence.slots.Sequence
-        self.flags = 0
-        self.untimed = False  # it succeeded before that
-        self.lookup: Lookup | None = None
+    key: int
+    client: Client[ScheduledRequest]
+    id: int
+    units: int
+    shape_key: bytes
+    arrived_ns: int
+    enqueued_ns: int
+    deadline_ns: int
+    queue_limit_ns: int
+    flush_by_ns: int
+    submit: Submit
+    level: int = 0
+    delayed: bool = False
+    state: State = State.QUEUED
+    deaths: int = 0
+    outcome: Outcome | None = None
+    worker: Worker | None = None
+    responses: int = 0
+    responded_ns: int = 0
+    credited: int = 0
+    timing: Timing | None = None  # of the execution, once it has returned
+    sequence: Any = None  # a batchers.sequence.slots.Sequence
+    flags: int = 0
+    untimed: bool = False  # it succeeded before that
+    lookup: Lookup | None = None
 
     def meet(self, event: Event) -> None:
         """Move to the next state; raises IllegalEvent and changes nothing where there is none."""

@@ -11,8 +11,8 @@ abandon  nobody is there to be told
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 
-from shmserve.errors import ShmserveError
 from shmserve.ipc.memory.lent import unread
 from shmserve.ipc.messages.inference import (
     ExecutionResponded,
@@ -22,10 +22,8 @@ from shmserve.ipc.messages.inference import (
     Reply,
     Responded,
     Settled,
-    Submit,
 )
 from shmserve.scheduler.outboxes import Peers
-from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import (
     AT_WORK,
     OVER,
@@ -43,25 +41,18 @@ _UNDECIDED = AT_WORK | {State.QUEUED}
 _IN_ORDER = _UNDECIDED | {State.HELD}
 
 
+@dataclass(eq=False)
 class Responses:
     """The sender of messages to clients. `live` counts the requests that are not done; `cache`
     keeps what may be told again."""
 
-    def __init__(
-        self,
-        clients: Peers,
-        workers: Peers,
-        statistics: Statistics,
-        preserve_ordering: bool,
-        cache: ResponseCache | None = None,
-    ) -> None:
-        self._clients = clients
-        self._workers = workers
-        self._statistics = statistics
-        self._ordered = preserve_ordering
-        self._order: deque[ScheduledRequest] = deque()
-        self.live = 0
-        self.cache = cache
+    _clients: Peers
+    _workers: Peers
+    _statistics: Statistics
+    _ordered: bool
+    cache: ResponseCache | None = None
+    _order: deque[ScheduledRequest] = field(default_factory=deque)
+    live: int = 0
 
     def enqueued(self, request: ScheduledRequest) -> None:
         """From now on this request is owed a response."""
@@ -69,18 +60,6 @@ class Responses:
         self.live += 1
         if self._ordered:
             self._order.append(request)
-
-    def refuse(
-        self,
-        client: Client[ScheduledRequest],
-        message: Submit,
-        error: ShmserveError,
-        retry_after_s: int,
-    ) -> None:
-        """Refuse a request that was not admitted."""
-        self._clients.post(
-            client.peer, Failed(message.id, error.code, error.message, retry_after_s, False)
-        )
 
     def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
         """Pass on a response that is not the last."""
@@ -200,7 +179,7 @@ class Responses:
         worker = request.worker
         for release in unread(body):
             if worker is not None and release.pid == worker.pid:
-                outputs = ReleaseOutputs(request.client.pid, release.offsets)
+                outputs = ReleaseOutputs(request.client.pid, release.offsets, release.memory)
                 self._workers.post(worker.peer, outputs)
 
     def _drop_held(self, request: ScheduledRequest) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.common.counters import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.execution_stats import ExecutionStats
+from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
 from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
 from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
 from shmserve.scheduler.statistics.table import Table
@@ -16,6 +16,10 @@ from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, dura
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
+# Of a request that has ended: when, the time it took, its units. Of its execution: when it was
+# known, the time in the queue, and those of the three phases.
+_Ended = tuple[int, int, int]
+_Timed = tuple[int, int, int, int, int]
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 _SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
 
@@ -39,7 +43,7 @@ class Statistics(Table):
         *("request_seconds", "queue_seconds", "first_response_ms"),
         *("workers_lost", "retried", "overruns", "malformed"),
         *("_name", "_version", "_first_responses", "_responses", "_shown_quantiles"),
-        *("_quantiles", "_base"),
+        *("_quantiles", "_base", "_ended", "_timed"),
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -72,6 +76,8 @@ class Statistics(Table):
         self.cache_hit, self.cache_hit_ns = 0, 0
         self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
+        self._ended: list[_Ended] = []
+        self._timed: list[_Timed] = []
 
     def set_base(self, base: dict[str, Any]) -> None:
         """Set the base: the counts of the version that this one replaces; raises KeyError,
@@ -84,17 +90,47 @@ class Statistics(Table):
     def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
         no `timing`, and `timed` follows."""
-        total = now_ns - request.arrived_ns
-        self.success += 1
-        self.inference_count += request.units
-        self.success_ns += total
-        self.request_seconds.observe(total)
-        if self._quantiles:
-            self._quantiles["request"].observe(total // _NS_PER_US, now_ns)
+        if len(self._ended) >= MOST_NOTED:
+            self._count()
+        self._ended.append((now_ns, now_ns - request.arrived_ns, request.units))
         if timing is None:
             request.untimed = True
         else:
             self.timed(request, timing, now_ns)
+
+    def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
+        """The execution of a request that succeeded took this long."""
+        start_ns, input_ns, infer_ns, output_ns = timing
+        queued_ns = start_ns - request.enqueued_ns
+        self._timed.append((now_ns, queued_ns, input_ns, infer_ns, output_ns))
+
+    def _count(self) -> None:
+        """Count what was noted, before anything is read here."""
+        self.executions.count()
+        ended, self._ended = self._ended, []
+        timed, self._timed = self._timed, []
+        if ended:
+            _, totals, units = zip(*ended, strict=True)
+            self.success += len(ended)
+            self.success_ns += sum(totals)
+            self.inference_count += sum(units)
+            self.request_seconds.observe(*totals)
+        if timed:
+            _, queued, inputs, infers, outputs = zip(*timed, strict=True)
+            self.queue_ns += sum(queued)
+            self.compute_input_ns += sum(inputs)
+            self.compute_infer_ns += sum(infers)
+            self.compute_output_ns += sum(outputs)
+            self.queue_seconds.observe(*queued)
+        if self._quantiles:
+            self._summarise(ended, timed)
+
+    def _summarise(self, ended: list[_Ended], timed: list[_Timed]) -> None:
+        for now_ns, took_ns, _ in ended:
+            self._quantiles["request"].observe(took_ns // _NS_PER_US, now_ns)
+        for now_ns, *times in timed:
+            for name, ns in zip(_SUMMARISED[1:], times, strict=True):
+                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
         """A request has ended with a cached response, which was found in `lookup_ns`."""
@@ -120,19 +156,6 @@ class Statistics(Table):
             took_us = (lookup_ns + insert_ns) // _NS_PER_US
             self._quantiles["cache_miss"].observe(took_us, now_ns)
 
-    def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
-        """The execution of a request that succeeded took this long."""
-        start_ns, input_ns, infer_ns, output_ns = timing
-        queued = start_ns - request.enqueued_ns
-        self.queue_ns += queued
-        self.compute_input_ns += input_ns
-        self.compute_infer_ns += infer_ns
-        self.compute_output_ns += output_ns
-        self.queue_seconds.observe(queued)
-        if self._quantiles:
-            for name, ns in zip(_SUMMARISED[1:], (queued, *timing[1:]), strict=True):
-                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
-
     def responded(
         self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
@@ -151,6 +174,11 @@ class Statistics(Table):
         self.fail_ns += max(now_ns - arrived_ns, 0)
         self.failures[reason] += 1
 
+    def table(self) -> dict[str, Any]:
+        """As `Table.table`."""
+        self._count()
+        return super().table()
+
     def snapshot(self, brief: bool = False) -> dict[str, Any]:
         """The table for whoever counts on from here; `brief`: without the rows of responses, of
         which there may be a thousand."""
@@ -165,6 +193,7 @@ class Statistics(Table):
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
         """Everything as the package says; `gauges` are the `shmserve` keys that others know."""
+        self._count()
         executions = self.executions
         count, executed = self.success, self.success - self.cache_hit
         return {

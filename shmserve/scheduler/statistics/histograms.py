@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 from math import ceil, log
 from typing import Any
 
@@ -38,10 +39,12 @@ class Histogram:
         self._counts = [0] * (len(shown) + 1)
         self._sum = 0
 
-    def observe(self, value: int) -> None:
-        """Count one observation; a value equal to a bound lies within it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, *values: int) -> None:
+        """Count observations; a value equal to a bound lies within it."""
+        counts = self._counts
+        for bucket in map(bisect_left, repeat(self._bounds), values):
+            counts[bucket] += 1
+        self._sum += sum(values)
 
     def restore(self, report: dict[str, Any]) -> None:
         """Go on from there; raises ValueError for another histogram's."""

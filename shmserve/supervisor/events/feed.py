@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.events import (
@@ -127,6 +128,7 @@ _COUNTERS_EVERY_S = 1.0
 States = Mapping[tuple[str, str], tuple[str, str]]
 
 
+@dataclass(slots=True, eq=False)
 class EventFeed:
     """Derives events, while somebody subscribes to them.
 
@@ -134,23 +136,14 @@ class EventFeed:
     count(): have the counters of every model published.
     """
 
-    def __init__(
-        self,
-        publisher: EventPublisher,
-        models: Callable[[], States],
-        processes: Callable[[], list[Child]],
-        regions: Callable[[], list[OpenRegion]],
-        health: Callable[[], Any],
-        count: Callable[[], None],
-    ) -> None:
-        self._publisher = publisher
-        self._models = models
-        self._processes = processes
-        self._regions = regions
-        self._health = health
-        self._count = count
-        self._known: States = {}
-        self._timer: asyncio.TimerHandle | None = None
+    _publisher: EventPublisher
+    _models: Callable[[], States]
+    _processes: Callable[[], list[Child]]
+    _regions: Callable[[], list[OpenRegion]]
+    _health: Callable[[], Any]
+    _count: Callable[[], None]
+    _known: States = field(init=False, default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
 
     def subscribed(self, prefix: str, wanted: bool) -> None:
         """Serve a new subscription to topics that begin with `prefix` (not `wanted`: its end)."""

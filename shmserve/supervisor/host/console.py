@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import refused
 
 
 @contextlib.contextmanager
@@ -26,11 +26,8 @@ def written_to(path: str) -> Iterator[None]:
         yield
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    try:
+    with refused(f"--log-file: cannot write '{path}'", "not a path"):
         file = os.open(path, flags, 0o640)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not a path"
-        raise InvalidArgument(f"--log-file: cannot write '{path}': {reason}") from None
     console = os.dup(2)
     os.dup2(file, 2)
     os.close(file)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmserve.common.access.peer_credentials import admit_group
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
@@ -46,38 +46,23 @@ class RunDirectory:
         group that is not this user's to let in.
         """
         if wanted is None:
-            try:
+            with refused("--run-dir: is needed, no folder for temporary files can be used"):
                 self.path = Path(tempfile.mkdtemp(prefix="shmserve-"))
-            except OSError as error:
-                raise InvalidArgument(
-                    f"--run-dir: is needed, no folder for temporary files can be used: "
-                    f"{error.strerror}"
-                ) from None
         else:
             self.path = Path(os.path.abspath(wanted))
-            try:
+            made = refused(f"--run-dir: cannot make '{self.path}'")
+            with made, contextlib.suppress(FileExistsError):  # as what, is checked next
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except FileExistsError:
-                pass  # as what, is checked next
-            except OSError as error:
-                raise InvalidArgument(
-                    f"--run-dir: cannot make '{self.path}': {error.strerror}"
-                ) from None
         self._check(through=0o010 if group >= 0 else 0)
-        try:
+        with refused(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
-        except OSError as error:
-            raise InvalidArgument(
-                f"--run-dir: cannot use '{self.path}': {error.strerror}"
-            ) from None
         if group >= 0:
-            try:
-                admit_group(self.path, group)
-            except OSError as error:
-                self.remove()
-                raise InvalidArgument(
-                    f"--shm-group: group {group} cannot be let into '{self.path}': {error.strerror}"
-                ) from None
+            with refused(f"--shm-group: group {group} cannot be let into '{self.path}'"):
+                try:
+                    admit_group(self.path, group)
+                except OSError:
+                    self.remove()
+                    raise
         _empty(self.path)
 
     @classmethod

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common.access.shm_access import Peer
@@ -23,6 +24,7 @@ from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 
 
+@dataclass(slots=True, eq=False)
 class LocalMemory:
     """Regions without a name, by memory id: each is its client's alone until it is released or the
     client disconnects, and unknown to gateways. `tell_workers` reaches every worker.
@@ -31,17 +33,11 @@ class LocalMemory:
     nothing kept, for what cannot be.
     """
 
-    def __init__(
-        self,
-        capabilities: Capabilities,
-        opener: RegionOpener,
-        tell_workers: Callable[[Any], None],
-    ) -> None:
-        self._capabilities = capabilities
-        self._opener = opener
-        self._tell_workers = tell_workers
-        self._serials = itertools.count(1)
-        self._regions: dict[int, OpenRegion] = {}
+    _capabilities: Capabilities
+    _opener: RegionOpener
+    _tell_workers: Callable[[Any], None]
+    _serials: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._regions)

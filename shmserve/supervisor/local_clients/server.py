@@ -38,7 +38,7 @@ from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.supervisor.local_clients.connections import LocalClient, LocalClientConnections
 from shmserve.supervisor.local_clients.memory import LocalMemory
-from shmserve.supervisor.processes.acknowledgements import Acknowledgements
+from shmserve.supervisor.processes.control_socket import Acknowledgements
 
 logger = logging.getLogger(__name__)
 

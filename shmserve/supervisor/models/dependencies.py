@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -12,24 +13,20 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
+@dataclass(slots=True, eq=False)
 class Dependencies:
     """Loads the models of ensembles' steps with `load(name)`, unless they serve. `hosted`: they are
     scheduled beside their ensembles."""
 
-    def __init__(
-        self,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        load: Callable[[str], Awaitable[None]],
-        hosted: bool = True,
-    ) -> None:
-        self._hosted = hosted
-        self._planner = planner
-        self._registry = registry
-        self._load = load
-        self._loading: dict[str, asyncio.Future[None]] = {}
-        self._steps_of: dict[str, list[str]] = {}  # ensembles that are to serve when they can
-        self._for_others: set[str] = set()  # loaded for an ensemble, and by nobody's wish
+    _planner: LoadPlanner
+    _registry: ModelRegistry
+    _load: Callable[[str], Awaitable[None]]
+    _hosted: bool = True
+    _loading: dict[str, asyncio.Future[None]] = field(init=False, default_factory=dict)
+    # Of ensembles that are to serve when they can.
+    _steps_of: dict[str, list[str]] = field(init=False, default_factory=dict)
+    # Loaded for an ensemble, and by nobody's wish.
+    _for_others: set[str] = field(init=False, default_factory=set)
 
     @contextlib.contextmanager
     def loading(self, names: list[str]) -> Iterator[None]:

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelManager:
-    """Loads and unloads. `on_change` is called when readiness may have changed, `on_states` when
-    any state has."""
+    """Loads and unloads. `on_change` is called when a state has changed, and readiness may have."""
 
     def __init__(
         self,
@@ -41,28 +40,15 @@ class ModelManager:
         planner: LoadPlanner,
         registry: ModelRegistry,
         on_change: Callable[[], None],
-        on_states: Callable[[], None],
     ) -> None:
         self._context = context
         self._planner = planner
         self._registry = registry
-        self._on_change = on_change
-        self._on_states = on_states
-        self._rollout = Rollout(context, registry, planner, self._states_changed)
+        self._rollout = Rollout(context, registry, planner, on_change)
         hosted = context.config.ensemble_scheduling == "hosted"
         self._dependencies = Dependencies(planner, registry, self.load, hosted)
-        self._loader = ModelLoader(
-            context,
-            planner,
-            registry,
-            self._rollout,
-            self._dependencies.group,
-            self._states_changed,
-        )
-
-    def _states_changed(self) -> None:
-        self._on_states()
-        self._on_change()
+        group = self._dependencies.group
+        self._loader = ModelLoader(context, planner, registry, self._rollout, group, on_change)
 
     # --- requests
 

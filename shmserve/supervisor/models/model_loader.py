@@ -1,5 +1,5 @@
 """The load of one model that has its turn: plan every version -> start all (or none) -> switch to
-them (rollout); or, where nothing but instances differs, update those that serve (instance_update).
+them (rollout); or, where nothing but instances differs, update those that serve.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
@@ -17,8 +18,7 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
-from shmserve.supervisor.models.version.instance_update import InstanceUpdate
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
@@ -27,25 +27,17 @@ logger = logging.getLogger(__name__)
 _UNLOADED_MEANWHILE = "the model is unloaded"
 
 
+@dataclass(slots=True, eq=False)
 class ModelLoader:
     """Loads models; `group(name)`: those that are scheduled beside one. `on_change` is called when
     a load begins, and when it fails."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        rollout: Rollout,
-        group: Callable[[str], Group],
-        on_change: Callable[[], None],
-    ) -> None:
-        self._group = group
-        self._context = context
-        self._planner = planner
-        self._registry = registry
-        self._rollout = rollout
-        self._on_change = on_change
+    _context: SupervisorContext
+    _planner: LoadPlanner
+    _registry: ModelRegistry
+    _rollout: Rollout
+    _group: Callable[[str], Group]
+    _on_change: Callable[[], None]
 
     async def load(
         self, model: ModelEntry, config: str, files: dict[str, bytes], unloads: int

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError
 from shmserve.supervisor.context import SupervisorContext
@@ -17,22 +18,17 @@ from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Poller:
     """Follows the repositories every `repository_poll_s` seconds. A model that takes long to load,
     or hangs, keeps no other waiting, and is given up when it is removed."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        models: ModelManager,
-    ) -> None:
-        self._context = context
-        self._planner = planner
-        self._registry = registry
-        self._models = models
-        self._busy: set[tuple[str, bool]] = set()  # names, and whether they are there
+    _context: SupervisorContext
+    _planner: LoadPlanner
+    _registry: ModelRegistry
+    _models: ModelManager
+    # Names, and whether they are there.
+    _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
 
     async def run(self) -> None:
         """Poll until it is cancelled."""

@@ -14,8 +14,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.version.instance_update import InstanceUpdate
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, StepModel
 from shmserve.supervisor.processes.table import Child
 
@@ -130,11 +129,11 @@ class ModelRegistry:
     def process_exited(self, child: Child) -> None:
         """Pass the end of a process on to its version."""
         for version in self._live:
-            version.process_exited(child)
+            version.instances.process_exited(child)
 
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""
-        return [pid for version in self._live for pid in version.pids_on(device_id)]
+        return [pid for version in self._live for pid in version.instances.pids_on(device_id)]
 
     # --- what is published
 
@@ -156,16 +155,18 @@ class ModelRegistry:
             "checks_ready": found.instances.checks_ready,
         }
 
+    def _serving(self, name: str, version: str) -> ModelVersion | None:
+        model = self._models.get(name)
+        return None if model is None else model.serving.get(version or model.latest)
+
     def published_now(self, step: StepModel) -> m.ModelPublished | None:
         """The publication of a model version now, or None where it does not serve."""
-        model = self._models.get(step.name)
-        found = None if model is None else model.serving.get(step.version or model.latest)
-        return None if model is None or found is None else self.publication(model, found, 0)
+        found = self._serving(*step)
+        return None if found is None else self.publication(self._models[step.name], found, 0)
 
     def ready_now(self, step: StepModel) -> bool:
         """Whether a model version takes requests now."""
-        model = self._models.get(step.name)
-        found = None if model is None else model.serving.get(step.version or model.latest)
+        found = self._serving(*step)
         return found is not None and found.ready
 
     def configurations(self, name: str) -> dict[str, dict[str, Any]]:
@@ -180,8 +181,7 @@ class ModelRegistry:
 
     def asked_whether_ready(self, name: str, version: str) -> list[int]:
         """The workers that say whether a version is ready; none where it is not, or not there."""
-        model = self._models.get(name)
-        found = model.serving.get(version or model.latest) if model is not None else None
+        found = self._serving(name, version)
         return found.instances.checking_ready() if found is not None and found.ready else []
 
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ class ModelRegistry:
         """Have the counters of what serves published as events."""
         for model in self._models.values():
             for version in model.serving.values():
-                version.publish_counters()
+                version.scheduler.publish_counters()
 
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""

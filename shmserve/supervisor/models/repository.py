@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_model_name
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, refused
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
@@ -50,11 +50,8 @@ class ModelFolder:
 
     def files(self, version: int) -> list[str]:
         """The names in a version's folder; raises InvalidArgument when it cannot be read."""
-        try:
+        with refused(f"{self.name}/{version}"):
             return sorted(os.listdir(self.path / str(version)))
-        except OSError as error:
-            reason = error.strerror or "cannot be read"
-            raise InvalidArgument(f"{self.name}/{version}: {reason}") from None
 
 
 def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, ModelFolder]:
@@ -189,13 +186,9 @@ def inline_model(spec: str, base_dir: Path) -> ModelFolder:
 
 
 def _subfolders(repository: Path) -> list[Path]:
-    try:
-        with os.scandir(repository) as entries:
-            names = sorted(entry.name for entry in entries if os.path.isdir(entry))
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        name = repository.absolute().name  # no more of the path: clients who ask see it, too
-        raise InvalidArgument(f"model repository '{name}': {reason}") from None
+    shown = repository.absolute().name  # no more of the path: clients who ask see it, too
+    with refused(f"model repository '{shown}'"), os.scandir(repository) as entries:
+        names = sorted(entry.name for entry in entries if os.path.isdir(entry))
     return [repository / name for name in names if not name.startswith((".", "__"))]
 
 
@@ -255,13 +248,8 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with refused(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InvalidArgument(f"{path.parent.name}/{path.name}: not UTF-8 text") from None
-    except OSError as error:
-        reason = error.strerror or "cannot be read"
-        raise InvalidArgument(f"{path.parent.name}/{path.name}: {reason}") from None
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:

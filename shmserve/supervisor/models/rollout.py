@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -36,22 +37,16 @@ def load_failed(model: ModelEntry, reasons: Mapping[str, str]) -> InvalidArgumen
     return InvalidArgument(f"load failed for model '{model.name}': {failures}")
 
 
+@dataclass(slots=True, eq=False)
 class Rollout:
     """Puts versions in service and out of it. `on_change` is called when a state changes."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        registry: ModelRegistry,
-        planner: LoadPlanner,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._planner = planner
-        self._on_change = on_change
-        # The endpoint of a version that ensembles were sent, by model and number.
-        self._endpoints: dict[tuple[str, str], str] = {}
+    _context: SupervisorContext
+    _registry: ModelRegistry
+    _planner: LoadPlanner
+    _on_change: Callable[[], None]
+    # The endpoint of a version that ensembles were sent, by model and number.
+    _endpoints: dict[tuple[str, str], str] = field(init=False, default_factory=dict)
 
     async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
@@ -157,14 +152,14 @@ class Rollout:
             moved = self._endpoints.get((news.name, news.version)) != news.endpoint
             self._context.tell(news, ensembles=moved)
             self._endpoints[news.name, news.version] = news.endpoint
-            if version.failure:
-                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
+            if failure := version.instances.failure:
+                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, failure)
             self._steps_changed(model)
             self._on_change()
 
     def _steps_changed(self, model: ModelEntry) -> None:
         for ensemble in self._registry.ensembles_of(model.name):
-            ensemble.step_changed()
+            ensemble.changed()
 
 
 def _lost(model: ModelEntry, version: ModelVersion) -> m.SchedulerLost:

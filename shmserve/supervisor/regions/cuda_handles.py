@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.common.accelerators import CUDA_INVALID
@@ -20,23 +21,19 @@ from shmserve.ipc.tensors.descriptors import Memory
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 2.0
+_OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
+@dataclass(eq=False)
 class HandleCheck:
     """Asks workers whether a handle opens. `workers(device_id)` gives those on a device that are
     ready."""
 
-    def __init__(
-        self,
-        devices: int,
-        workers: Callable[[int], list[int]],
-        send: Callable[[int, Any], None],
-    ) -> None:
-        self.devices = devices
-        self._workers = workers
-        self._send = send
-        self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[list[int], asyncio.Future[MemoryChecked]]] = {}
+    devices: int
+    _workers: Callable[[int], list[int]]
+    _send: Callable[[int, Any], None]
+    _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _open: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
         """Raise InvalidArgument for memory that a worker cannot open, Unavailable where no worker

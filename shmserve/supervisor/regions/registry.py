@@ -22,10 +22,10 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.common.accelerators import cuda_not_supported
 from shmserve.common.access.shm_access import EVERYONE, Peer
@@ -44,32 +44,33 @@ from shmserve.ipc.tensors.ranges import whole
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 
-# Sends what the function makes of an acknowledgement number to every gateway; returns once it
-# holds in all of them.
-Publish = Callable[[Callable[[int], Any]], Awaitable[None]]
+
+class Processes(Protocol):
+    """The gateways and workers, by role; as the control socket reaches them."""
+
+    def publish(self, make: Callable[[int], Any], *roles: str) -> Awaitable[None]:
+        """Send what `make(number)` gives; returns once it holds in each that lives."""
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """Send a message to each."""
+
+    def pids(self, *roles: str) -> list[int]:
+        """Those that have made contact."""
 
 
+@dataclass(slots=True, eq=False)
 class DrainingRegions:
     """Regions without a name that requests in flight still use, by memory id: kept open until the
-    last has ended. `publish` reaches every gateway (pids: `gateways`), `tell_workers` every worker.
+    last has ended.
 
     Gateways count the requests that use a generation of a name. When it is withdrawn, each gateway
     that knows it releases it when it uses it no more; then workers unmap it, and it is closed.
     """
 
-    def __init__(
-        self,
-        publish: Publish,
-        gateways: Callable[[], Iterable[int]],
-        tell_workers: Callable[[Any], None],
-        opener: RegionOpener,
-    ) -> None:
-        self._publish = publish
-        self._gateways = gateways
-        self._tell_workers = tell_workers
-        self._opener = opener
-        self._regions: dict[int, OpenRegion] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    _processes: Processes
+    _opener: RegionOpener
+    _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     def published(self) -> Iterator[RegionPublished]:
         """The messages that bring a new gateway up to date: they are listed while requests use
@@ -81,12 +82,14 @@ class DrainingRegions:
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region from every gateway; returns when none accepts its name any more."""
         self._regions[region.memory_id] = region
-        region.users = set(self._gateways())
-        await self._publish(partial(RegionWithdrawn, region.name, region.memory_id))
+        region.users = set(self._processes.pids("gateway"))
+        await self._processes.publish(
+            partial(RegionWithdrawn, region.name, region.memory_id), "gateway"
+        )
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.listed = True
-            await self._publish(partial(_draining, region))
+            await self._processes.publish(partial(_draining, region), "gateway")
 
     def released(self, pid: int, memory_id: int) -> None:
         """Note that no request of gateway `pid` uses the region any more."""
@@ -103,13 +106,13 @@ class DrainingRegions:
     def _close_unused(self, region: OpenRegion) -> None:
         if region.users or self._regions.pop(region.memory_id, None) is None:
             return
-        self._tell_workers(MemoryDropped(region.memory_id))
+        self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
         self._opener.close(region)
         if region.listed:
             in_background(self._unlist(region.memory_id), self._tasks)
 
     async def _unlist(self, memory_id: int) -> None:
-        await self._publish(partial(RegionDrained, memory_id))
+        await self._processes.publish(partial(RegionDrained, memory_id), "gateway")
 
     def close(self) -> None:
         """Close every object."""
@@ -126,21 +129,15 @@ logger = logging.getLogger(__name__)
 
 
 class RegionRegistry:
-    """Registers and unregisters; `publish` reaches every gateway (pids: `gateways`),
-    `tell_workers` every worker; `publish_event` is for subscribers of events."""
+    """Registers and unregisters; `publish_event` is for subscribers of events."""
 
     def __init__(
-        self,
-        publish: Publish,
-        gateways: Callable[[], Iterable[int]],
-        tell_workers: Callable[[Any], None],
-        opener: RegionOpener,
-        publish_event: Callable[[Any], None],
+        self, processes: Processes, opener: RegionOpener, publish_event: Callable[[Any], None]
     ) -> None:
-        self._publish = publish
+        self._processes = processes
         self._publish_event = publish_event
         self._opener = opener
-        self.draining = DrainingRegions(publish, gateways, tell_workers, opener)
+        self.draining = DrainingRegions(processes, opener)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
@@ -199,7 +196,7 @@ class RegionRegistry:
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
             self._publish_event(region.registered())
-            await self._publish(region.published)
+            await self._processes.publish(region.published, "gateway")
             return {"memory_id": region.memory_id}
 
     async def register_cuda(
@@ -237,7 +234,7 @@ class RegionRegistry:
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
             self._publish_event(region.registered())
-            await self._publish(region.published)
+            await self._processes.publish(region.published, "gateway")
 
     def _has_cuda(
         self, name: str, handle: CudaHandle, offset: int, byte_size: int, peer: Peer

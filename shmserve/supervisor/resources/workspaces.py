@@ -22,8 +22,7 @@ from typing import Any
 from shmserve import logs
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
-from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
-from shmserve.ipc.memory.device_allocation import DeviceAllocation
+from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.memory.workspace_pool import GrantedLease, WorkspacePool
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.messages.supervision import (

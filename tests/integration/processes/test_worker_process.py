@@ -22,6 +22,7 @@ from shmserve.ipc.messages.inference import (
     CancelExecution,
     Execute,
     InstanceReady,
+    ReaderExited,
     ReleaseOutputs,
     Reply,
     Work,
@@ -242,19 +243,21 @@ def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Work
     size = 12 << 20 >> 2
     mappings = Mappings()
     peer, router = b"0.%d" % worker.pid, worker.schedulers["w1"]
-    dead = m.ProcessExited(os.getpid())
     # Two of 48 MiB do not fit into 64 MiB: each must come back before the next.
     for give_back in (
-        lambda offset: router.post(peer, ReleaseOutputs(os.getpid(), [offset])),
-        lambda offset: worker.tell(dead),
-        lambda offset: None,
+        lambda place: router.post(
+            peer, ReleaseOutputs(os.getpid(), [place.offset], place.memory.id)
+        ),
+        lambda place: router.post(peer, ReaderExited(os.getpid())),
+        # What one had that had this pid before is not what it has.
+        lambda place: router.post(peer, ReleaseOutputs(os.getpid(), [place.offset], 1)),
     ):
         worker.execute(1, size=4 * size)
         (output,) = worker.answer(worker.finished()[0]).outputs
         assert not isinstance(output.data, bytes)
         view = np.frombuffer(mappings.view(output.data), "f4")
         assert (view == 2).all()
-        give_back(output.data.offset)
+        give_back(output.data)
         router.flush()
     worker.execute(1, size=4 * size)
     assert worker.finished()[0].code == "UNAVAILABLE"

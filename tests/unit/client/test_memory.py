@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -444,10 +445,13 @@ def test_a_response_is_read_as_one_of_its_form(memories: Memories) -> None:
     """However often that came: numbers, strings, and what lies in memory."""
     model = ClientModel(published())
     built = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
+    reader: Any = SimpleNamespace(
+        built=built, copied=lambda place: b"\4\0\0\0", release=lambda release: None
+    )
 
     def read_back(*refs: TensorRef, **parameters: Any) -> dict[str, Any]:
         body = pack_inferred(Inferred(refs, parameters))
-        result = read(built, body, lambda place: b"\4\0\0\0", lambda release: None)
+        result = read(reader, body)
         return {**result, **result.parameters}
 
     place = Place(Memory(9, 4321, 5, 6, 1 << 20, True), 64, 4)
@@ -581,7 +585,7 @@ def test_local_clients_cannot_make_up_who_they_are_or_what_is_theirs() -> None:
     ):
         assert capabilities.local_client(forged.encode()) == 0, forged
     rest = (7, 8, 9, 4096, True)
-    mine = Memory(capabilities.memory_id(FIRST, *rest), *rest)
+    mine = Memory(capabilities.memory_id(FIRST, *rest, False), *rest)
     assert capabilities.owns(FIRST, mine) and not capabilities.owns(FIRST + 1, mine)
     assert not capabilities.owns(FIRST, Memory(mine.id, 7, 8, 9, 8192, True))
     assert Place(mine, 0, 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve import cli
 from shmserve.config import command_line, options, server
 from shmserve.config.flag_values import MetricsConfig
-from shmserve.config.option import Flag
+from shmserve.config.options import Flag
 from shmserve.errors import InvalidArgument
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults

@@ -15,6 +15,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
+HELD_S = 0.05  # longer than what was read is held for the next request
 
 
 class Link:
@@ -74,6 +75,30 @@ def test_an_answer_that_is_not_read_is_given_back(
     posted = asyncio.run(give_up())
     assert posted.count(m.Release(4321, [4096])) == 1
     assert (m.Cancel(1) in posted) == (answered == "after")
+
+
+def test_what_was_read_goes_with_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another is in flight: it saves a wake-up; but no later than a moment after, and the
+    last before the link closes."""
+    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+
+    async def read() -> list[type[Any]]:
+        dispatcher = RequestDispatcher()
+        scheduler = dispatcher.scheduler("ipc://nowhere")
+        link: Any = scheduler.link
+        for number in (1, 2):
+            submit = m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "")
+            dispatcher.submit(scheduler, submit, lambda: None)
+            scheduler.discard(answer())
+            assert type(link.posted[-1]) is m.Submit
+        await asyncio.sleep(HELD_S)
+        assert type(link.posted[-1]) is m.Release
+        scheduler.discard(answer())
+        scheduler.close()
+        return [type(message) for message in link.posted]
+
+    submitted = [m.Submit, m.Release, m.Submit]
+    assert asyncio.run(read()) == [*submitted, m.Release, m.Release]
 
 
 def failure(pending: GatewayRequest) -> str:
@@ -200,6 +225,7 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduler._take(m.Responded(number, "", "", body, False))
             scheduler._take(m.Responded(number, "", "", b"", True))
             dispatcher.credit(pending, 5)  # too late: it has ended
+        await asyncio.sleep(HELD_S)
         return heard, link.posted, released
 
     heard, posted, released = asyncio.run(stream())

@@ -42,14 +42,20 @@ class Office:
         self.workers: list[Any] = []
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
         self.registry = RegionRegistry(
-            self.publish,
-            lambda: [7],
-            self.workers.append,
+            self,
             RegionOpener(policy, handles),
             lambda event: None,
         )
 
-    async def publish(self, make: Callable[[int], Any]) -> None:
+    def pids(self, *roles: str) -> list[int]:
+        return [7] if roles == ("gateway",) else []
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        assert roles == ("worker",)
+        self.workers.append(message)
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        assert roles == ("gateway",)
         self.told.append(make(1))
 
 

@@ -11,7 +11,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     Inferred,
-    InferredTemplate,
+    PackedTemplate,
     RequestedOutput,
     pack_inference,
     pack_inferred,
@@ -116,7 +116,7 @@ def test_an_answer_is_filled_as_it_is_packed(
 
     first, second = drawn(), drawn()
     datas = [ref.data for ref in second.outputs if isinstance(ref.data, bytes)]
-    assert InferredTemplate(first).fill(datas) == pack_inferred(second)
+    assert PackedTemplate(first).fill(datas) == pack_inferred(second)
 
 
 def test_an_answer_is_known_by_its_form() -> None:

@@ -203,6 +203,7 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
     assert len(given) == 4096
     rig.supervisor(ProcessExited(101))
+    assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
     assert rig.workers.take() == [] and rig.core._executions._early == {}
 
@@ -428,7 +429,9 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
     rig.supervisor(ProcessExited(7000))
-    assert {message.key for _, message in rig.workers.take()} == set(keys)
+    told = [message for _, message in rig.workers.take()]
+    assert m.ReaderExited(7000) in told
+    assert {each.key for each in told if isinstance(each, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok(keys[0]), ok(keys[1], body_in_arena(100, 64)))
     assert rig.answers() == [] and second

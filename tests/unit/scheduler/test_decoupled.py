@@ -222,7 +222,7 @@ def test_a_client_that_is_gone_costs_its_requests_only() -> None:
     rig.returned(peer, m.Execute(1, []))
     rig.answers()
     rig.supervisor(ProcessExited(7000))
-    assert to_worker(rig) == [m.CancelExecution(key)]
+    assert to_worker(rig) == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.scheduler.live == 1
     rig.respond(peer, key, b"", final=True)

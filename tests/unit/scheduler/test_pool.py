@@ -18,7 +18,7 @@ def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
     client = Client[ScheduledRequest](b"77.ab")
     request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
-    return Execution(number, [request], Closed.IDLE, started_ns)
+    return Execution(number, [request], Closed.IDLE, started_ns, started_ns)
 
 
 def ready(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
@@ -136,7 +136,7 @@ def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
     pool = Pool(0)
     ready(pool)
     slot = pool.assign(execution())
-    pool.doom(slot)
+    slot.meet("doom")
     pool.finish(slot, NOW)
     assert not pool.free and counts(pool) == {"doomed": 1}
 
@@ -149,7 +149,7 @@ def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     assert pool.next_limit_ns() == NOW + LIMIT
     assert pool.overdue(NOW + LIMIT - 1) == []
     assert pool.overdue(NOW + LIMIT) == [slot]
-    pool.doom(slot)
+    slot.meet("doom")
     assert pool.overdue(NOW + LIMIT) == [] and pool.next_limit_ns() == NEVER
 
 
@@ -282,7 +282,7 @@ def test_one_that_dies_while_it_retires_is_gone() -> None:
 
 def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     """Of a decoupled model: the others wait in the queue."""
-    pool = Pool(0, most_open=2)
+    pool = Pool(0, None, 2)
     ready(pool)
     batches = [execution(1), execution(2)]
     for batch in batches:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from shmserve.supervisor.processes.acknowledgements import Acknowledgements
+from shmserve.supervisor.processes.control_socket import Acknowledgements
 
 
 def test_all_must_acknowledge_that_are_there() -> None:

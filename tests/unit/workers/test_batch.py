@@ -704,6 +704,28 @@ def test_blocks_of_a_reader_that_died_come_back() -> None:
     arena.close()
 
 
+def test_blocks_of_a_reader_that_died_stay_until_its_scheduler_says_so() -> None:
+    """It may be about to copy them into its cache; once it has gone itself, it is not."""
+    arena = Arena(MIB)
+    memory = OutputMemory(arena)
+    for _ in range(2):
+        memory.allocate(1, 1000)
+        memory.delivered()
+        memory.exited(1)
+        assert arena.used
+        memory.drop_reader(1)
+        assert not arena.used
+        memory.drop_exited()
+        memory.allocate(1, 1000)  # another process with its number
+        memory.drop_exited()
+        assert arena.used
+        memory.exited(1)
+        memory.exited(2)
+        memory.drop_exited()
+        assert not arena.used and len(memory) == 0
+    arena.close()
+
+
 def test_blocks_that_nobody_was_told_of_come_back() -> None:
     arena = Arena(MIB)
     memory = OutputMemory(arena)

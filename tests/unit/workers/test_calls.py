@@ -29,8 +29,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
-from shmserve.workers.bls.calls import Call
-from shmserve.workers.bls.client import BlsClient
+from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallInput, CallRequest, CallResponse
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import MIB, Region, Rig, rig, tensor
@@ -53,8 +52,8 @@ def others(rigged: Rig, tmp_path: Path) -> Iterator[Others]:
 
 
 @pytest.fixture
-def calls(rigged: Rig) -> Iterator[BlsClient]:
-    made = BlsClient(rigged.context.control, 64 * MIB)
+def calls(rigged: Rig) -> Iterator[CallRouter]:
+    made = CallRouter(rigged.context.control, 64 * MIB)
     yield made
     made.close()
 
@@ -69,8 +68,8 @@ def request(values: object = (1.0, 2.0), model: str = "other", **more: object) -
     )
 
 
-def call(calls: BlsClient, what: CallRequest) -> CallResponse:
-    return calls.wait(calls.begin(Call(calls.router, what)))
+def call(calls: CallRouter, what: CallRequest) -> CallResponse:
+    return calls.wait(calls.begin(Call(calls, what)))
 
 
 def values(reply: CallResponse) -> list[float]:
@@ -85,7 +84,7 @@ def doubled(submit: m.Submit, place: Place | None = None) -> m.Finished:
     return finished(submit, tensor("Y", 2 * array, place), note="doubled")
 
 
-def test_a_call_and_its_answer(calls: BlsClient, others: Others) -> None:
+def test_a_call_and_its_answer(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     what = request(
         outputs=["Y"],
@@ -111,7 +110,7 @@ def test_a_call_and_its_answer(calls: BlsClient, others: Others) -> None:
     reply.outputs[0].numpy()[:] = 0  # it is the model's own
 
 
-def test_where_a_model_is_is_asked_once(calls: BlsClient, others: Others) -> None:
+def test_where_a_model_is_is_asked_once(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     for turn in range(3):
         running = others.run(call, calls, request())
@@ -127,7 +126,7 @@ def test_where_a_model_is_is_asked_once(calls: BlsClient, others: Others) -> Non
 
 
 @pytest.mark.parametrize("own_us", [0, 10**9])
-def test_a_call_ends_when_its_caller_does(calls: BlsClient, others: Others, own_us: int) -> None:
+def test_a_call_ends_when_its_caller_does(calls: CallRouter, others: Others, own_us: int) -> None:
     scheduler = others.scheduler("s1")
     deadline_ns = time.monotonic_ns() + 10**9
     running = others.run(call, calls, request(timeout_us=own_us, deadline_ns=deadline_ns))
@@ -139,7 +138,7 @@ def test_a_call_ends_when_its_caller_does(calls: BlsClient, others: Others, own_
         running.result(10)
 
 
-def test_errors(calls: BlsClient, others: Others) -> None:
+def test_errors(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request(model="nobody"))
     question = others.supervisor.next(FindModel)
@@ -159,7 +158,7 @@ def test_errors(calls: BlsClient, others: Others) -> None:
         running.result(10)
 
 
-def test_a_malformed_answer_is_an_error(calls: BlsClient, others: Others) -> None:
+def test_a_malformed_answer_is_an_error(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -168,7 +167,7 @@ def test_a_malformed_answer_is_an_error(calls: BlsClient, others: Others) -> Non
         running.result(10)
 
 
-def test_large_tensors_lie_in_memory(calls: BlsClient, others: Others) -> None:
+def test_large_tensors_lie_in_memory(calls: CallRouter, others: Others) -> None:
     """The caller's arena keeps the input until the answer; the output is copied and released."""
     scheduler = others.scheduler("s1")
     theirs, mappings = Arena(MIB), Mappings()
@@ -192,7 +191,7 @@ def test_large_tensors_lie_in_memory(calls: BlsClient, others: Others) -> None:
         theirs.free(place.offset)
 
 
-def test_inputs_in_memory_of_the_request_stay_there(calls: BlsClient, others: Others) -> None:
+def test_inputs_in_memory_of_the_request_stay_there(calls: CallRouter, others: Others) -> None:
     scheduler, region = others.scheduler("s1"), Region(4096)
     place = region.write(64, np.array([1, 2], dtype=np.float32))
     what = CallRequest("other", "", [CallInput("X", "FP32", (1, 2), place)])
@@ -206,7 +205,7 @@ def test_inputs_in_memory_of_the_request_stay_there(calls: BlsClient, others: Ot
 
 
 def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
-    calls: BlsClient, others: Others
+    calls: CallRouter, others: Others
 ) -> None:
     scheduler = others.scheduler("s1")
     big = np.zeros(INLINE_LIMIT)
@@ -234,7 +233,7 @@ def test_memory_of_an_early_failure_is_kept_until_it_is_settled(
 
 
 def test_no_memory_left(rigged: Rig, others: Others) -> None:
-    calls = BlsClient(rigged.context.control, MIB)
+    calls = CallRouter(rigged.context.control, MIB)
     others.scheduler("s1")
     running = others.run(call, calls, request(np.zeros(MIB)))
     others.found("s1")
@@ -243,7 +242,7 @@ def test_no_memory_left(rigged: Rig, others: Others) -> None:
     calls.close()
 
 
-def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: BlsClient, others: Others) -> None:
+def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: CallRouter, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -261,7 +260,7 @@ def test_a_lost_scheduler_s_calls_go_to_its_successor(calls: BlsClient, others: 
 
 
 def test_no_descriptor_for_a_link_to_the_successor(
-    calls: BlsClient, others: Others, monkeypatch: pytest.MonkeyPatch
+    calls: CallRouter, others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails, once: nobody waits for a response that cannot come."""
 
@@ -278,11 +277,11 @@ def test_no_descriptor_for_a_link_to_the_successor(
     with pytest.raises(Unavailable, match="no link to a scheduler can be made: Too many open"):
         running.result(10)
     with pytest.raises(Unavailable, match="no link"):
-        calls.begin(Call(calls.router, request()))
-    assert not calls.router._table
+        calls.begin(Call(calls, request()))
+    assert not calls._table
 
 
-def test_calls_too_late_for_a_retired_version(calls: BlsClient, others: Others) -> None:
+def test_calls_too_late_for_a_retired_version(calls: CallRouter, others: Others) -> None:
     """Its scheduler refuses them, or is gone before it saw them; the model was loaded again."""
     first, second, third = (others.scheduler(name) for name in ("s1", "s2", "s3"))
     running = others.run(call, calls, request())
@@ -297,7 +296,7 @@ def test_calls_too_late_for_a_retired_version(calls: BlsClient, others: Others) 
     assert values(running.result(10)) == [2.0, 4.0]
 
 
-def test_a_lost_model_that_nobody_serves_now(calls: BlsClient, others: Others) -> None:
+def test_a_lost_model_that_nobody_serves_now(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -309,7 +308,7 @@ def test_a_lost_model_that_nobody_serves_now(calls: BlsClient, others: Others) -
         running.result(10)
 
 
-def test_an_unavailable_model_is_asked_for_once_more(calls: BlsClient, others: Others) -> None:
+def test_an_unavailable_model_is_asked_for_once_more(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request())
     others.found("s1")
@@ -321,13 +320,13 @@ def test_an_unavailable_model_is_asked_for_once_more(calls: BlsClient, others: O
     assert scheduler.silent()
 
 
-def test_news_of_a_withdrawn_model(calls: BlsClient, others: Others) -> None:
+def test_news_of_a_withdrawn_model(calls: CallRouter, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
     running = others.run(call, calls, request())
     others.found("s1")
     submit = first.next(m.Submit)
     others.supervisor.say(ModelWithdrawn("other", "1", 0), ModelWithdrawn("third", "1", 0))
-    until("it is heard", lambda: not calls.router._directory._known)
+    until("it is heard", lambda: not calls._directory._known)
     first.say(doubled(submit))  # what is in flight ends where it is
     running.result(10)
     running = others.run(call, calls, request())
@@ -336,7 +335,7 @@ def test_news_of_a_withdrawn_model(calls: BlsClient, others: Others) -> None:
     running.result(10)
 
 
-def test_many_at_once_from_a_coroutine(calls: BlsClient, others: Others) -> None:
+def test_many_at_once_from_a_coroutine(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
 
     async def many() -> list[list[float]]:
@@ -351,7 +350,7 @@ def test_many_at_once_from_a_coroutine(calls: BlsClient, others: Others) -> None
     assert running.result(10) == [[2.0 * n] for n in range(20)]
 
 
-def test_a_coroutine_that_no_longer_waits_cancels(calls: BlsClient, others: Others) -> None:
+def test_a_coroutine_that_no_longer_waits_cancels(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
 
     async def impatient() -> list[float]:
@@ -370,7 +369,7 @@ def test_a_coroutine_that_no_longer_waits_cancels(calls: BlsClient, others: Othe
     assert running.result(10) == [10.0]
 
 
-def test_a_coroutine_hears_of_losses_and_errors(calls: BlsClient, others: Others) -> None:
+def test_a_coroutine_hears_of_losses_and_errors(calls: CallRouter, others: Others) -> None:
     first, second = others.scheduler("s1"), others.scheduler("s2")
 
     async def both() -> tuple[list[float], str]:
@@ -391,7 +390,7 @@ def test_a_coroutine_hears_of_losses_and_errors(calls: BlsClient, others: Others
     assert running.result(10) == ([2.0, 4.0], "no")
 
 
-def test_threads_take_answers_for_each_other(calls: BlsClient, others: Others) -> None:
+def test_threads_take_answers_for_each_other(calls: CallRouter, others: Others) -> None:
     scheduler = others.scheduler("s1")
     running = [others.run(call, calls, request([n])) for n in range(6)]
     asked = 0
@@ -415,7 +414,7 @@ def test_threads_take_answers_for_each_other(calls: BlsClient, others: Others) -
 
 
 def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
-    calls: BlsClient, others: Others
+    calls: CallRouter, others: Others
 ) -> None:
     scheduler = others.scheduler("s1")
     running = others.run(call, calls, request([1]))
@@ -432,7 +431,7 @@ def test_a_thread_and_a_coroutine_wait_for_the_same_scheduler(
     assert values(running.result(10)) == [2.0]
 
 
-def test_a_process_that_exits_takes_its_memory_along(calls: BlsClient, others: Others) -> None:
+def test_a_process_that_exits_takes_its_memory_along(calls: CallRouter, others: Others) -> None:
     scheduler, theirs = others.scheduler("s1"), Arena(MIB)
     place = theirs.allocate(8)
     running = others.run(call, calls, request())
@@ -451,7 +450,7 @@ def test_a_process_that_exits_takes_its_memory_along(calls: BlsClient, others: O
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
     others.supervisor.say(ProcessExited(theirs.memory.pid))
-    until("it is heard", lambda: not calls.router.mappings)
+    until("it is heard", lambda: not calls.mappings)
     scheduler.say(doubled(submit))
     running.result(10)
     assert _descriptors() == before

@@ -20,6 +20,7 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import scheduler as scheduler_link
+from shmserve.workers.links.supervisor import readable
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
 from tests.support.waiting import until
@@ -633,13 +634,12 @@ def test_credit_that_is_not_enough_is_waited_for_asleep(
     opened.window.sent(1)
     opened.window.sent(MOST_UNREAD_BYTES)
     looks: list[float] = []
-    wait = scheduler_link._wait
 
-    def look(fds: list[int], timeout_s: float) -> None:
+    def look(*fds: int, timeout_s: float) -> None:
         looks.append(timeout_s)
-        wait(fds, min(timeout_s, 0.05))
+        readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(scheduler_link, "_wait", look)
+    monkeypatch.setattr(scheduler_link, "readable", look)
     waits = threading.Thread(target=lambda: link.wait_for_credit(opened, 30.0))
     waits.start()
     until("it waits", lambda: bool(link._waiting))

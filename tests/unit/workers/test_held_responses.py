@@ -78,7 +78,7 @@ class Wire:
 
 
 def linked(monkeypatch: pytest.MonkeyPatch) -> tuple[InstanceLink, Wire, Clock]:
-    link, wire = InstanceLink(cast("Any", None), 0, 1, lambda pid, offsets: None), Wire()
+    link, wire = InstanceLink(cast("Any", None), 0, 1, lambda message: None), Wire()
     link._dealer = cast("Any", wire)
     return link, wire, Clock(link, monkeypatch)
 

@@ -142,7 +142,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     shape = tuple(array.shape)
     if isinstance(array, torch.Tensor):
         raw = array.reshape(-1).view(torch.uint8)
-    item = Input("IMAGE", datatype, shape, raw)
+    item = Input("IMAGE", datatype, shape, raw, on_device=isinstance(raw, torch.Tensor))
     return Request(Work(0, 0, b""), NOBODY, shape[0], {"IMAGE": item}, {})
 
 

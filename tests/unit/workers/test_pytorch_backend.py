@@ -671,9 +671,7 @@ class Elsewhere(Device):
         super().__init__("cpu")
         self.moves: list[str] = []
 
-    @property
-    def remote(self) -> bool:
-        return True
+    remote = True
 
     def put(self, tensor: Tensor) -> Tensor:
         self.moves.append("put")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_the_plan_in_mb() -> None:
     assert found is not None
     assert found.buckets == (1, 2, 4)
     assert found.byte_size(2) == (2_000_000, 2_000_000)
-    assert found.measured(500_000).text() == (
+    assert replace(found, workspace=500_000).text() == (
         "11.50 MB: weights 3.00, inputs + outputs by batch "
         "(1: 1.00 + 1.00, 2: 2.00 + 2.00, 4: 4.00 + 4.00), workspace 0.50"
     )

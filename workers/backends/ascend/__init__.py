@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, TO_CONFIG
+from shmserve.ipc.tensors.datatypes import STORED, TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
 from shmserve.workers.backends.ascend.offline_model import OfflineModel, OfflineTensor
@@ -54,7 +54,7 @@ class AscendBackend(Backend):
         self._batched = signature.max_batch_size > 0
         _check(signature, "input", signature.inputs, model.inputs)
         _check(signature, "output", signature.outputs, model.outputs)
-        self._results = [np.empty(tensor.dims, _dtype(tensor.datatype)) for tensor in model.outputs]
+        self._results = [np.empty(tensor.dims, STORED[tensor.datatype]) for tensor in model.outputs]
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One run for the whole batch: each request's rows are copied to the device from where
@@ -106,12 +106,7 @@ class AscendBackend(Backend):
     def _open(self, config: ModelSpec) -> OfflineModel:
         if self._model is None:
             file = config.default_model_filename or "model.om"
-            path = self.context.version_dir / file
-            if not path.exists():
-                raise Unavailable(
-                    f"unable to find '{self.context.version}/{file}' for model instance "
-                    f"'{self.context.instance_name}'"
-                )
+            path = self.context.model_file([file], file)
             self._model = OfflineModel(path, self._device_id(config))
         return self._model
 
@@ -172,7 +167,3 @@ def _check(
                 f"model '{signature.name}' has max_batch_size {most}, but the file was made for "
                 f"batches of {tensor.dims[0]}"
             )
-
-
-def _dtype(datatype: str) -> np.dtype[Any]:
-    return NUMPY.get(datatype, NUMPY["UINT16"])

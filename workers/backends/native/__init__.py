@@ -19,11 +19,12 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.padding import PARAMETER as PADDING
@@ -35,7 +36,6 @@ from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import open_device
-from shmserve.workers.links.workspace import LeasedWorkspace
 from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here
 from shmserve.workers.user_code import import_file, says_ready
@@ -120,7 +120,7 @@ class NativeBackend(Backend):
                     context.device,
                     folder,
                     config.parameters,
-                    self._workspace,
+                    partial(context.workspace.lease, seen_as=as_bytes),
                 )
             )
         plan = None if predict.streams else self._runner.memory_plan(config, self._model)
@@ -146,9 +146,6 @@ class NativeBackend(Backend):
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
-
-    def _workspace(self, byte_size: int) -> LeasedWorkspace:
-        return self.context.workspace.lease(byte_size, as_bytes)
 
     def _respond(self, request: Request, yielded: Any) -> Response:
         return self._runner.response(request, self._take(yielded))
@@ -177,12 +174,7 @@ class NativeBackend(Backend):
     def _find(self, config: ModelSpec) -> type:
         if self._class is None:
             file = config.default_model_filename or "model.py"
-            path = self.context.version_dir / file
-            if not path.exists():
-                raise Unavailable(
-                    f"unable to find '{self.context.version}/{file}' for model instance "
-                    f"'{self.context.instance_name}'"
-                )
+            path = self.context.model_file([file], file)
             name = config.parameters.get("class") or "Model"
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
@@ -270,11 +262,9 @@ def _check(signature: Signature, predict: predict_signature.PredictSignature) ->
             kind = types.get(name)
             dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
-                says = (
-                    "no"
-                    if kind is None
-                    else f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
-                )
+                says = "no"
+                if kind is not None:
+                    says = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
                 raise InvalidArgument(
                     f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
                     f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
@@ -99,12 +99,7 @@ class OnnxBackend(Backend):
     def _open(self, config: ModelSpec) -> tuple[Any, Description]:
         if self._loaded is None:
             file = config.default_model_filename or "model.onnx"
-            path = self.context.version_dir / file
-            if not path.exists():
-                raise Unavailable(
-                    f"unable to find '{self.context.version}/{file}' for model instance "
-                    f"'{self.context.instance_name}'"
-                )
+            path = self.context.model_file([file], file)
             with _in_words(path):
                 session = open_session(self.context, config, path)
             self._loaded = session, describe(session)

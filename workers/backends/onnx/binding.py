@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description
@@ -27,7 +27,7 @@ from shmserve.workers.memory.torch_types import as_torch
 _WORTH = 64 * 1024  # bytes of an output: to bind it costs more than to copy less
 # What a client may change while the model runs must not be used as an index.
 _FLOATS = {"FP16", "FP32", "FP64"}
-_DTYPES = {name: np.dtype(kind.type) for name, kind in NUMPY.items() if name != "BYTES"}
+_DTYPES = {name: kind for name, kind in STORED.items() if name != "BYTES"}
 # Of ONNX's numbers for datatypes, the one that numpy has no type for.
 _BF16 = 16
 
@@ -89,7 +89,7 @@ class HostBinding:
             else:
                 buffer = self._region(own.get(name), size, tensor.datatype)
             if buffer is not None:
-                found[name] = np.ndarray(shape, _dtype(tensor.datatype), buffer)
+                found[name] = np.ndarray(shape, _DTYPES[tensor.datatype], buffer)
         return {name: array for name, array in found.items() if array.flags.aligned}
 
     def _reserved(self, request: Request, size: int) -> memoryview | None:
@@ -130,7 +130,7 @@ class HostBinding:
 
     def _made(self, name: str, value: Any, binding: Any) -> Array:
         """An array over memory of onnxruntime's, which it keeps."""
-        return np.asarray(_Tensor(value, binding, _dtype(self._outputs[name].datatype)))
+        return np.asarray(_Tensor(value, binding, _DTYPES[self._outputs[name].datatype]))
 
 
 class DeviceBinding:
@@ -210,10 +210,6 @@ def _shape(tensor: Described, sizes: Mapping[str, int]) -> tuple[int, ...] | Non
         for dim, symbol in zip(tensor.dims, tensor.symbols, strict=True)
     ]
     return None if -1 in shape else tuple(shape)
-
-
-def _dtype(datatype: str) -> np.dtype[Any]:
-    return _DTYPES.get(datatype, _DTYPES["UINT16"])
 
 
 def _element(datatype: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.datatypes import TO_CONFIG
+from shmserve.ipc.tensors.datatypes import STORED, TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.described import Described, Description
@@ -135,23 +135,9 @@ def _switch(given: dict[str, str], key: str, default: bool) -> bool:
     return value == "1"
 
 
-# onnxruntime's names of the datatypes.
-_DATATYPES = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(float)": "FP32",
-    "tensor(double)": "FP64",
-    "tensor(bfloat16)": "BF16",
-    "tensor(string)": "BYTES",
-}
+# onnxruntime's names of the datatypes: numpy's, but for these.
+_OWN_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
+_DATATYPES = {f"tensor({_OWN_NAMES.get(name, kind.name)})": name for name, kind in STORED.items()}
 _UNBOUNDED = 2**31
 
 

@@ -62,17 +62,13 @@ class ModelConfig:
 
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002 - models may name it
         """Add {"name", "data_type", "dims", perhaps "optional"}; one that is there must agree."""
-        allowed = ("name", "data_type", "dims", "optional")
-        self._check_properties(
-            "input", input, allowed, "'name', 'data_type', 'dims' and 'optional'"
-        )
-        self._add("input", input)
+        listed = "'name', 'data_type', 'dims' and 'optional'"
+        self._add("input", input, {"name", "data_type", "dims", "optional"}, listed)
 
     def add_output(self, output: dict[str, Any]) -> None:
         """Add {"name", "data_type", "dims"}; one that is there must agree."""
-        allowed = ("name", "data_type", "dims")
-        self._check_properties("output", output, allowed, "'name', 'data_type' and 'dims'")
-        self._add("output", output)
+        listed = "'name', 'data_type' and 'dims'"
+        self._add("output", output, {"name", "data_type", "dims"}, listed)
 
     @property
     def _name(self) -> str:
@@ -80,18 +76,19 @@ class ModelConfig:
         return name
 
     def _check_properties(
-        self, kind: str, tensor: dict[str, Any], allowed: tuple[str, ...], listed: str
+        self, kind: str, tensor: dict[str, Any], allowed: set[str], listed: str
     ) -> None:
         if "name" not in tensor:
             raise ValueError(f"{kind} {_WHERE} '{self._name}' is missing 'name' property.")
         which = f"{kind} '{tensor['name']}' {_WHERE} '{self._name}'"
-        if any(key not in allowed for key in tensor):
+        if tensor.keys() - allowed:
             raise ValueError(f"{which} contains property other than {listed}.")
         for key in ("data_type", "dims"):
             if key not in tensor:
                 raise ValueError(f"{which} is missing '{key}' property.")
 
-    def _add(self, kind: str, tensor: dict[str, Any]) -> None:
+    def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str], listed: str) -> None:
+        self._check_properties(kind, tensor, allowed, listed)
         tensors: list[dict[str, Any]] = self._model_config[kind]
         for written in tensors:
             if written["name"] == tensor["name"]:

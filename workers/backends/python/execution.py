@@ -96,7 +96,8 @@ class PythonExecution:
         if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
             return [None] * len(received)
         if not isinstance(returned, list):
-            raise self._misbehaved(_no_list(returned))
+            what = f"Expected a list in the execute return, found type '{type(returned)}'."
+            raise self._misbehaved(what)
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
@@ -188,10 +189,6 @@ class DecoupledExecution:
         if self._loop is None:
             self._loop = EventLoopThread()
         return self._loop
-
-
-def _no_list(returned: Any) -> str:
-    return f"Expected a list in the execute return, found type '{type(returned)}'."
 
 
 async def _arrival(outboxes: Sequence[SingleResponse]) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -134,18 +133,15 @@ class ResponseIterator:
 RESPONSE_COMPLETE_FINAL = 1
 
 
-class ResponseChannel(ABC):
-    """Where a sender's responses go."""
+class ResponseChannel(Protocol):
+    """The channel that a sender's responses go into."""
 
-    @abstractmethod
     def send(self, response: InferenceResponse | None, final: bool) -> None:
         """Take a response, the end, or both. Raises TritonModelException where it may not come."""
 
-    @abstractmethod
     def is_cancelled(self) -> bool:
         """Whether nobody waits for a response any more."""
 
-    @abstractmethod
     def abandon(self) -> None:
         """The model has let go of the sender."""
 

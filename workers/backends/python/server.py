@@ -20,8 +20,7 @@ from shmserve.ipc.messages.supervision import AskReady, FindModel, LoadModel, Un
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.batch.request import Request
-from shmserve.workers.bls.calls import Call
-from shmserve.workers.bls.client import BlsClient
+from shmserve.workers.bls.calls import Call, CallRouter
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 from shmserve.workers.links.workspace import LeasedWorkspace
@@ -35,7 +34,7 @@ class ServerApi:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.calls = BlsClient(context.control, context.arena.memory.byte_size)
+        self.calls = CallRouter(context.control, context.arena.memory.byte_size)
         self.running = False
         self.alone = False
         self.executing: Sequence[Request] = ()
@@ -47,30 +46,34 @@ class ServerApi:
 
     def call(self, request: CallRequest) -> CallResponse:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""
-        with _beginning(request):
-            self._check(request)
-            begun = self.calls.begin(Call(self.calls.router, request))
+        with self._beginning(request):
+            begun = self.calls.begin(Call(self.calls, request))
         return self.calls.wait(begun)
 
     def call_soon(self, request: CallRequest) -> asyncio.Future[CallResponse]:
         """Begin one, from the running event loop."""
-        with _beginning(request):
-            self._check(request)
+        with self._beginning(request):
             return self.calls.call_soon(request)
 
     def open(self, request: CallRequest) -> StreamCall:
         """Begin one that may have any number of responses."""
-        with _beginning(request):
-            self._check(request)
-            return self.calls.begin(StreamCall(self.calls.router, request))
+        with self._beginning(request):
+            return self.calls.begin(StreamCall(self.calls, request))
 
     def open_soon(self, request: CallRequest, begun: asyncio.Future[None]) -> StreamCall:
         """Begin one from the running event loop; `begun` is done when there is a response."""
-        with _beginning(request):
-            self._check(request)
-            call = StreamCall(self.calls.router, request, begun)
+        with self._beginning(request):
+            call = StreamCall(self.calls, request, begun)
             self.calls.submit_soon(call, begun)
             return call
+
+    @contextlib.contextmanager
+    def _beginning(self, request: CallRequest) -> Iterator[None]:
+        try:
+            self._check(request)
+            yield
+        except ShmserveError as error:
+            raise _not_begun(request.model, error) from None
 
     def _check(self, request: CallRequest) -> None:
         if not self.running:
@@ -100,14 +103,6 @@ class ServerApi:
             return bool(found["ready"])
         asked = self.context.control.ask(AskReady, name, found["version"])
         return bool(asked["ready"])
-
-
-@contextlib.contextmanager
-def _beginning(request: CallRequest) -> Iterator[None]:
-    try:
-        yield
-    except ShmserveError as error:
-        raise _not_begun(request.model, error) from None
 
 
 def _not_begun(model: str, error: ShmserveError) -> ShmserveError:
@@ -216,36 +211,27 @@ def workspace(byte_size: int) -> _Workspace:
     block. Raises TritonModelException without a pool (--workspace-byte-size), for more than all of
     it, and for a second workspace of the same execution.
     """
-    return _Workspace(current().context.workspace.lease(byte_size, _as_array))
+    return _Workspace(current().context.workspace, byte_size, _as_array)
 
 
 def _as_array(view: Any) -> Any:
     return np.frombuffer(view, np.uint8) if isinstance(view, memoryview) else view
 
 
-class _Workspace:
+class _Workspace(LeasedWorkspace):
     """A lease, in the terms of this API."""
-
-    def __init__(self, lease: LeasedWorkspace) -> None:
-        self._lease = lease
 
     def __enter__(self) -> Any:
         try:
-            return self._lease.__enter__()
+            return super().__enter__()
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-
-    def __exit__(self, *_: object) -> None:
-        self._lease.__exit__()
 
     async def __aenter__(self) -> Any:
         try:
-            return await self._lease.__aenter__()
+            return await super().__aenter__()
         except ShmserveError as error:
             raise TritonModelException(error.message) from None
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._lease.__aexit__()
 
 
 class Logger:

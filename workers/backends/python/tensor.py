@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
+from shmserve.ipc.tensors.datatypes import NUMPY, STORED, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.backends.python.inputs import Lender
@@ -16,29 +16,7 @@ from shmserve.workers.bls.request import CallInput
 if TYPE_CHECKING:
     import torch
 
-# Triton's numbers of the datatypes, from 1.
-NUMBER = {
-    name: number
-    for number, name in enumerate(
-        (
-            "BOOL",
-            "UINT8",
-            "UINT16",
-            "UINT32",
-            "UINT64",
-            "INT8",
-            "INT16",
-            "INT32",
-            "INT64",
-            "FP16",
-            "FP32",
-            "FP64",
-            "BYTES",
-            "BF16",
-        ),
-        start=1,
-    )
-}
+NUMBER = {name: number for number, name in enumerate(STORED, start=1)}  # Triton's
 _DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
 _CPU = (1, 0)  # DLPack's kDLCPU, device 0
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
@@ -94,7 +95,7 @@ class PytorchBackend(Backend):
         self._serving = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device, ragged=Ragged(config))
+        self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -129,7 +130,7 @@ class PytorchBackend(Backend):
                     "model '%s' runs without CUDA graphs: %s", signature.name, in_words(error)
                 )
             else:
-                plan = plan.measured(graphs.workspace)
+                plan = replace(plan, workspace=graphs.workspace)
         logger.info("model '%s' is planned at %s", signature.name, plan.text())
         return graphs
 
@@ -152,15 +153,8 @@ class PytorchBackend(Backend):
 
     def _find(self, config: ModelSpec) -> Path:
         named = config.default_model_filename or config.runtime
-        for name in [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES:
-            path = self.context.version_dir / name
-            if path.exists():
-                return path
-        wanted = named or " or ".join(_FILES)
-        raise Unavailable(
-            f"unable to find '{self.context.version}/{wanted}' for model instance "
-            f"'{self.context.instance_name}'"
-        )
+        names = [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
+        return self.context.model_file(names, named or " or ".join(_FILES))
 
 
 def _set_options(given: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ All graphs share one memory pool: they never run at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -78,10 +78,6 @@ class MemoryPlan:
     def total(self) -> int:
         """Bytes in all, as far as they are known."""
         return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
-
-    def measured(self, workspace: int) -> MemoryPlan:
-        """The plan with the model's workspace."""
-        return replace(self, workspace=workspace)
 
     def text(self) -> str:
         """The plan for the log, in MB."""

@@ -89,7 +89,8 @@ def load_script(path: Path, device: Device) -> Program:
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
     """An archive of `torch.export.save`; raises InvalidArgument when it holds pickled objects."""
-    exported = _load_archive(path)
+    with _tensors_only(), _reading(path):
+        exported = torch.export.load(path)
     if device.remote:
         from torch.export.passes import move_to_device_pass
 
@@ -128,11 +129,6 @@ def _tensors_only() -> Iterator[None]:
     finally:
         del os.environ[names[0]]
         os.environ.update(before)
-
-
-def _load_archive(path: Path) -> torch.export.ExportedProgram:
-    with _tensors_only(), _reading(path):
-        return torch.export.load(path)
 
 
 def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]) -> Program:
@@ -188,11 +184,8 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
 
 
 def _find_weights(path: Path) -> Path | None:
-    for suffix in (".safetensors", ".pt", ".pth"):
-        weights = path.with_suffix(suffix)
-        if weights.exists():
-            return weights
-    return None
+    files = [path.with_suffix(suffix) for suffix in (".safetensors", ".pt", ".pth")]
+    return next((file for file in files if file.exists()), None)
 
 
 def _read_weights(path: Path) -> dict[str, Any]:

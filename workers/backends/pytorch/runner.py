@@ -6,18 +6,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
-from shmserve.workers.backends.pytorch.batch_output import BatchOutput, to_device
 from shmserve.workers.backends.pytorch.graphs import MemoryPlan
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
@@ -28,6 +28,60 @@ from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 logger = logging.getLogger(__name__)
 
 
+class BatchOutput(NamedTuple):
+    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+
+    name: str
+    datatype: str
+    host: Any
+    device: torch.Tensor | None
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole batch."""
+        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
+        return whole
+
+    def whole(self, request: Request) -> Output:
+        """As the only request of the batch gets it."""
+        return Output(self.name, self.datatype, self._for(request))
+
+    def rows(
+        self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
+    ) -> list[Output]:
+        """As requests get it that have these rows."""
+        return [
+            Output(self.name, self.datatype, self._for(request)[rows])
+            for request, rows in zip(requests, where, strict=True)
+        ]
+
+    def pieces(
+        self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Output]:
+        """As requests get it whose parts, one after the other, have these shapes."""
+        ends = accumulate(map(element_count, shapes), initial=0)
+        return [
+            Output(
+                self.name,
+                self.datatype,
+                self._for(request).reshape(-1)[slice(*pair)].reshape(shape),
+            )
+            for request, shape, pair in zip(requests, shapes, pairwise(ends), strict=True)
+        ]
+
+    def _for(self, request: Request) -> Any:
+        if self.device is not None and (self.host is None or to_device(request, self.name)):
+            return self.device
+        return self.host
+
+
+def to_device(request: Request, name: str) -> bool:
+    """Whether a request wants an output in device memory."""
+    wanted = request.requested.get(name)
+    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
+
+
+@dataclass(eq=False)
 class Runner:
     """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays;
     `ragged`: what else the model gets of a batch, and how its flat outputs are cut.
@@ -38,26 +92,24 @@ class Runner:
     copies from then on.
     """
 
-    def __init__(
-        self,
-        context: ModelContext,
-        signature: Signature,
-        device: Device,
-        as_numpy: frozenset[str] = frozenset(),
-        ragged: Ragged | None = None,
-    ) -> None:
-        self._context = context
-        self._signature = signature
-        self._device = device
-        self._as_numpy = as_numpy
-        self._ragged = ragged
+    _context: ModelContext
+    _signature: Signature
+    _device: Device
+    _as_numpy: frozenset[str] = frozenset()
+    _ragged: Ragged | None = None
+    _views: bool = False
+    _learning: bool = True
+    _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    # What is learnt from, and as it was.
+    _first: list[tuple[memoryview, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        context, signature = self._context, self._signature
         self._batched = signature.max_batch_size > 0
         self._copied = context.copied
-        self._gatherer = Gatherer(signature, context.mappings, device.host_buffer, context.copied)
-        self._views = False
-        self._learning = True
-        self._watched: list[tuple[torch.Tensor, int]] = []
-        self._first: list[tuple[memoryview, bytes]] = []  # what is learnt from, and as it was
+        self._gatherer = Gatherer(
+            signature, context.mappings, self._device.host_buffer, context.copied
+        )
 
     def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
         """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
@@ -109,7 +161,7 @@ class Runner:
         if not isinstance(raw, memoryview):
             self._copied.inputs += len(raw)
             raw, view = to_host(raw), False
-        array: np.ndarray[Any, Any] = np.ndarray(shape, NUMPY.get(datatype, NUMPY["UINT16"]), raw)
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
         if not array.flags.aligned:
             return array.copy()
         # The loop gives copies to a model that fails because it writes into its inputs.
@@ -189,10 +241,7 @@ class Runner:
             if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
                 made[name] = item.numpy()
             elif name in self._as_numpy:
-                array = np.ndarray(
-                    item.shape, NUMPY.get(item.datatype, NUMPY["UINT16"]), to_host(item.raw)
-                )
-                made[name] = array
+                made[name] = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
             else:
                 made[name] = item.torch().to(self._device.torch)
         self._add_ragged(made, [request])
@@ -276,7 +325,7 @@ def _byte_size(model: torch.nn.Module | None) -> int:
 
 def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
     kind = array.dtype.newbyteorder("=")
-    if kind == NUMPY.get(expected, NUMPY["UINT16"]):
+    if kind == STORED[expected]:
         return expected
     for datatype, own in NUMPY.items():
         if own == kind:

@@ -1,1 +1,1 @@
-"""What stands close to gRPC's core: its sockets, its readers, its calls, its connections."""
+"""The parts close to gRPC's core: its sockets, its readers, its calls, its connections."""

@@ -38,7 +38,7 @@ class WatchedCall(Protocol):
 
 
 class Phase(Enum):
-    """What a call waits for."""
+    """The phase of a call: what it waits for."""
 
     RECEIVING = auto()  # its request
     RUNNING = auto()  # us
@@ -119,7 +119,7 @@ class Calls:
             self._phases[call] = Phase.SENDING
 
     def end(self, call: WatchedCall) -> None:
-        """It is over."""
+        """Watch it no more: it is over."""
         self._phases.pop(call, None)
 
     def addresses(self) -> set[Address | None]:

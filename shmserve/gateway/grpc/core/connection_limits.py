@@ -1,4 +1,4 @@
-"""Who makes room when there are too many of gRPC's connections, by the rules of
+"""Eviction when there are too many of gRPC's connections, by the rules of
 gateway/http/connection/limits.py.
 
 gRPC's core accepts connections by itself, and at the limit it turns away whoever comes. So they are
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 def leaving(seen: Collection[Seen], most: int) -> list[Seen]:
-    """Those that make room where there may be `most`.
+    """The connections that make room where there may be `most`.
 
     A peer that has more than its share loses what is too much, first what is idle. At the limit
     some of all that are idle go. Those that have been silent for longest come first.

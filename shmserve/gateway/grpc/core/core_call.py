@@ -17,7 +17,8 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class CoreWaiter:
-    """What a coroutine of gRPC's awaits in place of a future: it goes on as soon as this is done.
+    """An awaitable for coroutines of gRPC's, in place of a future: it goes on as soon
+    as this is done.
 
     `then` gets what the coroutine returns, None if it failed.
     """
@@ -33,7 +34,7 @@ class CoreWaiter:
             raise self._error
 
     def resumes(self, coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> None:
-        """What goes on."""
+        """The callback by which its coroutine goes on."""
         self._coroutine = coroutine
         self._then = then
 
@@ -65,7 +66,8 @@ class CoreWaiter:
 
 
 class _Here:
-    """What gRPC takes for the loop that an event belongs to: events are handled where they are."""
+    """A stand-in for the event loop that gRPC believes an event belongs to: events are handled
+    where they are."""
 
     create_future = CoreWaiter
 
@@ -83,7 +85,7 @@ def start(coroutine: Coroutine[Any, Any, Any], then: Callable[[Any], None]) -> N
 
 
 class CoreCall:
-    """What a call tells of its client, as a servicer's context of grpc.aio does."""
+    """The context of a call, which tells of its client as a servicer's context of grpc.aio does."""
 
     __slots__ = ("_context", "_state")
 
@@ -97,7 +99,7 @@ class CoreCall:
         return address
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """What the client sent with it."""
+        """The metadata that the client sent with it."""
         metadata: Sequence[tuple[str, str | bytes]] = self._context.invocation_metadata()
         return metadata
 

@@ -192,7 +192,7 @@ class Acceptor:
 def acceptors(
     server: grpc.aio.Server, ways: Mapping[str, tuple[Any, Callable[[Any], None]]]
 ) -> list[Acceptor]:
-    """Who takes calls of these methods, for a server that is not started yet.
+    """The acceptors of calls of these methods, for a server that is not started yet.
 
     `ways` has of each method's path grpc.aio's own way for it, and `begin`, which gets each call as
     gRPC has it. None are left where this gRPC has not what it takes, which is logged.

@@ -1,4 +1,4 @@
-"""Who reads gRPC's connections: as many threads as clients may flood the server, and one.
+"""The readers of gRPC's connections: as many threads as clients may flood the server, and one.
 
 gRPC's core can have threads of its own that read, and wake the one that waits for its events. That
 is a switch more for each message, and 10 to 20 % of the CPU time of a small inference (in all

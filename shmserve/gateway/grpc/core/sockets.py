@@ -47,7 +47,7 @@ def connections() -> Iterator[GrpcConnection]:
 
 
 def count() -> int:
-    """How many descriptors of any kind this process has."""
+    """The number of descriptors of any kind this process has."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -74,7 +74,8 @@ def is_open(connection: GrpcConnection) -> bool:
 
 
 def moved(connection: GrpcConnection, *, inwards: bool) -> int:
-    """How many bytes have come on it, or have been taken by the other end; 0 if it has ended."""
+    """The number of bytes that have come on it, or have been taken by the other end; 0 if it
+    has ended."""
     info = _ask(connection, _tcp_info)
     return 0 if info is None else int(_MOVED.unpack_from(info, _MOVED_AT)[inwards])
 
@@ -91,7 +92,8 @@ def shut(connection: GrpcConnection) -> None:
 
 
 def address_of(peer: str) -> Address | None:
-    """What gRPC calls "ipv4:HOST:PORT" or "ipv6:[HOST]:PORT" (escaped); None for anything else."""
+    """The address that gRPC calls "ipv4:HOST:PORT" or "ipv6:[HOST]:PORT" (escaped); None for
+    anything else."""
     family, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 
+from shmserve.common.tasks import settle
 from shmserve.gateway.http.connection.aiohttp_parts import make_parser
 
 _MOST_QUEUED = 32
@@ -51,8 +52,7 @@ class FlowControl(asyncio.Protocol):
         """The client has caught up, or is gone."""
         self.writing_paused = False
         drained, self._drained = self._drained, None
-        if drained is not None and not drained.done():
-            drained.set_result(None)
+        settle(drained, None)
 
     async def drain(self) -> None:
         """Wait until the client has read what was written; raises ConnectionError."""
@@ -85,7 +85,7 @@ class FlowControl(asyncio.Protocol):
             self._set_reading()
 
     def _dequeued(self, count: int) -> None:
-        """One less does."""
+        """One request less is queued: `count` are."""
         self._parser.message_consumed()
         if self._too_many and count <= _MOST_QUEUED // 2:
             self._too_many = self._parse_rest() >= _MOST_QUEUED

@@ -72,7 +72,8 @@ class HttpServer:
         self._connections.discard(connection)
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
-        """Whose quota it counts in; None on loopback, where nothing tells clients apart."""
+        """The owner of the quota that it counts in; None on loopback, where nothing tells clients
+        apart."""
         if self._listener.kind is ListenerKind.UNIX:
             return client.uid
         if self._listener.kind is ListenerKind.LOOPBACK:

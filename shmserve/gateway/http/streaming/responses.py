@@ -33,12 +33,8 @@ class ResponseQueue:
     ) -> None:
         self._here: deque[Message] = deque()
         self._news = asyncio.Event()
-        submit = prepare_submit(gateway, built, request.connection.client, arrived_ns)
-        try:
-            model = gateway.models.current(model)
-        except BaseException:
-            built.release()
-            raise
+        client = request.connection.client
+        model, submit = prepare_submit(gateway, model, built, client, arrived_ns)
         self.request = StreamingRequest(gateway, model, built, submit, self._heard)
 
     def _heard(self, _: StreamingRequest, message: Message) -> None:

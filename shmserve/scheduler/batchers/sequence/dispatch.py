@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
@@ -14,14 +15,10 @@ from shmserve.scheduler.batchers.base import WaitUntil
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
-from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Pool, Slot
-from shmserve.scheduler.instances.tickets import InstanceTickets
+from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
+from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest
-from shmserve.scheduler.requests.responses import Responses
-from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason
 
 logger = logging.getLogger(__name__)
@@ -30,27 +27,16 @@ _BACKLOG_EXPIRED = "timeout of the corresponding sequence has been expired"
 _MISSED = "an earlier request of the sequence was cancelled or timed out, which ended it"
 
 
+@dataclass(eq=False)
 class SequenceDispatch(Dispatcher):
     """Starts what can run: an instance that is free gets the next batch of its slots."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        queue: RequestQueue,
-        pool: Pool,
-        executions: Executions,
-        responses: Responses,
-        tickets: InstanceTickets | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        settings = self._settings
         assert settings.sequences is not None
         rules = self._rules = settings.sequences
         self._name = settings.name
         self._rows = 1 if settings.max_batch_size else 0  # of a request
-        self._queue = queue
-        self._pool = pool
-        self._tickets = tickets
-        self._executions = executions
-        self._responses = responses
         self._sequences = Sequences(
             settings.name, rules.idle_ns, rules.most, rules.spec.iterative_sequence
         )

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.scheduler.batchers.sequence.backlog import Backlog
 from shmserve.scheduler.batchers.sequence.slots import (
     InstanceSlots,
     Owner,
@@ -32,9 +31,54 @@ from shmserve.scheduler.requests.request import NEVER, ScheduledRequest
 _LOST_REMEMBERED = 4096
 
 
-def owner_of(request: ScheduledRequest) -> Owner:
-    """The owner of a sequence that begins with this request."""
-    return request.client, request.submit.source
+class Backlog:
+    """Sequences that wait for a slot, in the order of their arrival, by who opened them.
+
+    Where several clients' sequences wait, these take turns: one that opens a million of them and
+    ends none delays its own. Of those who come through a gateway, each connection is one.
+    """
+
+    def __init__(self) -> None:
+        self._by_owner: OrderedDict[Hashable, OrderedDict[Sequence, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_owner)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for line in self._by_owner.values() for sequence in line)
+
+    def count(self, owner: Hashable) -> int:
+        """The number of a client's sequences that wait."""
+        return len(self._by_owner.get(owner, ()))
+
+    def append(self, sequence: Sequence) -> None:
+        """Behind all others of its client."""
+        self._by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Before all others."""
+        self.append(sequence)
+        self._by_owner[sequence.owner].move_to_end(sequence, last=False)
+        self._by_owner.move_to_end(sequence.owner, last=False)
+
+    def pop(self) -> Sequence:
+        """The next, whose client has its turn again after all others."""
+        owner, line = next(iter(self._by_owner.items()))
+        sequence, _ = line.popitem(last=False)
+        self._by_owner.move_to_end(owner)
+        self._drop_empty(owner, line)
+        return sequence
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence that does not wait any more, if it did."""
+        line = self._by_owner.get(sequence.owner)
+        if line is not None:
+            line.pop(sequence, None)
+            self._drop_empty(sequence.owner, line)
+
+    def _drop_empty(self, owner: Hashable, line: OrderedDict[Sequence, None]) -> None:
+        if not line:
+            del self._by_owner[owner]
 
 
 class Sequences:
@@ -53,7 +97,7 @@ class Sequences:
         # And stale ones, of closed instances.
         self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale = 0
-        self._backlog = Backlog()
+        self.backlog = Backlog()  # those that wait for a slot
         self._idle: OrderedDict[Sequence, int] = OrderedDict()  # since when
         self._unended: dict[InstanceSlots, list[int]] = {}
         self._lost: OrderedDict[int | str, None] = OrderedDict()
@@ -62,11 +106,6 @@ class Sequences:
     def open(self) -> int:
         """The number of sequences that have begun and not ended."""
         return len(self._open)
-
-    @property
-    def backlog(self) -> Iterable[Sequence]:
-        """Those that wait for a slot, in order."""
-        return self._backlog
 
     def knows(self, correlation_id: int | str) -> bool:
         """Whether a sequence with this id is open."""
@@ -108,7 +147,7 @@ class Sequences:
             slots.withdraw(sequence)
             slots.sequences[sequence.slot] = None
             sequence.home = None
-            self._backlog.put_back(sequence)
+            self.backlog.put_back(sequence)
         self._fill()
 
     def _remember(self, correlation_id: int | str) -> None:
@@ -131,7 +170,7 @@ class Sequences:
             if correlation_id in self._lost:
                 text += "; the state of this one was lost when the model's worker died"
             raise InvalidArgument(text)
-        if self._backlog.count(owner) >= self._most:
+        if self.backlog.count(owner) >= self._most:
             raise QueueFull(
                 f"{self._most} sequences of this client wait for a slot of model "
                 f"'{self._model}', which is as many as may"
@@ -144,8 +183,10 @@ class Sequences:
         anew = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost.pop(correlation_id, None)
-            sequence = self._open[correlation_id] = Sequence(correlation_id, owner_of(request))
-            self._backlog.append(sequence)
+            sequence = self._open[correlation_id] = Sequence(
+                correlation_id, (request.client, request.submit.source)
+            )
+            self.backlog.append(sequence)
         request.sequence = sequence
         sequence.waiting.append(request)
         if request.flags & SEQUENCE_END:
@@ -189,7 +230,7 @@ class Sequences:
             if slots is not None and not sequence.waiting:
                 slots.withdraw(sequence)
         elif slots is None:
-            self._backlog.discard(sequence)
+            self.backlog.discard(sequence)
         else:
             self._end(sequence)
 
@@ -197,12 +238,12 @@ class Sequences:
 
     def _fill(self) -> None:
         """Give free slots to those that wait."""
-        while self._backlog and self._free:
+        while self.backlog and self._free:
             slot, _, slots = heapq.heappop(self._free)
             if slots.closed:
                 self._stale -= 1
                 continue
-            sequence = self._backlog.pop()
+            sequence = self.backlog.pop()
             sequence.home, sequence.slot = slots, slot
             slots.sequences[slot] = sequence
             slots.offer(sequence)

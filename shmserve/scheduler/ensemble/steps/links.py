@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,25 +18,22 @@ from shmserve.scheduler.hosting.waiting import Waiter
 _MOST_MOVED = 256
 
 
+@dataclass(eq=False)
 class StepSchedulers:
     """The links by endpoint; `waiter` watches the sockets while they live. `identity` is the
     ensemble's among its `neighbours`; `take(endpoint, message)` gets what schedulers send."""
 
-    def __init__(
-        self,
-        waiter: Waiter,
-        neighbours: InProcessLinks,
-        identity: bytes,
-        take: Callable[[str, Any], None],
-    ) -> None:
-        self._waiter = waiter
-        self._neighbours = neighbours
-        self._identity = identity
-        self._take = take
+    _waiter: Waiter
+    _neighbours: InProcessLinks
+    _identity: bytes
+    _take: Callable[[str, Any], None]
+    # Endpoint of one that was lost -> who took its place.
+    _moved: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
-        self._links = LinkTable(name, self._watch, waiter.unwatch)
-        self._moved: dict[str, str] = {}  # endpoint of one that was lost -> who took its place
-        neighbours.enter(identity, take)
+        self._links = LinkTable(name, self._watch, self._waiter.unwatch)
+        self._neighbours.enter(self._identity, self._take)
 
     def _watch(self, fd: int) -> None:
         self._waiter.watch(fd, partial(self._receive, fd))

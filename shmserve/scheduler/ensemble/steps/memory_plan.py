@@ -5,6 +5,7 @@ is there before the first one comes.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError
 from shmserve.scheduler.ensemble.flow import Plan
@@ -16,17 +17,15 @@ from shmserve.scheduler.ensemble.steps.targets import Targets
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MemoryPlanner:
     """Plans once: as soon as all steps' models are known, for requests of `batch_size`."""
 
-    def __init__(
-        self, graph: Graph, batch_size: int, targets: Targets, memory: EnsembleMemory
-    ) -> None:
-        self._graph = graph
-        self._batch_size = batch_size
-        self._targets = targets
-        self._memory = memory
-        self._planned_bytes = 0
+    _graph: Graph
+    _batch_size: int
+    _targets: Targets
+    _memory: EnsembleMemory
+    _planned_bytes: int = 0
 
     def plan(self) -> None:
         """A model has been published."""

@@ -8,6 +8,7 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
@@ -38,20 +39,14 @@ class StepLinks(Protocol):
         """The scheduler at `endpoint` is gone: what it sent last is taken."""
 
 
+@dataclass(eq=False)
 class StepOutputs:
     """Puts what steps give into the flow of their requests. `table`: the steps in flight."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        links: StepLinks,
-        memory: EnsembleMemory,
-        table: InflightTable[StepRequest],
-    ) -> None:
-        self._conditions = graph.conditions
-        self._links = links
-        self._memory = memory
-        self._table = table
+    _graph: Graph
+    _links: StepLinks
+    _memory: EnsembleMemory
+    _table: InflightTable[StepRequest]
 
     def made(self, step: StepRequest, message: Finished | Responded) -> None:
         """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
@@ -89,11 +84,12 @@ class StepOutputs:
         try:
             for tensor in inferred.outputs:
                 holds = True
-                if step.firing.step.outputs.get(tensor.name) in self._conditions:
+                if step.firing.step.outputs.get(tensor.name) in self._graph.conditions:
                     holds = self._memory.any_true(tensor)
+                kept, memory = self._keep(step, tensor)
                 values[tensor.name] = Value(
-                    tensor,
-                    self._kept_memory(step, tensor),
+                    kept,
+                    memory,
                     holds=holds,
                     batched=batched,
                     override=override,
@@ -110,22 +106,34 @@ class StepOutputs:
                 own.release()
         return values
 
-    def _kept_memory(self, step: StepRequest, tensor: TensorRef) -> Token | None:
-        """The token that keeps the memory of an output; None: it lies in none of ours."""
+    def _keep(self, step: StepRequest, tensor: TensorRef) -> tuple[TensorRef, Token | None]:
+        """An output where it may stay, and the token that keeps its memory; None: it lies in none
+        of ours.
+
+        Whoever made it takes it back when this process ends. So what a client is to read, which
+        may go on after that, is copied: an ensemble lends its own memory alone.
+        """
         data = tensor.data
         if not isinstance(data, Place) or tensor.name in step.given:
-            return None
+            return tensor, None
         block = step.placed.pop(tensor.name, None)
         if block is not None:
-            return block
+            return tensor, block
         self._memory.hold(data)
-        endpoint = step.endpoint
-
-        def let_go() -> None:
+        if step.firing.step.outputs.get(tensor.name) not in step.request.plan.outputs:
+            return tensor, Holding(lambda: self._let_go(step.endpoint, data))
+        try:
+            block = self._memory.copy(data)
+        except ShmserveError:
             self._memory.let_go(data)
-            self._links.tell(endpoint, Release(data.memory.pid, [data.offset], data.memory.id))
+            raise
+        self._let_go(step.endpoint, data)
+        return replace(tensor, data=block.place), block
 
-        return Holding(let_go)
+    def _let_go(self, endpoint: str, place: Place) -> None:
+        self._memory.let_go(place)
+        release = Release(place.memory.pid, [place.offset], place.memory.id)
+        self._links.tell(endpoint, release)
 
     def discard(self, endpoint: str, body: bytes) -> None:
         """Release the outputs of a scheduler's response that nobody reads."""
@@ -143,7 +151,8 @@ def _inherited(firing: Firing) -> dict[str, Any]:
     """The sequence's parameters that the inputs of a step came with."""
     found: dict[str, Any] = {}
     for value in firing.inputs.values():
-        found.update(value.override)
+        if value.override:
+            found.update(value.override)
     return found
 
 

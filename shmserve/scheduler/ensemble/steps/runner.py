@@ -7,6 +7,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
@@ -25,36 +28,29 @@ from shmserve.scheduler.ensemble.steps.targets import Target, Targets
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StepRunner(Steps):
     """Runs steps; what they give goes into the flow of their requests (outputs.py)."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        targets: Targets,
-        links: StepLinks,
-        memory: EnsembleMemory,
-        live: LiveRequests,
-    ) -> None:
-        self._graph = graph
-        self._targets = targets
-        self._links = links
-        self._memory = memory
-        self._live = live
-        self._table: InflightTable[StepRequest] = InflightTable()
-        self._outputs = StepOutputs(graph, links, memory, self._table)
-        self._numbers = itertools.count(1)
-        self._running = [0] * len(graph.steps)
-        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in graph.steps]
-        self.waiting = 0  # steps of requests for which there is no room yet
+    _graph: Graph
+    _targets: Targets
+    _links: StepLinks
+    _memory: EnsembleMemory
+    _live: LiveRequests
+    _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    waiting: int = 0  # steps of requests for which there is no room yet
+
+    def __post_init__(self) -> None:
+        steps = self._graph.steps
+        self._outputs = StepOutputs(self._graph, self._links, self._memory, self._table)
+        self._running = [0] * len(steps)
+        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle what the scheduler at `endpoint` says."""
         match message:
             case Finished() | Responded():
-                step = self._table.pending.get(message.id)
-                if step is not None:
-                    step.request.add_times(message)
                 if not self._table.take(message):
                     self._outputs.discard(endpoint, message.body)
             case Failed() | Settled():
@@ -70,7 +66,9 @@ class StepRunner(Steps):
             if message.early:
                 self._live.tell_early(request)
                 self.cancel(request)
-        elif isinstance(message, Responded) and message.code:
+            return
+        request.add_times(message)
+        if isinstance(message, Responded) and message.code:
             self._live.fail(request, message.code, message.message)
             self._outputs.credit_discarded(step, message)
         elif message.body:
@@ -115,7 +113,8 @@ class StepRunner(Steps):
         request.running.pop(step.submit.id, None)
         self._live.touch(request)
         self._running[index] -= 1
-        self._run_waiting(index)
+        if self._waiting[index]:
+            self._run_waiting(index)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Tell the steps of a request that nobody waits for them."""

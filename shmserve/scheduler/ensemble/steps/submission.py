@@ -15,6 +15,7 @@ from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
+    PackedTemplate,
     RequestedOutput,
     pack_inference,
 )
@@ -49,15 +50,14 @@ def prepare(
 ) -> Prepared:
     """The submission of a step to its scheduler. Raises InvalidArgument when the inputs do not fit
     its model, Unavailable when the arena is full."""
-    inputs = tuple(
+    inputs = [
         _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
-    )
+    ]
     form = _form(request, firing, target, graph, inputs)
     placed: dict[str, Block] = {}
     try:
-        devices = request.plan.devices
         for name, byte_size in form.known.items():
-            device = devices.get(firing.step.outputs[name])
+            device = request.plan.devices.get(firing.step.outputs[name])
             placed[name] = memory.allocate(byte_size, device)
         submit = _submit(number, request, firing, form, inputs, placed, now_ns)
     except BaseException:
@@ -72,23 +72,18 @@ def _submit(
     request: EnsembleRequest,
     firing: Firing,
     form: _Form,
-    inputs: tuple[TensorRef, ...],
+    inputs: list[TensorRef],
     placed: dict[str, Block],
     now_ns: int,
 ) -> Submit:
     """The message, whose outputs go to where they are `placed`."""
-    origin, outputs = request.submit, form.wanted
-    if placed:
-        outputs = tuple(
-            RequestedOutput(name, placed[name].place if name in placed else place)
-            for name, place in [(output.name, output.place) for output in outputs]
-        )
+    origin = request.submit
     correlation_id, flags = sequence_of(origin, firing.inputs.values())
     return make_submit(
         number,
         form.fit,
         now_ns,
-        pack_inference(Inference(inputs, outputs, request.inference.parameters)),
+        _work(request, form, inputs, placed),
         request_id=origin.request_id,
         priority=origin.priority,
         timeout_us=origin.timeout_us,
@@ -99,14 +94,31 @@ def _submit(
     )
 
 
+def _work(
+    request: EnsembleRequest, form: _Form, inputs: list[TensorRef], placed: dict[str, Block]
+) -> bytes:
+    """The packed `Inference`: from the template where all that is new are the bytes of inputs."""
+    if form.template is not None and not request.inference.parameters:
+        return form.template.fill([tensor.data for tensor in inputs])  # type: ignore[misc]
+    outputs = form.wanted
+    if placed:
+        outputs = tuple(
+            RequestedOutput(name, placed[name].place if name in placed else place)
+            for name, place in [(output.name, output.place) for output in outputs]
+        )
+    return pack_inference(Inference(tuple(inputs), outputs, request.inference.parameters))
+
+
 class _Form(NamedTuple):
-    """The common part of a step's requests that are described alike: what is asked for, and the
-    sizes of what is to be placed."""
+    """The common part of a step's requests that are described alike: what is asked for, the sizes
+    of what is to be placed, and, where all is `inline`, the template of what is packed."""
 
     fit: BatchFit
     wanted: tuple[RequestedOutput, ...]
     known: dict[str, int]
     given: frozenset[str]
+    inline: bool
+    template: PackedTemplate | None = None
 
 
 def _form(
@@ -114,33 +126,47 @@ def _form(
     firing: Firing,
     target: Target,
     graph: Graph,
-    inputs: tuple[TensorRef, ...],
+    inputs: list[TensorRef],
 ) -> _Form:
     """Raises InvalidArgument when the inputs do not fit the step's model."""
     # What a client places, it places anew each time.
-    lasts = all(output.place is None for output in request.inference.outputs)
-    described = tuple(
-        (tensor.name, tensor.datatype, tensor.shape, _byte_size(tensor)) for tensor in inputs
-    )
+    if request.placed:
+        return _new_form(request, firing, target, graph, inputs)
+    described = tuple([_described(tensor) for tensor in inputs])
     key = (firing.step.index, target.signature, described)
     forms: dict[Any, _Form] = request.plan.forms
-    form = forms.get(key) if lasts else None
+    form = forms.get(key)
     if form is None:
-        wanted = _wanted(request, firing)
-        fit = target.signature.check(request.submit.request_id, inputs, wanted)
-        sizes = placed_sizes(firing.step, target, graph, fit.batch_size, wanted)
-        given = frozenset(output.name for output in wanted if output.place is not None)
-        form = _Form(fit, wanted, sizes, given)
-        if lasts:
-            if len(forms) >= _MOST_FORMS:
-                forms.clear()
-            forms[key] = form
+        form = _new_form(request, firing, target, graph, inputs)
+        if len(forms) >= _MOST_FORMS:
+            forms.clear()
+        forms[key] = form
+    elif form.inline and form.template is None:  # not for one that never comes again
+        template = PackedTemplate(Inference(tuple(inputs), form.wanted))
+        form = forms[key] = form._replace(template=template)
     return form
 
 
-def _byte_size(tensor: TensorRef) -> int:
+def _described(tensor: TensorRef) -> tuple[Any, ...]:
+    """All of a tensor but its bytes: -1 and its size where it is not in the message."""
     data = tensor.data
-    return len(data) if isinstance(data, bytes) else data.byte_size
+    size = (len(data),) if isinstance(data, bytes) else (-1, data.byte_size)
+    return (tensor.name, tensor.datatype, tensor.shape, *size)
+
+
+def _new_form(
+    request: EnsembleRequest,
+    firing: Firing,
+    target: Target,
+    graph: Graph,
+    inputs: list[TensorRef],
+) -> _Form:
+    wanted = _wanted(request, firing)
+    fit = target.signature.check(request.submit.request_id, inputs, wanted)
+    sizes = placed_sizes(firing.step, target, graph, fit.batch_size, wanted)
+    given = frozenset(output.name for output in wanted if output.place is not None)
+    inline = all(isinstance(tensor.data, bytes) for tensor in inputs)
+    return _Form(fit, wanted, sizes, given, inline and not sizes and not given)
 
 
 def fitted(
@@ -213,8 +239,7 @@ def sequence_of(submit: Submit, values: Iterable[Value]) -> tuple[int | str, int
     response that one of them came with has others."""
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
     flags = submit.flags
-    for value in values:
-        override = value.override
+    for override in [value.override for value in values if value.override]:
         correlation_id = override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
             if key in override:

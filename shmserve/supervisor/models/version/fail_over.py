@@ -8,7 +8,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
+from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
@@ -28,26 +30,19 @@ _CLIENTS = ("gateway", "ensemble", "worker", LOCAL_CLIENT)
 _MOST_WAITED_FOR = 10
 
 
+@dataclass(slots=True, eq=False)
 class FailOver:
     """Keeps a scheduler alive until the version retires. `on_change` hears of every death, failed
     start and successor."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        scheduler: VersionScheduler,
-        instances: Instances,
-        lifetime: Lifetime,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._scheduler = scheduler
-        self._instances = instances
-        self._lifetime = lifetime
-        self._on_change = on_change
-        self._backoff = RestartBackoff()
-        self._failed_starts = 0
-        self._keeping: asyncio.Task[None] | None = None
+    _context: SupervisorContext
+    _scheduler: VersionScheduler
+    _instances: Instances
+    _lifetime: Lifetime
+    _on_change: Callable[[], None]
+    _backoff: RestartBackoff = field(init=False, default_factory=RestartBackoff)
+    _failed_starts: int = 0
+    _keeping: asyncio.Task[None] | None = None
 
     @property
     def hopeless(self) -> bool:
@@ -98,7 +93,7 @@ class FailOver:
         while not self._lifetime.retiring:
             dead, born = self._scheduler.serving, time.monotonic()
             child = dead.child
-            await self._context.either(dead.closed, child.exited)
+            await either(dead.closed, child.exited)
             if not self._lifetime.retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a new one takes over", child.title, reason)

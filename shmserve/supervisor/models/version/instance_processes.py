@@ -15,8 +15,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from shmserve.common.tasks import either
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
@@ -41,6 +43,9 @@ _MOST_FAILED_LOADS = 5
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
+T = TypeVar("T")
+
+
 def first_of(error: BaseException) -> BaseException:
     """The error, or the first of a group."""
     while isinstance(error, BaseExceptionGroup):
@@ -48,6 +53,7 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
+@dataclass(slots=True, eq=False)
 class Instances:
     """The instances that a version's configuration asks for. `on_change` is called when one becomes
     ready, dies, or is given up.
@@ -57,24 +63,20 @@ class Instances:
     the operator, when the model or its process fails.
     """
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        scheduler: VersionScheduler,
-        lifetime: Lifetime,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._spec = spec
-        self._scheduler = scheduler
-        self._lifetime = lifetime
-        self._on_change = on_change
-        self._all = expand_instances(spec.config)
-        self.config = spec.config
-        self.completed: dict[str, Any] = {}  # by the model, of its configuration
-        self.failure = ""
-        self.labels = spec.labels
+    _context: SupervisorContext
+    _spec: VersionSpec
+    _scheduler: VersionScheduler
+    _lifetime: Lifetime
+    _on_change: Callable[[], None]
+    config: ModelSpec = field(init=False)
+    labels: dict[str, list[str]] = field(init=False)
+    completed: dict[str, Any] = field(init=False, default_factory=dict)  # by the model, of `config`
+    failure: str = field(init=False, default="")
+    _all: list[Instance] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config, self.labels = self._spec.config, self._spec.labels
+        self._all = expand_instances(self.config)
 
     @property
     def any_ready(self) -> bool:
@@ -123,10 +125,7 @@ class Instances:
         first = self._all[0]
         await self._spawn(first, self._spec.config, len(self._all))
         self._send(first, m.CompleteConfig(self._spec.config))
-        message = await self._response(first)
-        if not isinstance(message, m.ConfigCompleted):
-            raise _failure(message)
-        self.completed = message.config
+        self.completed = (await self._response(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.rate_limit = known.rate_limit
@@ -149,9 +148,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._response(instance)
-        if not isinstance(message, m.InstanceLoaded):
-            raise _failure(message)
+        message = await self._response(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
@@ -188,19 +185,24 @@ class Instances:
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        started = await self._response(instance)
-        if not isinstance(started, m.WorkerStarted):
-            raise _failure(started)
+        await self._response(instance, m.WorkerStarted)
         self._refuse_if_over(instance)
         instance.transition("started")
 
-    async def _response(self, instance: Instance) -> Any:
-        """The worker's next message; raises Unavailable when it dies instead."""
+    async def _response(self, instance: Instance, kind: type[T]) -> T:
+        """The worker's next message, which is of this kind; raises why it is not, or Unavailable
+        when it dies instead."""
+        message = await self._message(instance)
+        if not isinstance(message, kind):
+            raise _failure(message)
+        return message
+
+    async def _message(self, instance: Instance) -> Any:
         child = instance.child
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
         try:
-            await self._context.either(get, child.exited)
+            await either(get, child.exited)
         finally:
             get.cancel()
         if get.done():

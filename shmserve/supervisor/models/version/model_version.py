@@ -4,7 +4,7 @@ stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
 worker dies:     its scheduler is told at once, it starts again with backoff (instances)
-reload:          where only its instances differ, some are added and others retire (instance_update)
+reload:          where only its instances differ, some are added and others retire
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
                  had (fail_over)
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
@@ -26,19 +26,53 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.fail_over import FailOver
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
-from shmserve.supervisor.models.version.instance_update import (
-    InstanceUpdate,
-    differs_in_instances_only,
-)
+from shmserve.supervisor.models.version.instances import InstanceChange
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
 from shmserve.supervisor.models.version.step_models import EnsembleInstances, ServingModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
-from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
 
 _KILL_PATIENCE_S = 1.0  # for a scheduler that others share a process with
+
+
+def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
+    """Whether nothing differs but the instances: neither what else is configured, nor a file."""
+    same_files = (old.model_dir, old.files) == (new.model_dir, new.files)
+    same_rest = old.config.immutable_config == new.config.immutable_config
+    return same_files and same_rest and not new.steps
+
+
+class InstanceUpdate:
+    """A change from the instances that a version has to those of `config`, the final configuration
+    of `spec`."""
+
+    def __init__(self, instances: Instances, spec: VersionSpec, config: ModelSpec) -> None:
+        self.spec = spec
+        self._instances = instances
+        self._config = config
+        self._change: InstanceChange | None = None
+
+    async def add(self) -> None:
+        """Add what is new. Raises ShmserveError when one fails to load; none is added then."""
+        self._change = self._instances.change_to(self._config)
+        await self._instances.add(self._change, self._config)
+
+    def commit(self) -> None:
+        """Have what is not asked for any more retire."""
+        assert self._change is not None
+        self._instances.settle(self._change, self._config)
+
+    def revert(self) -> None:
+        """Have what was added retire, if anything was."""
+        if self._change is not None:
+            self._instances.retire(self._change.added)
+
+    def cancel(self) -> None:
+        """Have `add` fail, if it is still loading: nobody waits for what is added."""
+        if self._change is not None:
+            self._instances.kill_loading(self._change.added)
 
 
 class ModelVersion:
@@ -66,12 +100,12 @@ class ModelVersion:
         self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self._scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
-        parts = (context, spec, self._scheduler, lifetime, self._changed)
-        self.instances = EnsembleInstances(*parts, models) if spec.steps else Instances(*parts)
-        self._fail_over = FailOver(
-            context, self._scheduler, self.instances, lifetime, self._changed
+        self.scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
+        parts = (context, spec, self.scheduler, lifetime, self.changed)
+        self.instances = (
+            EnsembleInstances(*parts, models=models) if spec.steps else Instances(*parts)
         )
+        self._fail_over = FailOver(context, self.scheduler, self.instances, lifetime, self.changed)
 
     @property
     def config(self) -> ModelSpec:
@@ -81,23 +115,18 @@ class ModelVersion:
     @property
     def endpoint(self) -> str:
         """Where requests for this version are submitted."""
-        return self._scheduler.endpoint
-
-    @property
-    def failure(self) -> str:
-        """Why it broke for good, or empty."""
-        return self.instances.failure
+        return self.scheduler.endpoint
 
     @property
     def ready(self) -> bool:
         """Whether a request submitted now would find an instance."""
-        return self.loaded and self._scheduler.serves and self.instances.any_ready
+        return self.loaded and self.scheduler.serves and self.instances.any_ready
 
     async def until_ready(self) -> None:
         """Wait until it is ready. Raises Unavailable when it will not be."""
         while not self.ready:
-            if self.failure or self._lifetime.retiring or self._lifetime.stopping:
-                raise Unavailable(self.failure or "the model is unloaded")
+            if self.instances.failure or self._lifetime.retiring or self._lifetime.stopping:
+                raise Unavailable(self.instances.failure or "the model is unloaded")
             if self._fail_over.hopeless:
                 raise Unavailable("no scheduler could be started")
             self._news.clear()
@@ -107,11 +136,8 @@ class ModelVersion:
         """Whether it is an ensemble of which the model of this name is a step."""
         return any(step.name == name for step in self.spec.steps)
 
-    def step_changed(self) -> None:
-        """A model that is a step of it may be ready now, or not any more."""
-        self._changed()
-
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """It, or a model that is a step of it, may be ready now, or not any more."""
         self.changes += 1
         self._news.set()
         self._on_change(self)
@@ -139,11 +165,11 @@ class ModelVersion:
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """The update by which this version, which serves, becomes `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
-        if self.spec.steps or self.failure:
+        if self.spec.steps or self.instances.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
-        limited = self._scheduler.is_limited(self.config)
-        if limited != self._scheduler.is_limited(spec.config):
+        limited = self.scheduler.is_limited(self.config)
+        if limited != self.scheduler.is_limited(spec.config):
             return None
         if not differs_in_instances_only(self.spec, spec):
             return None
@@ -168,22 +194,16 @@ class ModelVersion:
         stays = (
             config.sequence_batching is not None
             or config.decoupled
-            or self._scheduler.is_limited(config)
+            or self.scheduler.is_limited(config)
         )
-        if self.ready and not stays and self._scheduler.misplaced(group):
+        if self.ready and not stays and self.scheduler.misplaced(group):
             logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
             await self._fail_over.move(group, publish)
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """Hand over what this version has counted, and will while it finishes what it has, to
         `successor`."""
-        self._scheduler.counts.be_base_of(
-            None if successor is None else successor._scheduler.counts
-        )
-
-    def publish_counters(self) -> None:
-        """Have its counters published as an event."""
-        self._scheduler.publish_counters()
+        self.scheduler.counts.be_base_of(None if successor is None else successor.scheduler.counts)
 
     # --- events
 
@@ -198,32 +218,24 @@ class ModelVersion:
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)
 
-    def process_exited(self, child: Child) -> None:
-        """A process of this version (or not: then nothing happens) has ended."""
-        self.instances.process_exited(child)
-
-    def pids_on(self, device_id: int) -> list[int]:
-        """The worker processes that serve on an accelerator now."""
-        return self.instances.pids_on(device_id)
-
     # --- end
 
     async def finish_sequences(self) -> None:
         """Begin no sequence any more; returns when those that are open have ended."""
-        if self.loaded and self._scheduler.serves and self.config.sequence_batching:
-            await self._scheduler.drain(sequences=True)
+        if self.loaded and self.scheduler.serves and self.config.sequence_batching:
+            await self.scheduler.drain(sequences=True)
 
     async def stop(self) -> None:
         """Finish what is in flight, then end every process."""
         self._lifetime.retiring = True
         self._news.set()
-        if self.loaded and self._scheduler.serves:
-            await self._scheduler.drain()
+        if self.loaded and self.scheduler.serves:
+            await self.scheduler.drain()
         self._lifetime.stopping = True
-        if self.loaded and not self._scheduler.serves:
+        if self.loaded and not self.scheduler.serves:
             await self.kill()  # what they execute, nobody waits for: it will run elsewhere
         await self.instances.stop()
-        await self._scheduler.stop()
+        await self.scheduler.stop()
 
     async def kill(self) -> None:
         """End every process now."""
@@ -233,5 +245,5 @@ class ModelVersion:
         for child in children:
             child.kill()
         await asyncio.gather(
-            self._scheduler.stop(_KILL_PATIENCE_S), *(child.gone() for child in children)
+            self.scheduler.stop(_KILL_PATIENCE_S), *(child.gone() for child in children)
         )

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.common.counters import total
+from shmserve.common.tasks import either, settle
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -91,7 +92,7 @@ class VersionScheduler:
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self._number = next(context.numbers)
+        self.number = next(context.numbers)  # of the one that serves, or of the first
         self._last: HostedHandle | None = None  # that was started
         self._serving: HostedHandle | None = None  # the one that is at `endpoint`
         loop = asyncio.get_running_loop()
@@ -102,19 +103,14 @@ class VersionScheduler:
         self._rate_limited = False
 
     @property
-    def number(self) -> int:
-        """The number of the one that serves, or of the first."""
-        return self._number
-
-    @property
     def endpoint(self) -> str:
         """Where requests are submitted."""
-        return endpoints.scheduler(self._context.run_dir, self._number)
+        return endpoints.scheduler(self._context.run_dir, self.number)
 
     @property
     def instances_endpoint(self) -> str:
         """Where instances offer themselves."""
-        return endpoints.instances(self._context.run_dir, self._number)
+        return endpoints.instances(self._context.run_dir, self.number)
 
     @property
     def serves(self) -> bool:
@@ -134,7 +130,7 @@ class VersionScheduler:
         Raises Unavailable when it ends while it starts, or is not wanted any more.
         """
         context = self._context
-        number = self._number if first else next(context.numbers)
+        number = self.number if first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, workers)
         on_message = partial(self._on_scheduler, self.counts)
@@ -142,7 +138,7 @@ class VersionScheduler:
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         if not self._lifetime.stopping:
-            await context.either(ready, hosted.closed, hosted.child.exited)
+            await either(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
         self._lifetime.refuse_if_stopping()
@@ -151,7 +147,7 @@ class VersionScheduler:
             ended = hosted.child.exited
             reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
-        self._number = number  # now there is something at its endpoints
+        self.number = number  # now there is something at its endpoints
         self._serving = hosted
         self.counts.send_base()
 
@@ -199,11 +195,9 @@ class VersionScheduler:
     def _on_scheduler(self, counts: CarryOver, message: Any) -> None:
         match message:
             case m.SchedulerReady():
-                if not self._ready.done():
-                    self._ready.set_result(None)
+                settle(self._ready, None)
             case m.Drained():
-                if not self._drained.done():
-                    self._drained.set_result(None)
+                settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counts.update(statistics, metrics)
                 if self._publish_counters:
@@ -238,7 +232,7 @@ class VersionScheduler:
         """The same of one that was started before; returns early when one of `unless` is done."""
         self._drained = asyncio.get_running_loop().create_future()
         self._context.control.send(hosted.address, m.Drain(sequences))
-        await self._context.either(self._drained, hosted.closed, hosted.child.exited, *unless)
+        await either(self._drained, hosted.closed, hosted.child.exited, *unless)
 
     def misplaced(self, group: Group) -> bool:
         """Whether the one that serves belongs into another process, as one of this group."""

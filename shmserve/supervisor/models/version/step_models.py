@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances
-from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import Lifetime, StepModel, VersionSpec
+from shmserve.supervisor.models.version.spec import StepModel
 
 
 class ServingModels(Protocol):
@@ -23,30 +22,21 @@ class ServingModels(Protocol):
         """Whether a model version takes requests now."""
 
 
+@dataclass(slots=True, eq=False)
 class EnsembleInstances(Instances):
     """The instances of an ensemble: none of its own, and ready while the models of its steps
     are."""
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        scheduler: VersionScheduler,
-        lifetime: Lifetime,
-        on_change: Callable[[], None],
-        models: ServingModels,
-    ) -> None:
-        super().__init__(context, spec, scheduler, lifetime, on_change)
-        self._models = models
+    models: ServingModels = field(kw_only=True)
 
     @property
     def any_ready(self) -> bool:
         """Whether each of the models takes requests."""
-        return all(map(self._models.ready_now, self._spec.steps))
+        return all(map(self.models.ready_now, self._spec.steps))
 
     async def complete_config(self) -> None:
         """Have the graph checked with the models that serve now; raises InvalidArgument."""
-        find, steps = self._models.published_now, self._spec.steps
+        find, steps = self.models.published_now, self._spec.steps
         found = list(map(find, steps))
         configs = [None if model is None else model.config for model in found]
         elsewhere = [find(step._replace(version="")) is not None for step in steps]
@@ -56,7 +46,7 @@ class EnsembleInstances(Instances):
     def introduce(self, known: list[int]) -> None:
         """Tell the ensemble's process where its models are."""
         for step in self._spec.steps:
-            model = self._models.published_now(step)
+            model = self.models.published_now(step)
             if model is not None:
                 self._scheduler.tell(model)
 

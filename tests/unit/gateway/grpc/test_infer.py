@@ -37,5 +37,5 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
         assert given_up == [pending]
         return inferences
 
-    assert asyncio.run(leave()).count == 0
+    assert asyncio.run(leave()).active == 0
     assert not taken

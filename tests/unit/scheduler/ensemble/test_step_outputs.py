@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
-from tests.rigs.ensemble_rig import EnsembleRig, model, step
+from shmserve.ipc.tensors.inference import Inferred, pack_inferred, unpack_inferred
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, step
 
 STREAM = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
 STREAM_MODELS = [model("a", decoupled=True), model("b")]
@@ -107,3 +110,65 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
         else:
             rig.sent()  # it stays: the first deadline is never done
     assert len(rig.core._live._timers) < 2000
+
+
+class Elsewhere:
+    """A worker's arena with one output of a step, and what the ensemble said of it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.arena = Arena(1 << 16)
+        self.place = self.arena.allocate(len(data))
+        self.arena.view(self.place)[:] = data
+        self.body = pack_inferred(
+            Inferred((TensorRef("Y", "FP32", (len(data) // 4,), self.place),))
+        )
+        self.release = m.Release(self.place.memory.pid, [self.place.offset], self.place.memory.id)
+
+    def reuse(self) -> None:
+        """Have something else lie there."""
+        self.arena.view(self.place)[:] = bytes(self.place.byte_size)
+
+
+def test_what_a_client_reads_is_the_ensembles_own() -> None:
+    """A worker takes its memory back when the ensemble's process ends, and the client may read for
+    longer: it reads a copy, and the worker has its block back at once."""
+    rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
+    rig.submit()
+    elsewhere = Elsewhere(b"abcd" * 5000)
+    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    assert rig.sent(m.Release) == [("a", elsewhere.release)]
+    elsewhere.reuse()
+    (finished,) = rig.told()
+    (output,) = unpack_inferred(finished.body).outputs
+    assert isinstance(output.data, Place)
+    assert output.data.memory.id != elsewhere.place.memory.id
+    mappings = Mappings()
+    assert bytes(mappings.view(output.data)) == b"abcd" * 5000
+    mappings.drop_all()
+    rig.client_says(m.Release(os.getpid(), [output.data.offset], output.data.memory.id))
+    assert rig.memory.used == 0
+
+
+def test_what_only_the_next_step_reads_is_not_copied() -> None:
+    """Its worker reads it where it lies."""
+    rig = EnsembleRig(STREAM, [model("a"), model("b")])
+    rig.submit()
+    elsewhere = Elsewhere(b"abcd" * 5000)
+    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    ((_, submit),) = rig.sent()
+    data = inputs_of(submit)["X"]
+    assert (data.memory.id, data.offset) == (elsewhere.place.memory.id, elsewhere.place.offset)
+    assert rig.memory.used == 0
+    rig.finish("b", submit.id)
+    assert rig.sent(m.Release) == [("a", elsewhere.release)]
+
+
+def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
+    """And the worker has its block back."""
+    rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], arena_bytes=4096)
+    rig.submit()
+    elsewhere = Elsewhere(b"abcd" * 5000)
+    rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
+    assert rig.sent(m.Release) == [("a", elsewhere.release)]
+    assert failed(rig).code == "UNAVAILABLE"
+    assert rig.memory.used == 0

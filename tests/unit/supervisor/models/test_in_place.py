@@ -15,16 +15,16 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.repository import find, version_fingerprint
-from shmserve.supervisor.models.version.instance_update import (
-    InstanceUpdate,
-    differs_in_instances_only,
-)
 from shmserve.supervisor.models.version.instances import (
     Instance,
     change_between,
     expand_instances,
 )
-from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.model_version import (
+    InstanceUpdate,
+    ModelVersion,
+    differs_in_instances_only,
+)
 from shmserve.supervisor.models.version.spec import InstanceState, StepModel, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
@@ -150,7 +150,7 @@ async def serving(processes: Processes, count: int) -> ModelVersion:
         NoModels(),
         ALONE,
     )
-    processes.on_end = made.process_exited
+    processes.on_end = made.instances.process_exited
     await made.start()
     return made
 

@@ -47,7 +47,7 @@ def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> Ens
     config = ModelSpec.of(CONFIG)
     spec = VersionSpec("e", "1", folder, folder, config, lambda found: config, labels or {})
     nothing = MagicMock()
-    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models)
+    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models=models)
 
 
 @pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])

@@ -29,7 +29,7 @@ class NoModels:
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
     made = ModelVersion(processes.context, plan(), lambda changed: None, NoModels(), ALONE)
-    processes.on_end = made.process_exited
+    processes.on_end = made.instances.process_exited
     return made
 
 

@@ -25,7 +25,7 @@ from shmserve.common.access.peer_credentials import unix_pid
 from shmserve.common.access.shm_access import EVERYONE, NO_GROUP, NOBODY, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound, ShmserveError, Unavailable
 from shmserve.gateway.api.shared_memory import decode_uuid
-from shmserve.gateway.grpc import admin
+from shmserve.gateway.grpc.admin import AdminCall
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
@@ -68,9 +68,7 @@ class Office:
         check = HandleCheck(devices, lambda device: [], lambda pid, message: None)
         check.check = self.check  # type: ignore[method-assign]
         self.registry = RegionRegistry(
-            self.publish,
-            lambda: [7],
-            self.workers.append,
+            self,
             RegionOpener(POLICY, check),
             lambda event: None,
         )
@@ -80,7 +78,15 @@ class Office:
         if self.fault is not None:
             raise self.fault
 
-    async def publish(self, make: Callable[[int], Any]) -> None:
+    def pids(self, *roles: str) -> list[int]:
+        return [7] if roles == ("gateway",) else []
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        assert roles == ("worker",)
+        self.workers.append(message)
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        assert roles == ("gateway",)
         self.told.append(make(1))
         if isinstance(self.told[-1], m.RegionWithdrawn):
             self.withdrawn.put_nowait(self.told[-1].name)
@@ -244,7 +250,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(Office().publish, list, print, RegionOpener(POLICY), print)
+        registry = RegionRegistry(Office(), RegionOpener(POLICY), print)
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
@@ -618,25 +624,26 @@ class Stub:
 
 def test_grpc() -> None:
     stub: Any = Stub()
+    call = AdminCall(stub, stub)
 
     async def steps() -> None:
         for name in ("", "device"):
             status = pb.CudaSharedMemoryStatusRequest(name=name)
-            (shown,) = (await admin.cuda_status(stub, stub, status)).regions.values()
+            (shown,) = (await call.cuda_status(status)).regions.values()
             assert (shown.name, shown.device_id, shown.byte_size) == ("device", 1, 1000)
             told = pb.CudaSharedMemoryUnregisterRequest(name=name)
-            await admin.cuda_unregister(stub, stub, told)
+            await call.cuda_unregister(told)
             asked = stub.asked.pop()
             assert asked == m.UnregisterRegion(1, name, ME.uid, list(ME.groups), True)
         everything = pb.SystemSharedMemoryStatusRequest()
-        system = await admin.system_status(stub, stub, everything)
+        system = await call.system_status(everything)
         assert list(system.regions) == ["host"]
         with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
-            await admin.cuda_status(stub, stub, pb.CudaSharedMemoryStatusRequest(name="host"))
+            await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
         request = pb.CudaSharedMemoryRegisterRequest(
             name="r", raw_handle=HANDLE, device_id=1, byte_size=64
         )
-        await admin.cuda_register(stub, stub, request)
+        await call.cuda_register(request)
         whose = (ME.uid, list(ME.groups))
         assert stub.asked == [m.RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *whose, 0)]
         for changed in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
@@ -645,12 +652,12 @@ def test_grpc() -> None:
             for field, value in changed.items():
                 setattr(bad, field, value)
             with pytest.raises(InvalidArgument):
-                await admin.cuda_register(stub, stub, bad)
+                await call.cuda_register(bad)
         stub.settings = GatewaySettings()
         with pytest.raises(InvalidArgument, match="GPUs not supported"):
-            await admin.cuda_register(stub, stub, request)
+            await call.cuda_register(request)
         stub.shm = False
-        assert not (await admin.system_status(stub, stub, everything)).regions
+        assert not (await call.system_status(everything)).regions
 
     asyncio.run(steps())
 
