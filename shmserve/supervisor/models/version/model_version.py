@@ -137,7 +137,7 @@ class ModelVersion:
         return any(step.name == name for step in self.spec.steps)
 
     def changed(self) -> None:
-        """It, or a model that is a step of it, may be ready now, or not any more."""
+        """Note that it, or a model that is a step of it, may be ready now, or not any more."""
         self.changes += 1
         self._news.set()
         self._on_change(self)
