@@ -54,18 +54,10 @@ class Capabilities:
         true = hmac.compare_digest(token, self.token(int(number)).encode())
         return int(number) if true else 0
 
-    def memory_id(
-        self,
-        number: int,
-        pid: int,
-        fd: int,
-        inode: int,
-        byte_size: int,
-        sealed: bool,
-        pinned: bool = False,
-    ) -> int:
-        """The id of a memory of local client `number`: 62 bits that cannot be guessed."""
-        text = f"memory {number} {pid} {fd} {inode} {byte_size} {sealed} {pinned}"
+    def memory_id(self, number: int, *described: int) -> int:
+        """The id of a memory of local client `number`: 62 bits that cannot be guessed. It is
+        `described` by its pid, fd, inode, byte_size, and whether it is sealed and pinned."""
+        text = " ".join(map(str, ("memory", number, *described)))
         return int.from_bytes(self._mac(text, 8), "little") >> 2
 
     def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.errors import Unavailable
@@ -16,21 +17,19 @@ _MOST_UNSENT = 1 << 19  # bytes of requests; more leave at once: a frame has its
 _MOST_TOGETHER = 1 << 14  # messages
 
 
+@dataclass(eq=False)
 class LinkTable:
     """Dealers by endpoint and by descriptor, all with one `identity`. `watch(fd)` hears of a
     descriptor to wait for, `unwatch(fd)` that it is about to go."""
 
-    def __init__(
-        self, identity: str, watch: Callable[[int], None], unwatch: Callable[[int], None]
-    ) -> None:
-        self._identity = identity
-        self._watch = watch
-        self._unwatch = unwatch
-        self._by_endpoint: dict[str, Dealer] = {}
-        self._by_fd: dict[int, Dealer] = {}
-        self._busy: list[Dealer] = []  # with something to flush
-        self.unsent = 0  # messages that are queued
-        self._unsent_bytes = 0
+    _identity: str
+    _watch: Callable[[int], None]
+    _unwatch: Callable[[int], None]
+    _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
+    _by_fd: dict[int, Dealer] = field(default_factory=dict)
+    _busy: list[Dealer] = field(default_factory=list)  # with something to flush
+    unsent: int = 0  # messages that are queued
+    _unsent_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:
         return iter(self._by_endpoint.values())

@@ -3,6 +3,7 @@
 Its rooms:
 
     main.py             the process: it loads one instance of one model, and serves it
+    context.py          what an instance was started with, and the resources it has
     instance.py         its loop: wait, execute, report
     links/              to the scheduler that feeds it, and to the supervisor
     batch/              requests unpacked, inputs gathered, run, outputs scattered

@@ -35,39 +35,17 @@ logger = logging.getLogger(__name__)
 class WorkerInstance:
     """One loaded model and its link to the scheduler that feeds it."""
 
-    def __init__(
-        self,
-        context: ModelContext,
-        backend: Backend,
-        config: ModelSpec,
-        index: int,
-        pid: int,
-    ) -> None:
+    def __init__(self, context: ModelContext, backend: Backend, config: ModelSpec) -> None:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
         self._metrics = MetricsReports(backend.metrics)
-        self.link = InstanceLink(context.control, index, pid, self._read)
+        self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(
-            signature,
-            context.mappings,
-            self._memory,
-            backend.strict_outputs,
-            context.device_memory,
-            context.copied,
-            context.threads,
-        )
-        self._writer = ResponseWriter(
-            self.link,
-            scatterer,
-            self._memory,
-            self._metrics,
-            Failures(context.model_name, context.instance_name, context.device),
-            context.control,
-            context.copied,
-        )
+        scatterer = Scatterer(signature, context, backend.strict_outputs)
+        failures = Failures(context)
+        self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copied)
         given = (context, backend, unpacker, self._writer, config.decoupled, padder)

@@ -73,7 +73,7 @@ def run(data: bytes) -> None:
     try:
         control.send(WorkerStarted(pid))
         context = _context(start, device, control)
-        _Worker(context, index, pid).run()
+        _Worker(context).run()
     finally:
         # What was said last, such as why the model does not load, should still arrive.
         control.close(_LAST_WORDS_S)
@@ -84,8 +84,6 @@ class _Worker:
     """The life of a worker before its instance serves."""
 
     _context: ModelContext
-    _index: int
-    _pid: int
     _backend: Backend | None = None
     _instance: WorkerInstance | None = None
 
@@ -123,7 +121,7 @@ class _Worker:
         backend = self._made(config)
         state.read(config, self._context.model_dir)  # its files can be read
         backend.load(config)
-        self._instance = WorkerInstance(self._context, backend, config, self._index, self._pid)
+        self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()

@@ -13,6 +13,8 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -114,6 +116,7 @@ class _HostMapping:
         return os.lseek(self.fd, 0, os.SEEK_END) < end
 
 
+@dataclass(eq=False)
 class Mappings:
     """Maps `Memory`s once each and gives views of `Place`s in them. For any thread, as far as they
     are sealed.
@@ -122,13 +125,10 @@ class Mappings:
     that is to be pinned; without it that is not done.
     """
 
-    def __init__(
-        self, open_device: Callable[[Memory], Mapping] | None = None, pin: Pin | None = None
-    ) -> None:
-        self._pin = pin
-        self._known: dict[int, Any] = {}
-        self._open_device = open_device
-        self._dropped: deque[int] = deque(maxlen=_REMEMBERED)
+    _open_device: Callable[[Memory], Mapping] | None = None
+    _pin: Pin | None = None
+    _known: dict[int, Any] = field(default_factory=dict)
+    _dropped: deque[int] = field(default_factory=partial(deque, maxlen=_REMEMBERED))
 
     def __len__(self) -> int:
         return len(self._known)

@@ -29,7 +29,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.main import compose, hold_signals
+from shmserve.supervisor.main import hold_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
@@ -49,16 +49,7 @@ def _checked(config: ServerConfig) -> int:
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
     signals = hold_signals()
-    run_dir = RunDirectory(alone.run_dir)
-    with asyncio.Runner() as runner:
-        try:
-            return runner.run(_composed(alone, run_dir, signals))
-        finally:
-            run_dir.remove()
-
-
-async def _composed(config: ServerConfig, run_dir: RunDirectory, signals: list[int]) -> int:
-    return await _check(compose(config, run_dir, Listeners(), signals))
+    return run_composed(alone, RunDirectory(alone.run_dir), Listeners(), signals, _check)
 
 
 async def _check(supervisor: Supervisor) -> int:

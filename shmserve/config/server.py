@@ -111,6 +111,14 @@ class ServerConfig:
         return bool(self.tokens) or self.insecure
 
 
+# Flags whose fields have their names, and their values.
+_AS_GIVEN = (
+    *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
+    *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
+    *("exit-on-error", "strict-readiness"),
+)
+
+
 def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
@@ -119,27 +127,23 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     repositories, files = _models(parsed)
     return ServerConfig(
+        **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(repositories),
         model_files=tuple(files),
-        model_control_mode=value["model-control-mode"],
         load_models=_load_models(parsed),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not value["disable-auto-complete-config"],
         model_config_name=_config_name(value["model-config-name"] or ""),
         backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
-        model_defaults=_model_defaults(value),
-        max_queue_size=value["max-queue-size"],
-        request_timeout_us=value["request-timeout-us"],
+        model_defaults=ModelDefaults(
+            **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+        ),
         execution_timeout_s=value["execution-timeout-secs"],
         http=_http(value),
-        gateways=value["gateways"],
         grpc=grpc.from_values(value),
-        allow_metrics=value["allow-metrics"],
         metrics_address=value["metrics-address"] or value["http-address"],
-        metrics_port=value["metrics-port"],
         metrics=parse_metrics_config(parsed.repeated["metrics-config"]),
         tokens=_tokens(value["auth-token-file"]),
-        insecure=value["insecure"],
         http_restricted=parse_restrictions(
             "--http-restricted-api", parsed.repeated["http-restricted-api"]
         ),
@@ -153,23 +157,26 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         shm=_shm_policy(value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
-        arena_byte_size=value["arena-byte-size"],
         cache_byte_size=cache_byte_size(
             parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
-        ensemble_scheduling=value["ensemble-scheduling"],
-        rate_limit=value["rate-limit"],
         rate_limit_resources=parse_resources(parsed.repeated["rate-limit-resource"]),
         workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
-        exit_on_error=value["exit-on-error"],
-        strict_readiness=value["strict-readiness"],
-        log=_log_settings(value),
+        log=LogSettings(
+            **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
+            log_file=value["log-file"] or "",
+            log_verbose_level=value["log-verbose"],
+        ),
         delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
     )
+
+
+def _as_given(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+    return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 
 def _http(value: Mapping[str, Any]) -> HttpConfig:
@@ -191,25 +198,6 @@ def _load_models(parsed: Parsed) -> tuple[str, ...]:
     if "*" in names and len(names) > 1:
         raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
     return names
-
-
-def _model_defaults(value: Mapping[str, Any]) -> ModelDefaults:
-    return ModelDefaults(
-        dynamic_batching=value["dynamic-batching"],
-        max_batch_size=value["max-batch-size"],
-        max_queue_delay_us=value["max-queue-delay-us"],
-    )
-
-
-def _log_settings(value: Mapping[str, Any]) -> LogSettings:
-    return LogSettings(
-        log_file=value["log-file"] or "",
-        log_info=value["log-info"],
-        log_warning=value["log-warning"],
-        log_error=value["log-error"],
-        log_verbose_level=value["log-verbose"],
-        log_format=value["log-format"],
-    )
 
 
 def _config_name(name: str) -> str:

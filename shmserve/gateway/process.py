@@ -133,7 +133,7 @@ class _Process:
     async def run(self) -> None:
         """Serve until `Stop`."""
         gateway = self._gateway
-        gateway.supervisor.tell(m.GatewayReady(os.getpid()))
+        gateway.supervisor.post(m.GatewayReady(os.getpid()))
         try:
             # A gateway that takes over from one that died would answer 404 before it knows the
             # models.
@@ -184,11 +184,11 @@ class _Process:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
 
     def _region_released(self, memory_id: int) -> None:
-        self._gateway.supervisor.tell(RegionReleased(memory_id))
+        self._gateway.supervisor.post(RegionReleased(memory_id))
 
     def _acknowledge(self, number: int) -> None:
         if number > 0:
-            self._gateway.supervisor.tell(m.Acknowledged(number))
+            self._gateway.supervisor.post(m.Acknowledged(number))
 
     def _drained(self) -> None:
-        self._gateway.supervisor.tell(m.Drained())
+        self._gateway.supervisor.post(m.Drained())

@@ -130,12 +130,8 @@ class ResponseCache:
     def _read(self, place: Place) -> memoryview:
         """Raises Unavailable where the bytes may be changed by a client, or are gone."""
         memory = place.memory
-        if (
-            memory.cuda is not None
-            or memory.copied
-            or not memory.sealed
-            or memory.pid == self._start.supervisor_pid
-        ):
+        clients = memory.pid == self._start.supervisor_pid
+        if memory.cuda is not None or memory.copied or not memory.sealed or clients:
             raise Unavailable("this memory is not read by schedulers")
         view: memoryview = self._mappings.view(place)
         return view

@@ -18,28 +18,20 @@ class Health:
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
-        self._started = False
-        self._exiting = False
+        self.started = False  # everything is loaded that was to be at the start
+        self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
     def current(self) -> HealthChanged:
         """As it was last published."""
         return self._current
 
-    def started(self) -> None:
-        """Note that everything is loaded that was to be at the start."""
-        self._started = True
-
-    def exiting(self) -> None:
-        """Note that the server ends."""
-        self._exiting = True
-
     def update(self) -> bool:
         """Look again; whether anything changed."""
         models = not self._strict or self._registry.all_ready()
-        ready = self._started and not self._exiting and models
+        ready = self.started and not self.exiting and models
         before = self._current
-        self._current = HealthChanged(live=True, ready=ready, exiting=self._exiting)
+        self._current = HealthChanged(live=True, ready=ready, exiting=self.exiting)
         return self._current != before
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,19 +85,29 @@ def _serve(config: ServerConfig) -> int:
         signals = hold_signals()
         chosen = config.run_dir
         run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
-        with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
-            try:
-                return runner.run(_run(config, run_dir, listeners, signals))
-            finally:
-                run_dir.remove()
+        return run_composed(config, run_dir, listeners, signals, Supervisor.run)
     finally:
         listeners.close()
 
 
-async def _run(
-    config: ServerConfig, run_dir: RunDirectory, listeners: Listeners, signals: list[int]
+def run_composed(
+    config: ServerConfig,
+    run_dir: RunDirectory,
+    listeners: Listeners,
+    signals: list[int],
+    main: Callable[[Supervisor], Coroutine[Any, Any, int]],
 ) -> int:
-    return await compose(config, run_dir, listeners, signals).run()
+    """The exit status of `main(supervisor)`, in an event loop of its own, of a server that is
+    composed there; its run directory is removed then."""
+
+    async def run() -> int:
+        return await main(compose(config, run_dir, listeners, signals))
+
+    with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
+        try:
+            return runner.run(run())
+        finally:
+            run_dir.remove()
 
 
 def hold_signals() -> list[int]:
@@ -170,7 +181,12 @@ def compose(
         registry.publish_counters,
     )
     announce_health = partial(announce, context, health)
-    models = ModelManager(context, planner, registry, announce_health, feed.models_changed)
+
+    def models_changed() -> None:
+        feed.models_changed()
+        announce_health()
+
+    models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
     ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(

@@ -131,7 +131,7 @@ class Supervisor:
                 "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
             )
             return 1
-        self.health.started()
+        self.health.started = True
         self.announce_health()
         for line in self.listeners.addresses():
             logger.info("%s", line)
@@ -171,7 +171,7 @@ class Supervisor:
     async def end(self, status: int) -> None:
         """Drain for at most `exit_timeout_s`, or until a second signal; then stop everything."""
         context = self.context
-        self.health.exiting()
+        self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(

@@ -59,7 +59,8 @@ class Made(Child):
 
 class Processes:
     """A zygote, its processes and the supervisor's socket to them: each says what is expected of
-    it, unless `at_start` has something else happen to it, or `hanging`: then it loads for ever.
+    it, unless `at_start` has something else happen to it, or `hanging`: then it loads until
+    `load_held`, or it is not `draining`: then it finishes nothing.
     `flags` are the server's.
     """
 
@@ -68,6 +69,8 @@ class Processes:
         self.started: list[Made] = []
         self.at_start: Callable[[Made], None] = lambda child: None
         self.hanging = False
+        self.draining = True
+        self._held: list[Address] = []
         self.on_end: Callable[[Child], None] = lambda child: None
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
@@ -111,9 +114,10 @@ class Processes:
             answer, address = m.SchedulerClosed(address.number, ""), pid
         elif isinstance(message, m.CompleteConfig):
             answer = m.ConfigCompleted(message.config.source)
-        elif isinstance(message, m.LoadInstance) and not self.hanging:
-            answer = m.InstanceLoaded(0.0)
-        elif isinstance(message, m.Drain):
+        elif isinstance(message, m.LoadInstance):
+            answer = None if self.hanging else m.InstanceLoaded(0.0)
+            self._held += [address] if self.hanging else []
+        elif isinstance(message, m.Drain) and self.draining:
             answer = m.Drained()
         if answer is not None:
             asyncio.get_running_loop().call_soon(self._dispatch, address, answer)
@@ -121,6 +125,13 @@ class Processes:
             for child in self.started:
                 if child.pid == pid:
                     child.kill(signal.SIGTERM)
+
+    def load_held(self) -> None:
+        """Those that hang have loaded, and no other hangs."""
+        self.hanging = False
+        held, self._held = self._held, []
+        for address in held:
+            self._dispatch(address, m.InstanceLoaded(0.0))
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """It has said nothing yet."""

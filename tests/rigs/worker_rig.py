@@ -169,7 +169,7 @@ class Rig:
         """Load a model into the instance."""
         decoded = ModelSpec.of(config)
         backend.load(decoded)
-        self.instance = WorkerInstance(self.context, backend, decoded, 0, os.getpid())
+        self.instance = WorkerInstance(self.context, backend, decoded)
         self._timers.append(self.instance.link._timer)
         return self.attach()
 

@@ -22,6 +22,31 @@ def draw_models(random: Random) -> list[Model]:
     return models
 
 
+def share_process(models: list[Model]) -> None:
+    """Have an ensemble scheduled in one process with its steps."""
+    for model in models:
+        for each in (model, *model.steps) if model.steps else ():
+            each.group = model.name
+
+
+def fix_sizes(models: list[Model], byte_size: int) -> None:
+    """Give the tensors of an ensemble fixed sizes: then they lie in its own memory."""
+    for model in models:
+        if model.steps:
+            model.input_byte_size = size = byte_size
+            for step in model.steps:
+                tag = len(step.made(b"", "000")[0])
+                step.config.update(_tensors(size, size + tag))
+                size += tag
+            model.config.update(_tensors(byte_size, size))
+
+
+def _tensors(given: int, made: int) -> dict[str, Any]:
+    """Inputs and outputs of these sizes."""
+    outputs = [{**OUT, "dims": [made]}, {**WHO, "dims": [len("000")]}]
+    return {"input": [{**IN, "dims": [given]}], "output": outputs}
+
+
 def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
     return {
         "name": name,

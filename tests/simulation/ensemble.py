@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import inference as m
 from tests.simulation.scheduler import SchedulerProcess
-from tests.simulation.world import Link, Process
+from tests.simulation.world import Link
 
 
 class StepLinks:
-    """The links of an ensemble to its steps' schedulers, `hosts` by endpoint."""
+    """The links of an ensemble to its steps' schedulers, `hosts` by endpoint; those in its own
+    process are called."""
 
-    def __init__(self, process: Process, hosts: dict[str, SchedulerProcess]) -> None:
+    def __init__(self, process: SchedulerProcess, take: Callable[[str, Any], None]) -> None:
         self._process = process
-        self._hosts = hosts
+        self._hosts = process.hosts
         self._links: dict[str, tuple[bytes, Link]] = {}
         self._moved: dict[str, str] = {}
-        self.take: Any = None
+        self._take = take
+        self._neighbours = process.host.neighbours
+        self.identity = b"%d.h%s" % (process.pid, process.endpoint.encode())
+        self._neighbours.enter(self.identity, take)
 
     def _open(self, endpoint: str) -> Link:
         known = self._links.get(endpoint)
         if known is None:
             peer = b"%d.%d" % (self._process.pid, len(self._links))
             link = self._hosts[endpoint].connect_client(
-                peer, self._process, lambda messages: self.take(endpoint, messages)
+                peer, self._process, lambda messages: self._heard(endpoint, messages)
             )
             known = self._links[endpoint] = (peer, link)
         return known[1]
+
+    def _heard(self, endpoint: str, messages: list[Any]) -> None:
+        for message in messages:
+            self._take(endpoint, message)
+        self._process.turn()
 
     def links(self) -> list[Link]:
         """All of them."""
@@ -36,6 +46,8 @@ class StepLinks:
 
     def submit(self, endpoint: str, message: m.Submit) -> None:
         """As `StepLinks` says."""
+        if self._neighbours.post(endpoint, self.identity, message):
+            return
         if endpoint not in self._hosts:
             raise Unavailable("no link to a scheduler can be made")
         self._open(endpoint).post(message)
@@ -44,33 +56,39 @@ class StepLinks:
         """As `StepLinks` says."""
         while endpoint in self._moved:
             endpoint = self._moved[endpoint]
+        if self._neighbours.post(endpoint, self.identity, message):
+            return
         if endpoint in self._links:
             self._links[endpoint][1].post(message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         """As `StepLinks` says."""
-        if endpoint not in self._links or endpoint in self._moved:
+        if endpoint in self._moved:
             return
         if successor:
             self._moved[endpoint] = successor
-            self._open(successor)
+        if endpoint not in self._links:
+            return
         self._hosts[endpoint].back(self._links[endpoint][0]).drain()
 
 
 class EnsembleProcess(SchedulerProcess):
-    """The scheduler of an ensemble, in a process of its own."""
+    """The scheduler of an ensemble."""
 
     def _peers(self) -> Any:
-        self.steps = StepLinks(self, self.hosts)
-        self.steps.take = self._from_steps
+        self.steps = StepLinks(self, self._from_step)
         return self.steps
+
+    def die(self) -> None:
+        """As a scheduler does."""
+        super().die()
+        self.host.neighbours.leave(self.steps.identity)
 
     def links(self) -> list[Link]:
         """All links from here."""
         return [*super().links(), *self.steps.links()]
 
-    def _from_steps(self, endpoint: str, messages: list[Any]) -> None:
-        for message in messages:
-            self.world.note(endpoint, "->", self.title, message)
-            self.hosted.from_peer(endpoint, message, self.world.now_ns)
-        self._turn()
+    def _from_step(self, endpoint: str, message: Any) -> None:
+        self.host.touched[self] = None
+        self.world.note(endpoint, "->", self.title, message)
+        self.hosted.from_peer(endpoint, message, self.world.now_ns)

@@ -23,7 +23,8 @@ class Model:
 
     `compute_us`: the least and the most that a batch takes; `large`: its outputs lie in the arena
     of its worker; `errs`: how likely it is to fail a request; `most_responses` of a decoupled one.
-    The `steps` of an ensemble run one behind the other.
+    The `steps` of an ensemble run one behind the other. Models of one `group` are scheduled in one
+    process. `input_byte_size`: that of each request of an ensemble whose tensors have fixed sizes.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Model:
     errs: float = 0.0
     most_responses: int = 4
     steps: tuple[Model, ...] = ()
+    group: str = ""
+    input_byte_size: int = 0
     arena_byte_size: int = 1 << 24
 
     @property

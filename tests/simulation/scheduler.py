@@ -8,8 +8,10 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.scheduler.hosting.in_process import InProcessLinks
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Settings
+from shmserve.supervisor.processes.control_socket import SchedulerAddress
 from tests.simulation import cores
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
@@ -17,27 +19,52 @@ from tests.simulation.oracles import SchedulerTrace
 from tests.simulation.world import US, Link, Process, Violation, World
 
 
+class Host(Process):
+    """A process that hosts schedulers: one, or those of an ensemble and its steps, which are
+    `neighbours`. Those that are `touched` have the next turn."""
+
+    def __init__(self, world: World, title: str) -> None:
+        super().__init__(world, title)
+        self.neighbours = InProcessLinks()
+        self.schedulers: list[SchedulerProcess] = []
+        self.touched: dict[SchedulerProcess, None] = {}
+
+    def turn(self) -> None:
+        """As the loop of a real one: they tick until nothing is said between them."""
+        while self.touched:
+            touched, self.touched = list(self.touched), {}
+            for scheduler in touched:
+                scheduler.tick()
+            self.neighbours.deliver()
+
+
 class Outbox:
-    """Where a core posts to peers; `heard` checks each message."""
+    """Where a core at `endpoint` posts to peers, among them `neighbours`; `heard` checks each
+    message."""
 
     malformed = 0
 
-    def __init__(self, title: str, heard: Callable[[bytes, Any], None]) -> None:
-        self._title = title
+    def __init__(
+        self, endpoint: str, neighbours: InProcessLinks, heard: Callable[[bytes, Any], None]
+    ) -> None:
+        self._endpoint = endpoint
+        self._neighbours = neighbours
         self._heard = heard
         self.links: dict[bytes, Link] = {}
 
     def post(self, peer: bytes, message: Any) -> None:
         """Send a message to one of them; to one that is not connected it is lost."""
         self._heard(peer, message)
+        if self._neighbours.post(peer, self._endpoint, message):
+            return
         link = self.links.get(peer)
         if link is not None:
             link.post(message)
 
 
 class SchedulerProcess(Process):
-    """The scheduler of a model version at an endpoint of its own. `control` is its link to the
-    supervisor; `hosts` has all schedulers by endpoint."""
+    """The scheduler of a model version at an endpoint of its own, in a process that may have
+    others. `control` is its link to the supervisor; `hosts` has all schedulers by endpoint."""
 
     def __init__(
         self,
@@ -50,16 +77,19 @@ class SchedulerProcess(Process):
         kept: list[Any],
         alive: list[int],
         hosts: dict[str, SchedulerProcess],
+        host: Host,
     ) -> None:
-        super().__init__(world, f"scheduler-{model.name}.{number}")
+        self.host = host
+        super().__init__(world, f"scheduler-{model.name}.{number}", host.pid)
         self.model = model
         self.version = version
         self.endpoint = f"{model.name}.{number}"
         self.first = not kept
+        self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
-        self._clients = Outbox("client", self._told)
-        self._workers = Outbox("worker", self._sent)
+        self._clients = Outbox(self.endpoint, host.neighbours, self._told)
+        self._workers = Outbox(self.endpoint, InProcessLinks(), self._sent)
         self._control = control
         self._timer_ns = NEVER
         self._turn_due = False
@@ -74,6 +104,24 @@ class SchedulerProcess(Process):
             kept,
             alive,
         )
+        host.neighbours.enter(self.endpoint, self._from_neighbour)
+        host.schedulers.append(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is open, in a process that lives."""
+        return self._alive and self.host.alive
+
+    @property
+    def address(self) -> SchedulerAddress:
+        """As the supervisor has it."""
+        return SchedulerAddress(self.pid, self._number)
+
+    def die(self) -> None:
+        """It is closed, and leaves its process."""
+        super().die()
+        self.host.schedulers.remove(self)
+        self.host.neighbours.leave(self.endpoint)
 
     # --- links ------------------------------------------------------------------------------------
 
@@ -112,16 +160,31 @@ class SchedulerProcess(Process):
         self.world.note(self.title, "->", peer, message)
         if isinstance(message, m.Execute):
             self.trace.executes(peer, message)
+            if self.model.limited:
+                self._check_limit()
+
+    def _check_limit(self) -> None:
+        """All executions of limited models need the one resource that there is."""
+        limited = [each for each in self.hosts.values() if each.alive and each.model.limited]
+        busy = sum(each.trace.busy for each in limited)
+        if busy > 1:
+            raise Violation(
+                f"{self.title}: {busy} executions have a resource of which there is one"
+            )
 
     # --- what arrives -----------------------------------------------------------------------------
 
     def _from_clients(self, peer: bytes, messages: list[Any]) -> None:
         for message in messages:
-            self.world.note(peer, "->", self.title, message)
-            self.trace.from_client(peer, message)
-            self.hosted.front.from_client(peer, message, self.world.now_ns)
-            self.trace.handled(peer, message)
-        self._turn()
+            self._from_neighbour(peer, message)
+        self.turn()
+
+    def _from_neighbour(self, peer: bytes, message: Any) -> None:
+        self.host.touched[self] = None
+        self.world.note(peer, "->", self.title, message)
+        self.trace.from_client(peer, message)
+        self.hosted.front.from_client(peer, message, self.world.now_ns)
+        self.trace.handled(peer, message)
 
     def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
         for message in messages:
@@ -129,7 +192,7 @@ class SchedulerProcess(Process):
             if isinstance(message, m.BatchFinished):
                 self.trace.returned(peer, message)
             self.hosted.from_peer(peer, message, self.world.now_ns)
-        self._turn()
+        self.turn()
 
     def from_supervisor(self, messages: list[Any]) -> None:
         """What the supervisor says."""
@@ -149,21 +212,27 @@ class SchedulerProcess(Process):
             self.hosted.front.from_control(message, self.world.now_ns)
             if isinstance(message, supervision.ProcessExited):
                 self.trace.process_exited(message.pid)
-        self._turn()
+        self.turn()
 
     # --- turns ------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """What has arrived may wait for more before its turn, as in a turn of its loop."""
         if self.world.chance(0.2):
             if not self._turn_due:
                 self._turn_due = True
-                self.world.after(self.world.between(1, 20 * US), self._tick)
+                self.world.after(self.world.between(1, 20 * US), self._take_turn)
         elif not self._turn_due:
-            self._tick()
+            self._take_turn()
 
-    def _tick(self) -> None:
+    def _take_turn(self) -> None:
         self._turn_due = False
+        if self.alive:
+            self.host.touched[self] = None
+            self.host.turn()
+
+    def tick(self) -> None:
+        """A turn of this scheduler."""
         if not self.alive or self.hosted.front.stopped:
             return
         now_ns = self.world.now_ns
@@ -177,4 +246,4 @@ class SchedulerProcess(Process):
 
     def _woken(self, due_ns: int) -> None:
         if due_ns == self._timer_ns:
-            self._tick()
+            self._take_turn()

@@ -15,6 +15,7 @@ from tests.simulation.supervisor import Supervisor
 from tests.simulation.world import MS, SECOND, TRACED, US, Violation, World
 
 _TRAFFIC_NS = 200 * MS
+_FIXED_SIZE = 20_000  # bytes: too many to travel inside a message
 _LONGEST_QUIET_NS = 120 * SECOND
 
 
@@ -28,6 +29,10 @@ class Simulation:
         self.ledger = Ledger(self.world)
         self.supervisor = Supervisor(self.world, self.memory)
         self.models = draw.draw_models(self.world.random)
+        if seed % 2:
+            draw.share_process(self.models)
+        if seed % 3 == 0:
+            draw.fix_sizes(self.models, _FIXED_SIZE)
         self._requests = requests
         self._names = 0
         self._sequences = 0
@@ -89,7 +94,7 @@ class Simulation:
             content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
         pending = client.submit(
             model,
-            content,
+            content.ljust(model.input_byte_size, b"_"),
             units=random.randint(1, 2),
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
@@ -160,7 +165,9 @@ class Simulation:
         schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
         if schedulers:
             scheduler = self._random.choice(schedulers)
-            self.memory.ensembles_died |= bool(scheduler.model.steps)
+            self.memory.ensembles_died |= any(
+                each.model.steps for each in scheduler.host.schedulers
+            )
             self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:

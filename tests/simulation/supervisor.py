@@ -14,7 +14,7 @@ from tests.simulation.client import Client
 from tests.simulation.ensemble import EnsembleProcess
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.scheduler import Host, SchedulerProcess
 from tests.simulation.worker import Worker
 from tests.simulation.world import MS, SECOND, US, Link, Process, World
 
@@ -49,20 +49,21 @@ class Supervisor(Process):
         self.clients: list[Client] = []
         self.tickets = Tickets(True, {}, self._send_ticket)
         self._memory = memory
-        self._links: dict[int, Link] = {}
-        self._from_schedulers: dict[int, Link] = {}
+        self._links: dict[Any, Link] = {}
+        self._from_schedulers: dict[Any, Link] = {}
+        self._groups: dict[str, Host] = {}
         self._numbers = itertools.count(1)
         self._versions = itertools.count(1)
 
     # --- links ------------------------------------------------------------------------------------
 
     def _connect(self, process: Process, take: Callable[[list[Any]], None]) -> None:
-        self._links[process.pid] = Link(self.world, process, take)
+        self._links[process.address] = Link(self.world, process, take)
 
     def tell(self, process: Process | None, message: Any) -> None:
         """Send a message to a process, if it lives."""
-        if process is not None and process.pid in self._links:
-            self._links[process.pid].post(message)
+        if process is not None and process.address in self._links:
+            self._links[process.address].post(message)
 
     def _broadcast(self, message: Any, *, clients_only: bool = False) -> None:
         for client in self.clients:
@@ -77,9 +78,9 @@ class Supervisor(Process):
             for worker in version.workers.values():
                 self.tell(worker, message)
 
-    def _send_ticket(self, pid: Any, message: Any) -> None:
-        if pid in self._links:
-            self._links[pid].post(message)
+    def _send_ticket(self, address: Any, message: Any) -> None:
+        if address in self._links:
+            self._links[address].post(message)
 
     def links(self) -> list[Link]:
         """All links from here."""
@@ -89,9 +90,9 @@ class Supervisor(Process):
 
     def hear(self, scheduler: SchedulerProcess, message: Any) -> None:
         """A scheduler's message is on its way."""
-        up = self._from_schedulers.get(scheduler.pid)
+        up = self._from_schedulers.get(scheduler.address)
         if up is None:
-            up = self._from_schedulers[scheduler.pid] = Link(
+            up = self._from_schedulers[scheduler.address] = Link(
                 self.world, self, lambda messages: self._take(scheduler, messages)
             )
         up.post(message)
@@ -106,7 +107,7 @@ class Supervisor(Process):
             return
         match message:
             case supervision.AskTicket() | supervision.TicketReturned():
-                self.tickets.handle(scheduler.pid, message)
+                self.tickets.handle(scheduler.address, message)
             case supervision.KillInstance(index=index, pid=pid):
                 worker = version.workers.get(index)
                 if worker is not None and worker.pid == pid:
@@ -126,7 +127,7 @@ class Supervisor(Process):
 
     def load(self, model: Model) -> None:
         """Load a version of a model; once it is ready it serves instead of what does now."""
-        version = Version(model, str(next(self._versions)))
+        version = Version(model, f"{next(self._versions):03}")
         self.versions.append(version)
         if model.limited:
             (group,) = ModelSpec.of(model.config).instance_group
@@ -204,7 +205,11 @@ class Supervisor(Process):
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
     def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
-        self._end(scheduler)
+        if scheduler.alive:
+            scheduler.die()
+            self._links.pop(scheduler.address)
+            if not scheduler.host.schedulers:
+                self._end(scheduler.host)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
         self._broadcast(supervision.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
@@ -224,6 +229,7 @@ class Supervisor(Process):
             version.snapshot,
             alive,
             self.hosts,
+            self._host(version.model),
         )
         self.hosts[scheduler.endpoint] = scheduler
         self._connect(scheduler, scheduler.from_supervisor)
@@ -231,7 +237,14 @@ class Supervisor(Process):
             if step.name in self.serving:
                 self.tell(scheduler, self._published(self.serving[step.name]))
         if version.model.limited:
-            self.tickets.bind(scheduler.pid, id(version))
+            self.tickets.bind(scheduler.address, id(version))
+
+    def _host(self, model: Model) -> Host:
+        """The process for the scheduler of a model."""
+        host = self._groups.get(model.group)
+        if host is None or not host.alive or not model.group:
+            host = self._groups[model.group] = Host(self.world, f"host-{model.group or model.name}")
+        return host
 
     def _start_worker(self, version: Version, index: int) -> None:
         if version not in self.versions:
@@ -263,19 +276,21 @@ class Supervisor(Process):
             self.world.after(self.world.between(50 * US, MS), self._reap, process)
 
     def kill(self, process: Process) -> None:
-        """A process dies; after a while that is noticed."""
+        """A process dies, with all schedulers that it hosts; after a while that is noticed."""
         if process.alive:
             self.world.fault(f"kill {process.title.partition('-')[0]}", process)
-            self._end(process)
+            self._end(process.host if isinstance(process, SchedulerProcess) else process)
 
     def _reap(self, process: Process) -> None:
         """A process is seen to have ended."""
-        del self._links[process.pid]
+        self._links.pop(process.address, None)
+        self.tickets.exited(process.pid)
         if process in self.clients:
             self.clients.remove(process)
-        self.tickets.exited(process.pid)
-        for version in self.versions:
-            if process is version.scheduler:
+        for scheduler in process.schedulers if isinstance(process, Host) else ():
+            self._links.pop(scheduler.address)
+        for version in self.versions[:]:
+            if version.scheduler is not None and process is version.scheduler.host:
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:

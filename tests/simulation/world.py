@@ -100,14 +100,24 @@ class Process:
         self.world = world
         self.pid = pid or world.new_pid()
         self.title = f"{title}({self.pid})"
-        self.alive = True
+        self._alive = True
 
     def __repr__(self) -> str:
         return self.title
 
+    @property
+    def alive(self) -> bool:
+        """Whether it does and hears anything."""
+        return self._alive
+
+    @property
+    def address(self) -> Any:
+        """What the supervisor knows it by."""
+        return self.pid
+
     def die(self) -> None:
         """It is gone: it does nothing more, and hears nothing."""
-        self.alive = False
+        self._alive = False
 
 
 class Link:

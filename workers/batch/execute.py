@@ -100,7 +100,7 @@ class Executor:
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             return [self._explain(error, requests[0])]
         finally:
-            self._writer.memory.undelivered()
+            self._context.output_memory.undelivered()
             self._context.copied.take()
         return [response.error for response in responses if response.error is not None]
 

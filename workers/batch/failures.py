@@ -9,9 +9,11 @@ that its failures do not cost double.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.workers.batch.request import Request
+from shmserve.workers.context import ModelContext
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,11 @@ class WrongCount(Exception):
         )
 
 
+@dataclass(eq=False)
 class Failures:
     """Explains what one instance's model raises, and logs it."""
 
-    def __init__(self, model: str, instance: str, device: str) -> None:
-        self._model = model
-        self._instance = instance
-        self._device = device
+    _context: ModelContext
 
     @staticmethod
     def is_models_own(error: BaseException) -> bool:
@@ -55,18 +55,19 @@ class Failures:
 
         if isinstance(error, ShmserveError):
             return error
-        failed = f"Failed to process the request(s) for model '{self._instance}', message:"
+        model, instance = self._context.model_name, self._context.instance_name
+        failed = f"Failed to process the request(s) for model '{instance}', message:"
         if isinstance(error, WrongCount):
             return Internal(f"{failed} {error}")
         told = {"request_id": request_id or None}
-        logger.error("model '%s' failed", self._model, exc_info=error, extra=told)
+        logger.error("model '%s' failed", model, exc_info=error, extra=told)
         if device.lost(error):
             raise error
         if device.out_of_memory(error):
             device.free_cached()
             return Unavailable(
-                f"there is not enough memory on device '{self._device}' for model "
-                f"'{self._model}' to run this request"
+                f"there is not enough memory on device '{self._context.device}' for model "
+                f"'{model}' to run this request"
             )
         return Internal(f"{failed} {in_words(error)}")
 

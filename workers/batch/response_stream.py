@@ -23,12 +23,11 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
-from shmserve.workers.batch.request import Copied, Request, Response
+from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import Scatterer
+from shmserve.workers.context import ModelContext
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
-from shmserve.workers.links.supervisor import SupervisorLink
-from shmserve.workers.memory.outputs import OutputMemory
 
 MOST_WAIT_S = 30.0
 
@@ -40,11 +39,9 @@ class ResponseWriter:
 
     link: InstanceLink
     scatterer: Scatterer
-    memory: OutputMemory
     metrics: MetricsReports
     failures: Failures
-    control: SupervisorLink
-    copied: Copied
+    context: ModelContext
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
     def end_abandoned(self) -> None:
@@ -150,7 +147,7 @@ class ResponseStream:
         moment: the end is the loop's to send."""
         if not self._closed:
             self._writer.abandoned.append(self)
-            self._writer.control.wake(always=True)
+            self._writer.context.control.wake(always=True)
 
     def _overrun(self) -> None:
         with self._writer.link.lock:
@@ -163,9 +160,10 @@ class ResponseStream:
     def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
         """Write and send, with the lock held."""
         writer = self._writer
+        copied, memory = writer.context.copied, writer.context.output_memory
         code = message = ""
         body = b""
-        copied_before = writer.copied.outputs
+        copied_before = copied.outputs
         if response is not None and response.error is not None:
             code, message = response.error.code, response.error.message
         elif response is not None:
@@ -176,8 +174,8 @@ class ResponseStream:
                 explained = self.explain(raised)
                 code, message = explained.code, explained.message
                 failed = final
-        copied = writer.copied.outputs - copied_before
-        writer.copied.outputs = copied_before
+        copied_out = copied.outputs - copied_before
+        copied.outputs = copied_before
         told = False
         if writer.link.is_open(self._open):
             writer.metrics.before_responses(writer.link)
@@ -190,14 +188,14 @@ class ResponseStream:
                     final,
                     given_ns,
                     time.monotonic_ns(),
-                    copied,
+                    copied_out,
                     failed,
                 )
             )
             # What has taken memory must know whether it was delivered.
-            waits = self._sent and not final and not writer.memory.has_fresh
+            waits = self._sent and not final and not memory.has_fresh
             told = writer.link.flush_soon() if waits else writer.link.flush()
-        taken = writer.memory.delivered() if told else writer.memory.undelivered()
+        taken = memory.delivered() if told else memory.undelivered()
         if response is not None:
             self._sent = True
             self._open.window.sent(len(body) + taken)
@@ -209,8 +207,8 @@ class ResponseStream:
         try:
             return self._writer.failures.explain(error, self.request.work.request_id)
         except BaseException as lost:
-            self._writer.control.inbox.append(lost)  # the loop ends the process
-            self._writer.control.wake(always=True)
+            self._writer.context.control.inbox.append(lost)  # the loop ends the process
+            self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")
 
     def _end(self) -> None:

@@ -10,26 +10,22 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shmserve.errors import Internal
-from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, TO_CONFIG, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.batch.packing import Ready, ResponsePacker
-from shmserve.workers.batch.request import Array, Copied, Output, Request, Response
+from shmserve.workers.batch.request import Array, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
+from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.copying import Copier
-from shmserve.workers.memory.outputs import OutputMemory
-
-if TYPE_CHECKING:
-    from shmserve.workers.memory.device import DeviceMemory
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
@@ -37,21 +33,17 @@ _WORTH_A_LOOK = 16 * 1024
 
 @dataclass(eq=False)
 class Scatterer:
-    """Writes responses of one model. `strict`: outputs must agree with the model's configuration;
-    `threads`: how many may copy a large one."""
+    """Writes responses of one model. `strict`: outputs must agree with the model's configuration.
+    As many threads copy a large one as the instance has."""
 
     _signature: Signature
-    _mappings: Mappings
-    _memory: OutputMemory
+    _context: ModelContext
     _strict: bool
-    _device_memory: DeviceMemory | None = None
-    _copied: Copied = field(default_factory=Copied)
-    _threads: int = 1
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
-        self._copier = Copier(self._threads)
-        self._packer = ResponsePacker(self._copied)
+        self._copier = Copier(self._context.threads)
+        self._packer = ResponsePacker(self._context.copied)
 
     def write(self, request: Request, response: Response) -> bytes:
         """The packed `Inferred` of a successful response, after its outputs have been written.
@@ -80,7 +72,7 @@ class Scatterer:
                 for item in ready
             ]
         except BaseException:
-            self._memory.take_back(taken)
+            self._context.output_memory.take_back(taken)
             raise
         return self._packer.pack(ready, data, request, response)
 
@@ -148,13 +140,13 @@ class Scatterer:
                 self._put_on_device(item, data, place.memory.cuda.device)
             elif place.memory.copied:
                 raw = item.data
-                self._mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
-                self._copied.outputs += item.byte_size
+                self._context.mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
+                self._context.copied.outputs += item.byte_size
             else:
-                self._copied.outputs += self._write(item, self._mappings.view(data))
+                self._context.copied.outputs += self._write(item, self._context.mappings.view(data))
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
-            self._copied.outputs += item.byte_size
+            self._context.copied.outputs += item.byte_size
         else:
             data = self._put_in_arena(item, client_pid)
             taken.append(data.offset)
@@ -163,28 +155,28 @@ class Scatterer:
     def _put_in_arena(self, item: Ready, client_pid: int) -> Place:
         if isinstance(item.data, np.ndarray) and item.data.flags.c_contiguous:
             address = item.data.__array_interface__["data"][0]
-            claimed = self._memory.claim(client_pid, address, item.byte_size)
+            claimed = self._context.output_memory.claim(client_pid, address, item.byte_size)
             if claimed is not None:  # the model computed it there
                 return claimed
-        place, view = self._memory.allocate(client_pid, item.byte_size)
+        place, view = self._context.output_memory.allocate(client_pid, item.byte_size)
         try:
-            self._copied.outputs += self._write(item, view)
+            self._context.copied.outputs += self._write(item, view)
         except BaseException:
-            self._memory.take_back([place.offset])
+            self._context.output_memory.take_back([place.offset])
             raise
         return place
 
     def _put_on_device(self, item: Ready, place: Place, device: int) -> None:
-        destination = self._mappings.view(place)
+        destination = self._context.mappings.view(place)
         if not item.byte_size:
             return
-        assert self._device_memory is not None
+        assert self._context.device_memory is not None
         data = item.data
         if isinstance(data, bytes):
             from shmserve.workers.memory.device import as_bytes
 
             data = as_bytes(bytearray(data))
-        self._copied.outputs += self._device_memory.write(destination, data, device)
+        self._context.copied.outputs += self._context.device_memory.write(destination, data, device)
 
     def _write(self, item: Ready, destination: memoryview) -> int:
         """Put the bytes where they go; how many were copied."""
@@ -210,8 +202,8 @@ class Scatterer:
 
         Raises DeviceLost when that fails.
         """
-        if self._device_memory is not None:
-            self._device_memory.settle()
+        if self._context.device_memory is not None:
+            self._context.device_memory.settle()
 
 
 def _detached(item: Ready, request: Request) -> Ready:

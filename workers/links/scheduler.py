@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.credit import SendWindow
@@ -75,6 +76,7 @@ class Command(NamedTuple):
 MessageTable = Mapping[type[Any], Callable[[Any, list[WorkerRequest]], Any]]
 
 
+@dataclass(eq=False)
 class InstanceLink:
     """The link, through one `Dealer` at a time; `lock` guards it, and what else a model's threads
     share with the loop.
@@ -87,28 +89,24 @@ class InstanceLink:
     that a cancel behind it finds them.
     """
 
-    def __init__(
-        self,
-        control: SupervisorLink,
-        index: int,
-        pid: int,
-        on_read: Callable[[ReleaseOutputs | ReaderExited], None],
-    ) -> None:
+    _control: SupervisorLink
+    _index: int
+    _pid: int
+    _on_read: Callable[[ReleaseOutputs | ReaderExited], None]
+    commands: deque[Command] = field(default_factory=deque)
+    served: Collection[type[Any]] = ()
+    _dealer: Dealer | None = None
+    _flushed_ns: int = 0
+    _held: bool = False
+    _open: dict[int, WorkerRequest] = field(default_factory=dict)
+    # Eventfd of a thread -> whose credit it needs.
+    _waiting: dict[int, WorkerRequest] = field(default_factory=dict)
+    _reader: int = 0  # that of the one that reads the socket meanwhile
+    loop_reads: bool = False  # it waits for what comes, and reads it
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.commands: deque[Command] = deque()
-        self.served: Collection[type[Any]] = ()
-        self._control = control
-        self._index = index
-        self._pid = pid
-        self._on_read = on_read
-        self._dealer: Dealer | None = None
-        self._flushed_ns = 0
-        self._held = False
         self._timer = Timer(_MOST_HELD_NS, self._flush_held)
-        self._open: dict[int, WorkerRequest] = {}
-        self._waiting: dict[int, WorkerRequest] = {}  # eventfd of a thread -> whose credit it needs
-        self._reader = 0  # that of the one that reads the socket meanwhile
-        self.loop_reads = False  # it waits for what comes, and reads it
 
     # --- the socket
 

@@ -55,12 +55,8 @@ class Copier:
 
     def copy(self, target: Array, source: Array) -> None:
         """`target[...] = source`; both have the same shape and type, and do not overlap."""
-        if (
-            target.nbytes < _WORTH_HELP
-            or not self._helpers
-            or not source.flags.c_contiguous
-            or not target.flags.c_contiguous
-        ):
+        flat = source.flags.c_contiguous and target.flags.c_contiguous
+        if target.nbytes < _WORTH_HELP or not self._helpers or not flat:
             np.copyto(target, source)
             return
         if self._jobs is None:

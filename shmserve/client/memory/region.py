@@ -47,6 +47,7 @@ class Region(Mapping[str, Any]):
             self._block = block = memories.allocate(max(1, total), alone=True)
         else:
             self._block = block = memories.add(make(max(1, total)))
+        self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.part_with, block))
         self._memories = memories
         self._offsets: dict[str, int] = {}
@@ -56,11 +57,6 @@ class Region(Mapping[str, Any]):
             at += aligned(max(1, template.byte_size))
         # What a request of a model with these tensors comes to.
         self.requests: dict[ClientModel, tuple[bytes, int, bytes]] = {}
-
-    @property
-    def segment(self) -> Any:
-        """The segment that it lies in."""
-        return self._block.segment
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -94,9 +90,7 @@ class Region(Mapping[str, Any]):
                 raise InvalidArgument(
                     f"'{name}' has room for {room.shape}, not for {template.shape}"
                 )
-        return self._block.segment.view(
-            self._offsets[name], template.shape, template.datatype, self.lease
-        )
+        return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
         """The tensor as it travels. Raises Released."""

@@ -135,7 +135,7 @@ class Keeper(Protocol):
         """Give back those that are."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Memories:
     """The allocator of a client, over all its segments; for any thread.
 

@@ -82,7 +82,7 @@ class Reader(Protocol):
     built: PackedRequest
 
     def copied(self, place: Place) -> bytes:
-        """What is in a worker's memory."""
+        """A copy of what is in a worker's memory."""
 
     def release(self, release: Release) -> None:
         """Tell a worker that its outputs have been read."""

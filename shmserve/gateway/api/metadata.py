@@ -1,14 +1,18 @@
-"""Liveness and readiness, metadata and configurations, of the server and of models."""
+"""Liveness and readiness, metadata and configurations, of the server and of models; the logging of
+the server's processes, shown and changed, and tracing, which is not supported.
+
+Gateways keep no log settings: the supervisor has them, and tells every process of a change.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import shmserve
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import describe
-from shmserve.ipc.messages.supervision import AskReady
+from shmserve.ipc.messages.supervision import AskReady, ChangeLogging
 
 EXTENSIONS = (
     "classification",
@@ -71,3 +75,22 @@ def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
 def model_config(gateway: Gateway, name: str, version: str) -> bytes:
     """A model's configuration as JSON; raises NotFound or Unavailable."""
     return gateway.models.resolve(name, version).config
+
+
+SWITCHES = ("log_info", "log_warning", "log_error")
+LEVEL, FORMAT, FILE = "log_verbose_level", "log_format", "log_file"
+
+
+async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict[str, Any]:
+    """Have the supervisor change log settings; all of them, in Triton's order."""
+    return await gateway.supervisor.ask(ChangeLogging, changes)
+
+
+def refuse_file() -> Unsupported:
+    """The refusal of another log file."""
+    return Unsupported("log file location can not be updated through network protocol")
+
+
+def no_trace() -> Unavailable:
+    """The refusal of tracing, as from a Triton that was built without it."""
+    return Unavailable("the server does not support trace")

@@ -73,7 +73,7 @@ async def lease(
     def there(task: asyncio.Future[dict[str, Any]]) -> None:
         if not task.cancelled() and task.exception() is None:
             gone = RegionAbandoned(task.result()["memory_id"])
-            client.when_gone(partial(gateway.supervisor.tell, gone))
+            client.when_gone(partial(gateway.supervisor.post, gone))
 
     task = asyncio.ensure_future(registered)
     task.add_done_callback(there)

@@ -16,12 +16,12 @@ from google.protobuf.json_format import ParseDict
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.api import metadata, repository, statistics
 from shmserve.gateway.api import shared_memory as api
-from shmserve.gateway.api.log_settings import (
+from shmserve.gateway.api.metadata import (
     FILE,
     FORMAT,
     LEVEL,
     SWITCHES,
-    change_settings,
+    change_log_settings,
     no_trace,
     refuse_file,
 )
@@ -141,7 +141,7 @@ class AdminCall:
 
     async def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         """LogSettings: all of the changes or none, then what the settings are."""
-        settings = await change_settings(self.gateway, _changes(request))
+        settings = await change_log_settings(self.gateway, _changes(request))
         response = pb.LogSettingsResponse()
         response.settings[FILE].string_param = settings[FILE]
         for name, (kind, _) in _KINDS.items():

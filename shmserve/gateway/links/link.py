@@ -24,12 +24,7 @@ _CLOSE_DELAY_S = 1.0
 class Link:
     """A `Dealer` whose messages go to `on_message` and whose posts are flushed once a turn."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        identity: str,
-        on_message: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:
         self.endpoint = endpoint
         self._dealer = Dealer(endpoint, identity)
         self._on_message = on_message
@@ -91,27 +86,14 @@ class Link:
 logger = logging.getLogger(__name__)
 
 
-class SupervisorLink:
+class SupervisorLink(Link):
     """The link to the supervisor. `on_message` gets everything but the responses to `ask`."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        identity: str,
-        on_message: Callable[[Any], None],
-    ) -> None:
-        self._on_message = on_message
+    def __init__(self, endpoint: str, identity: str, on_message: Callable[[Any], None]) -> None:
+        super().__init__(endpoint, identity, self._take)
+        self._on_notification = on_message
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._link = Link(endpoint, identity, self._take)
-
-    def tell(self, message: Any) -> None:
-        """Send a notification, which has no response."""
-        self._link.post(message)
-
-    def close(self) -> None:
-        """Drop the link."""
-        self._link.close()
 
     async def ask(self, kind: Callable[..., Any], *fields: Any) -> dict[str, Any]:
         """Send a request, a message of this kind with these fields behind its number; raises what
@@ -123,7 +105,7 @@ class SupervisorLink:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._pending[number] = future
         try:
-            self._link.post(kind(number, *fields))
+            self.post(kind(number, *fields))
             return await future
         finally:
             del self._pending[number]
@@ -139,4 +121,4 @@ class SupervisorLink:
                 if future is not None and not future.done():
                     future.set_exception(from_code(code, text))
             case _:
-                self._on_message(message)
+                self._on_notification(message)

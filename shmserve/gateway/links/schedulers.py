@@ -195,7 +195,7 @@ class SchedulerHandle:
                 self.link.post(release)
 
     def close(self) -> None:
-        """Nobody uses it any more: what is still to be said is sent."""
+        """Release the link, which nobody uses any more: what is still to be said is sent."""
         self._send_releases()
         self.link.retire()
 

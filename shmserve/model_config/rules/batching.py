@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shmserve.common.model_settings import (
     MAX_STREAMS,
@@ -29,13 +29,8 @@ _TARGET: Key = ("parameters", member(TARGET))
 def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
     """The problems of `dynamic_batching`, in Triton's words."""
     name, batching = config.name, config.dynamic_batching
-    for index, size in enumerate(batching.preferred_batch_size):
-        key = (*_DYNAMIC, "preferred_batch_size", index)
-        if size <= 0:
-            yield Problem(key, f"dynamic batching preferred size must be positive for {name}")
-        if size > config.max_batch_size:
-            text = f"dynamic batching preferred size must be <= max batch size for {name}"
-            yield Problem(key, text, (("max_batch_size",),))
+    sizes = batching.preferred_batch_size
+    yield from preferred_problems(config, _DYNAMIC, sizes, "dynamic batching preferred size")
     levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
@@ -58,6 +53,19 @@ def dynamic_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"true for {name}"
             )
             yield Problem(key, text)
+
+
+def preferred_problems(
+    config: ModelConfig, at: Key, sizes: Iterable[int], subject: str
+) -> Iterator[Problem]:
+    """The problems of a batcher's `preferred_batch_size`."""
+    for index, size in enumerate(sizes):
+        key = (*at, "preferred_batch_size", index)
+        if size <= 0:
+            yield Problem(key, f"{subject} must be positive for {config.name}")
+        if size > config.max_batch_size:
+            text = f"{subject} must be <= max batch size for {config.name}"
+            yield Problem(key, text, (("max_batch_size",),))
 
 
 def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:

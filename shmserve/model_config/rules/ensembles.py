@@ -37,15 +37,13 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
         text = f"ensemble scheduling must be set for ensemble {name} whose platform is {platform}"
         yield Problem(("ensemble_scheduling",), text, (("platform",),))
         return
-    if config.instance_group:
-        text = f"instance group should not be specified for ensemble '{name}'"
-        yield Problem(("instance_group",), text)
-    if config.HasField("optimization"):
-        text = f"optimization should not be specified for ensemble '{name}'"
-        yield Problem(("optimization",), text)
-    if config.model_warmup:
-        text = f"model_warmup can not be specified for ensemble '{name}'"
-        yield Problem(("model_warmup",), text)
+    for field, given, refused in (
+        ("instance_group", config.instance_group, "instance group should not"),
+        ("optimization", config.HasField("optimization"), "optimization should not"),
+        ("model_warmup", config.model_warmup, "model_warmup can not"),
+    ):
+        if given:
+            yield Problem((field,), f"{refused} be specified for ensemble '{name}'")
     steps = config.ensemble_scheduling.step
     if not steps:
         yield Problem(_STEP, f"must specify 'step' for ensemble '{name}'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shmserve.model_config.diagnostics import Key, Problem, repeats
+from shmserve.model_config.rules.batching import preferred_problems
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -39,14 +40,8 @@ def sequence_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _names(config)
     for at, control in controls:
         yield from _control(at, control, name)
-    for index, size in enumerate(batching.oldest.preferred_batch_size):
-        key = (*_SEQUENCE, "oldest", "preferred_batch_size", index)
-        subject = "sequence batching preferred batch size must be"
-        if size <= 0:
-            yield Problem(key, f"{subject} positive for {name}")
-        if size > config.max_batch_size:
-            text = f"{subject} <= max batch size for {name}"
-            yield Problem(key, text, (("max_batch_size",),))
+    subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
+    yield from preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"

@@ -1,7 +1,9 @@
-"""Online estimates of the adaptive batcher: how long batches take, when requests come (pure)."""
+"""Online estimates of the adaptive batcher: how long batches take, when requests come and how many
+(pure)."""
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 
@@ -15,11 +17,16 @@ _REMEMBERED = 16.0  # executions that the mean of a size remembers
 _GAIN = 1 / 32  # of what all sizes have in common: level and spread
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
 _DEVIATION = 1.25  # standard deviations, of a normal distribution, that a spread is
-_NOISY = 0.05  # with a larger spread, one execution of a size tells too little
 _SAME = 0.03  # rates that differ by less are taken for equal
 _SURE = 2.0  # standard errors by which a rate must be better than another to be believed
-_WORTH = 1.05  # times the best rate, that a size not yet tried must promise
-_FASTEST = 3  # times: how much faster a smaller batch than any yet tried may be
+_WORTH = 1.1  # times the best rate, that a size not yet tried must promise
+_FASTER, _SLOWER = 4, 2  # times: how fast or slow a smaller batch than any yet tried may be
+_OFTEN = 4  # executions after which a size is not tried again
+_LEAST_DOUBT = 0.5
+
+_RATE_GAIN = 1 / 64
+_LASTING = 1 - 1 / 1024  # at each batch
+_AS_MANY = 0.95
 
 _MOST_LEVELS = 512
 _LIKELY = 0.6
@@ -126,6 +133,7 @@ class SizeTimes:
         "_spread",
         "_stale",
         "_times",
+        "_untried",
     )
 
     def __init__(self, largest: int) -> None:
@@ -140,11 +148,17 @@ class SizeTimes:
         self._times = [0.0] * (self._last + 1)
         self._best = list(range(self._last + 1))
         self._stale = False
+        self._untried: dict[int, tuple[int, float]] = {}
 
     @property
     def known(self) -> bool:
         """Whether there have been enough executions to say anything."""
         return self._line.known
+
+    @property
+    def begun(self) -> bool:
+        """Whether there have been enough to compare sizes."""
+        return self._seen >= 2
 
     @property
     def setup_ns(self) -> float:
@@ -209,38 +223,59 @@ class SizeTimes:
 
     # --- what follows -------------------------------------------------------------------------
 
-    def untried(self, units: int) -> tuple[int, int]:
+    def untried(self, units: int) -> tuple[int, float]:
         """A size up to this one that should be tried, since it might do more rows in a time than
-        `best`, and the size whose time it takes at worst; (0, 0): there is none."""
+        `best`, and how long it takes at worst; (0, 0.0): there is none."""
         if self._stale:
             self._refresh()
-        times, needed = self._times, 1 if self._spread < _NOISY else 2
         last = min(_index(units), self._last)
-        best = self._best[last]
-        most = _WORTH * _size(best) / times[best] if times[best] else 0.0
-        found, lower = (0, 0), 0
-        tried = [index for index in self._order if self._sizes[index].weight >= needed]
-        for upper in [*tried, self._last + 1]:
-            highest, known = min(upper - 1, last), min(upper, self._last)
-            if highest > lower:
-                least = min(times[lower], times[known]) if lower else times[known] / _FASTEST
-                if least and _size(highest) / least > most:
-                    most = _size(highest) / least
-                    found = _size(lower + (highest - lower + 1) // 2), _size(known)
-            if upper >= last:
-                break
-            lower = upper
+        found = self._untried.get(last)
+        if found is None:
+            found = self._untried[last] = self._most_promising(last)
         return found
+
+    def _most_promising(self, last: int) -> tuple[int, float]:
+        times, best = self._times, self._best[last]
+        rate = _size(best) / times[best]
+        promised, found, worst, lower, doubt = _WORTH * rate, 0, 0.0, 0, 1.0
+        for upper in self._order:
+            # All between two sizes may be as fast as the faster of them, and as slow as the other.
+            highest = upper - 1 if upper <= last else last
+            if highest > lower:
+                least = min(times[lower], times[upper]) if lower else times[upper] / _FASTER
+                if _size(highest) > promised * least:
+                    promised, found = _size(highest) / least, _middle(lower, highest)
+                    worst = max(times[lower], times[upper]) if lower else times[upper] * _SLOWER
+            if upper > last:
+                break
+            lower, weight = upper, self._sizes[upper].weight
+            doubt = 1.0
+            if weight < _OFTEN and upper != best:
+                doubt = max(1 - _SURE * self._spread / math.sqrt(weight), _LEAST_DOUBT)
+                if _size(upper) > promised * times[upper] * doubt:
+                    promised = _size(upper) / (times[upper] * doubt)
+                    found, worst = _size(upper), times[upper]
+        least = max(promised / _WORTH, rate) * times[lower] * doubt
+        if last > lower == self._order[-1] and _size(last) > least:
+            # Larger ones than any: the further away, the longer they may take.
+            found = _middle(lower, last)
+            worst = times[last] * found / _size(lower)
+        return found, worst * self._level * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:
         self._stale = False
+        self._untried.clear()
         self._interpolate()
         times, sizes = self._times, self._sizes
         spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
         best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
+        highest = self._order[-1] if self._order else self._last
         for index in range(1, self._last + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # a guess has to be good without a margin
+            if index > highest:
+                self._best[index] = best
+                continue
             if size is not None:
                 error /= size.weight
                 margin = _SURE * (error + top_error) ** 0.5
@@ -276,6 +311,10 @@ def _size(index: int) -> int:
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
 
+def _middle(lower: int, highest: int) -> int:
+    return _size(lower + (highest - lower + 1) // 2)
+
+
 class _Level:
     """The statistics of arrivals while so many requests are here."""
 
@@ -308,7 +347,7 @@ class _Level:
     @property
     def patience_ns(self) -> int:
         """The time after the last event for which the next one is worth waiting."""
-        return int(self.gap_ns + 4 * self.deviation_ns) + _MARGIN_NS
+        return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
 
 class Arrivals:
@@ -375,3 +414,73 @@ class Arrivals:
         if level is None or level.seen < _FIRST_SEEN or level.chance < _LIKELY:
             return None
         return level
+
+
+class Load:
+    """How many rows come and how many are done, of an instance: averages of the last batches.
+
+    The number of instances is not told: it is taken for the most that were at work on average.
+    """
+
+    __slots__ = (
+        "_came",
+        "_done",
+        "_each",
+        "_instances",
+        "_left",
+        "_most",
+        "_passed_ns",
+        "_returned_ns",
+        "_took_ns",
+        "batches",
+        "here",
+    )
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.here = 0  # requests that are not done
+        self._left = self._returned_ns = 0  # as of the end of the last batch
+        self._came = self._done = self._took_ns = 0.0  # between the ends of two batches
+        self._passed_ns = 1.0
+        self._each = self._instances = 1.0
+        self._most = 0.0
+
+    def returned(self, now_ns: int, here: int, count: int, units: int, took_ns: int) -> None:
+        """A batch of so many requests has ended."""
+        if self.batches:
+            gain = max(_RATE_GAIN, 1 / self.batches)
+            self._each += (units / count - self._each) * gain
+            self._came += (max(here - self._left + count, 0) * self._each - self._came) * gain
+            self._done += (units - self._done) * gain
+            self._took_ns += (took_ns - self._took_ns) * gain
+            self._passed_ns += (now_ns - self._returned_ns - self._passed_ns) * gain
+            at_work = self._took_ns / max(self._passed_ns, 1.0)
+            self._instances = max(self._instances * _LASTING, at_work, 1.0)
+        self._most = max(here + count, self._most * _LASTING)
+        self._returned_ns, self._left, self.here = now_ns, here, here
+        self.batches += 1
+
+    @property
+    def per_ns(self) -> float:
+        """Rows that come in a ns."""
+        return self._came / max(self._passed_ns, 1.0) / self._instances
+
+    @property
+    def row_ns(self) -> float:
+        """From one row that comes to the next, for all instances."""
+        return self._passed_ns / self._came if self._came else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Rows that are not done."""
+        return self.here * self._each / self._instances
+
+    @property
+    def most(self) -> float:
+        """The most requests that were not done lately."""
+        return self._most / self._instances
+
+    @property
+    def stays(self) -> bool:
+        """Whether as many come as are done."""
+        return self._came > _AS_MANY * self._done

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -25,21 +25,19 @@ from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EnsembleMemory:
     """The ensemble's arena, and what is `lent` to its clients; as much on each CUDA device; and
     workers' arenas, which `dropped(memory_id)` hears are held no more."""
 
-    def __init__(
-        self,
-        lent: LentMemory,
-        dropped: Callable[[int], None],
-        cuda: Callable[[], Exporting] = Driver,
-    ) -> None:
-        self.lent = lent
-        self._dropped = dropped
-        self._on_devices = DeviceBlocks(lent.byte_size, cuda)
-        self._held: dict[int, _Held] = {}
-        self._mappings = Mappings()
+    lent: LentMemory
+    _dropped: Callable[[int], None]
+    _cuda: Callable[[], Exporting] = Driver
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _mappings: Mappings = field(default_factory=Mappings)
+
+    def __post_init__(self) -> None:
+        self._on_devices = DeviceBlocks(self.lent.byte_size, self._cuda)
 
     @property
     def used(self) -> int:

@@ -86,7 +86,9 @@ class HostedScheduler(ABC):
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._routed = PeerCredRouter(self.endpoint, first_number)
         self._local_clients = LocalClientListener.open(start)
-        self._clients = ClientLinks(self.endpoint, self._routed, self._local_clients, neighbours)
+        self._clients = ClientLinks(
+            self.endpoint, self._routed, self._local_clients.link, neighbours
+        )
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()

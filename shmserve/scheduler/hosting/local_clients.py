@@ -8,6 +8,7 @@ counts as in a batch is worked out from the request itself.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,21 +214,15 @@ def _check_types(inference: Inference) -> None:
             raise MalformedMessage("a parameter has the wrong type")
 
 
+@dataclass(eq=False)
 class ClientLinks:
     """The way back to the clients of the scheduler at `endpoint`: gateways and models on one
     socket, local clients on another, schedulers in this process by a call."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        clients: Router,
-        listener: LocalClientListener,
-        neighbours: InProcessLinks,
-    ) -> None:
-        self._endpoint = endpoint
-        self._clients = clients
-        self._local_clients = listener.link
-        self._neighbours = neighbours
+    _endpoint: str
+    _clients: Router
+    _local_clients: UntrustedRouter
+    _neighbours: InProcessLinks
 
     @property
     def malformed(self) -> int:

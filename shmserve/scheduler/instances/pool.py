@@ -137,6 +137,7 @@ class Ticketing(Protocol):
         """The instance is gone, whatever it had."""
 
 
+@dataclass(eq=False)
 class Pool:
     """All slots of a model version. With `tickets` each execution needs one.
 
@@ -146,19 +147,16 @@ class Pool:
     may.
     """
 
-    def __init__(
-        self, execution_limit_ns: int, tickets: Ticketing | None = None, most_open: int = 0
-    ) -> None:
-        self._limit_ns = execution_limit_ns
-        self._most_open = most_open
-        self._slots: dict[int, Slot] = {}
-        self._by_peer: dict[bytes, Slot] = {}
-        self.free: deque[Slot] = deque()
-        self.failure = ""
-        self._failed = ""  # why no instance will come back, if none is here
-        self.retiring: list[Slot] = []
-        self.members = 0  # counts who came, who went, and who is to
-        self._tickets = tickets
+    _limit_ns: int
+    _tickets: Ticketing | None = None
+    _most_open: int = 0
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _by_peer: dict[bytes, Slot] = field(default_factory=dict)
+    free: deque[Slot] = field(default_factory=deque)
+    failure: str = ""
+    _failed: str = ""  # why no instance will come back, if none is here
+    retiring: list[Slot] = field(default_factory=list)
+    members: int = 0  # counts who came, who went, and who is to
 
     # --- coming and going -------------------------------------------------------------------------
 

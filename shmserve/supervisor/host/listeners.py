@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +41,15 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     return found
 
 
-def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
-    """Listening TCP sockets on every address that `address` names; port 0 picks one.
+def listen(
+    address: str, port: int, flag: str, guarded: bool, backlog: int | None = 1024
+) -> list[socket.socket]:
+    """Listening TCP sockets on every address that `address` names; port 0 picks one. Without a
+    `backlog` they are only bound: they keep the port for one that listens.
 
     Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
     it is not `guarded`.
     """
-    return _bound(address, port, flag, guarded, backlog=1024)
-
-
-def hold(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
-    """Like `listen`, but the sockets are only bound: they keep the port for one that listens.
-
-    gRPC takes no listening socket, it makes its own. Linux lets it bind to the same address as long
-    as the holder does not listen (both with SO_REUSEADDR), and when it dies with its gateway the
-    port is still held for the next one. A port where somebody listens cannot be held.
-    """
-    return _bound(address, port, flag, guarded, backlog=None)
-
-
-def _bound(
-    address: str, port: int, flag: str, guarded: bool, backlog: int | None
-) -> list[socket.socket]:
     made: list[socket.socket] = []
     missing: OSError | None = None
     for family, _, _, _, where in resolve(address, port, flag, guarded):
@@ -79,6 +67,12 @@ def _bound(
             f"{named}: cannot listen on {address}:{port}: {missing.strerror}"
         ) from None
     return made
+
+
+# gRPC takes no listening socket, it makes its own. Linux lets it bind to the same address as long
+# as the holder does not listen (both with SO_REUSEADDR), and when it dies with its gateway the port
+# is still held for the next one. A port where somebody listens cannot be held.
+hold = partial(listen, backlog=None)
 
 
 def _bound_to(family: int, where: Any, backlog: int | None) -> socket.socket:

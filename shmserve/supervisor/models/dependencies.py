@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.registry import LoadSource, ModelRegistry
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
@@ -47,17 +47,25 @@ class Dependencies:
         if future is not None:
             future.set_result(None)
 
-    async def satisfy(self, name: str, override: str) -> None:
+    async def satisfy(self, name: str, source: LoadSource) -> None:
         """Load what a model needs, if it is an ensemble. What cannot be loaded, whoever looks at
         the ensemble's graph will miss. Raises InvalidArgument where ensembles need one another."""
-        steps = await asyncio.to_thread(self._steps, name, override)
+        steps = await asyncio.to_thread(self._steps, name, source.config)
+        self.set_needs(name, steps)
+        for step in steps:
+            await asyncio.to_thread(self._check_circles, step, [name])
+        await asyncio.gather(*map(self._ensure, steps))
+
+    def needs(self, name: str) -> list[str]:
+        """The models of an ensemble's steps, as it was to serve last; none of any other model."""
+        return self._steps_of.get(name, [])
+
+    def set_needs(self, name: str, steps: list[str]) -> None:
+        """Have an ensemble need these models from now on; none: it is no ensemble."""
         if steps:
             self._steps_of[name] = steps
         else:
             self._steps_of.pop(name, None)
-        for step in steps:
-            await asyncio.to_thread(self._check_circles, step, [name])
-        await asyncio.gather(*map(self._ensure, steps))
 
     async def _ensure(self, name: str) -> None:
         while (coming := self._loading.get(name)) is not None:
@@ -130,5 +138,6 @@ class Dependencies:
         if name in above:
             circle = " -> ".join([*above[above.index(name) :], name])
             raise InvalidArgument(f"circular dependency between ensembles: {circle}")
-        for step in self._steps(name):
+        # Of what serves, or is to, that; it may be another than the folder's.
+        for step in self.needs(name) or self._steps(name):
             self._check_circles(step, [*above, name])

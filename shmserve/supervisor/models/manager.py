@@ -7,12 +7,14 @@ unload:  cancel what is loading -> withdraw from the gateways -> drain -> stop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 from shmserve.common.model_names import check_model_name
+from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import events as m
 from shmserve.ipc.messages.supervision import SchedulerLost
@@ -21,7 +23,14 @@ from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.dependencies import Dependencies
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
-from shmserve.supervisor.models.registry import UNLOADED, ModelRegistry, Status
+from shmserve.supervisor.models.registry import (
+    FOLDER,
+    UNLOADED,
+    Change,
+    LoadSource,
+    ModelRegistry,
+    Status,
+)
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
 from shmserve.supervisor.models.version.model_version import ModelVersion
@@ -32,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelManager:
-    """Loads and unloads. `on_change` is called when readiness may have changed, `on_states` when
-    any state has."""
+    """Loads and unloads. `on_change` is called when a state has changed, and readiness may have."""
 
     def __init__(
         self,
@@ -41,28 +49,15 @@ class ModelManager:
         planner: LoadPlanner,
         registry: ModelRegistry,
         on_change: Callable[[], None],
-        on_states: Callable[[], None],
     ) -> None:
         self._context = context
         self._planner = planner
         self._registry = registry
-        self._on_change = on_change
-        self._on_states = on_states
-        self._rollout = Rollout(context, registry, planner, self._states_changed)
+        self._rollout = Rollout(context, registry, planner, on_change)
         hosted = context.config.ensemble_scheduling == "hosted"
         self._dependencies = Dependencies(planner, registry, self.load, hosted)
-        self._loader = ModelLoader(
-            context,
-            planner,
-            registry,
-            self._rollout,
-            self._dependencies.group,
-            self._states_changed,
-        )
-
-    def _states_changed(self) -> None:
-        self._on_states()
-        self._on_change()
+        group = self._dependencies.group
+        self._loader = ModelLoader(context, planner, registry, self._rollout, group, on_change)
 
     # --- requests
 
@@ -133,20 +128,51 @@ class ModelManager:
         What it needs is loaded before it, and ensembles that lacked it, or know it in another
         shape, after it. Raises ShmserveError with Triton's texts; what served goes on serving then.
         """
-        before = self._registry.configurations(name)
+        await self._load(name, LoadSource(config, files or {}))
+
+    async def _load(self, name: str, source: LoadSource) -> None:
         try:
-            with self._dependencies.loading([name]), self._registry.changing(name) as model:
-                unloads = model.unloads
-                await self._dependencies.satisfy(name, config)
-                async with self._registry.turn(name):
-                    await self._loader.load(model, config, files or {}, unloads)
+            with self._dependencies.loading([name]), self._registry.changing(name) as change:
+                changed = await self._load_in_turn(change, source)
         except ShmserveError as error:
             self._context.events.publish(m.LoadRefused(name, error.message))
             raise
         self._regroup(self._dependencies.group(name))
-        changed = before != self._registry.configurations(name)
         for ensemble in self._dependencies.to_load_after(name, changed):
             await self._load_again(ensemble)
+
+    async def _load_in_turn(self, change: Change, source: LoadSource) -> bool:
+        """Load a model once it has its turn; whether its configuration is another one then."""
+        model, given_up = change.model, change.model.unloaded
+        await change.turn()
+        before, last = self._registry.configurations(model.name), model.source
+        needs = self._dependencies.needs(model.name)
+        model.source = source
+        try:
+            # Others may go on with what it needs when nobody waits for it here any more.
+            await self._unless(given_up, self._dependencies.satisfy(model.name, source))
+            await self._loader.load(model, source, given_up)
+        except ShmserveError:
+            if model.serving:
+                model.source = last
+                self._dependencies.set_needs(model.name, needs)
+            raise
+        if not self._dependencies.needs(model.name):
+            model.source = FOLDER  # nothing has it loaded again: its files are not kept
+        return before != self._registry.configurations(model.name)
+
+    async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for work, whose exception is raised; it goes on alone after an event."""
+        tasks, task = self._context.tasks, asyncio.ensure_future(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        happened = asyncio.ensure_future(event.wait())
+        try:
+            await either(task, happened)
+        finally:
+            happened.cancel()
+        if task.done():
+            task.result()
 
     def _regroup(self, group: Group) -> None:
         """Models that belong to an ensemble's process, or not any more, move."""
@@ -154,7 +180,9 @@ class ModelManager:
             self._context.background(self._move(name))
 
     async def _move(self, name: str) -> None:
-        async with self._registry.turn(name) as model:
+        with self._registry.changing(name) as change:
+            await change.turn()
+            model = change.model
             published = partial(self._rollout.published_again, model)
             for version in list(model.serving.values()):
                 try:
@@ -166,7 +194,7 @@ class ModelManager:
         """Load an ensemble of which a step's model was loaded; it serves no more if it does not fit
         that."""
         try:
-            await self.load(ensemble)
+            await self._load(ensemble, self._registry.model(ensemble).source)
         except ShmserveError as error:
             logger.error("ensemble '%s': %s", ensemble, error.message)
             await self._unload(ensemble)
@@ -176,30 +204,35 @@ class ModelManager:
         Ensembles that need it are unloaded before it, until it is loaded again."""
         group = self._dependencies.group(name)
         self._dependencies.not_wanted(name)
-        await self._unload(name)
+        if self._registry.get(name) is not None:
+            await self._unload(name)
         self._regroup(group)
 
     async def _unload(self, name: str) -> None:
-        for ensemble in self._registry.ensembles_of(name):
-            await self._unload(ensemble.spec.name)
-        known = self._registry.get(name)
-        if known is None:
-            return
-        # A model that hangs while it loads would keep its turn for ever, or take it next.
-        known.unloads += 1
-        for update in known.updates:
-            update.cancel()
-        await asyncio.gather(*(v.kill() for v in known.coming if not v.ready))
-        async with self._registry.turn(name) as model:
-            old, model.serving = model.serving, {}
-            model.status.pop("", None)
-            for number, status in model.status.items():
-                if number in old:
-                    model.status[number] = Status(ModelState.UNLOADING)
-                elif status.failed:
-                    model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
-            model.fingerprint = ""
-            await self._rollout.dismiss(model, old)
+        with contextlib.ExitStack() as entered:
+            changes = [
+                entered.enter_context(self._registry.changing(each))
+                for each in self._registry.with_users(name)
+            ]
+            # A model that hangs while it loads would keep its turn for ever, or take it next.
+            for change in changes:
+                change.model.give_up_loads()
+            for change in changes:
+                await self._unload_in_turn(change)
+
+    async def _unload_in_turn(self, change: Change) -> None:
+        model = change.model
+        await asyncio.gather(*(v.kill() for v in model.coming if not v.ready))
+        await change.turn()
+        old, model.serving = model.serving, {}
+        model.status.pop("", None)
+        for number, status in model.status.items():
+            if number in old:
+                model.status[number] = Status(ModelState.UNLOADING)
+            elif status.failed:
+                model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
+        model.fingerprint = ""
+        await self._rollout.dismiss(model, old)
 
     # --- end
 

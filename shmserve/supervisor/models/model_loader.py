@@ -15,7 +15,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry, Status
+from shmserve.supervisor.models.registry import LoadSource, ModelEntry, ModelRegistry, Status
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.rollout import Rollout, load_failed
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
@@ -39,16 +39,12 @@ class ModelLoader:
     _group: Callable[[str], Group]
     _on_change: Callable[[], None]
 
-    async def load(
-        self, model: ModelEntry, config: str, files: dict[str, bytes], unloads: int
-    ) -> None:
-        """Load or reload a model as its folder, or a request's `config` and `files`, has it.
-
-        `unloads`: how many were asked for when the load was; one that was since gives it up. Raises
-        ShmserveError; what served goes on serving then.
-        """
-        specs = await self._plan(model, config, files)
-        if model.unloads != unloads:
+    async def load(self, model: ModelEntry, source: LoadSource, given_up: asyncio.Event) -> None:
+        """Load or reload a model of its `source`, unless that is `given_up` by the time that it is
+        read. Raises ShmserveError; what served goes on serving then."""
+        model.may_pass = False
+        specs = await self._plan(model, source)
+        if given_up.is_set():
             for spec in specs:
                 self._planner.discard(spec)
             reason = f"{Unavailable.title}: {_UNLOADED_MEANWHILE}"
@@ -59,14 +55,12 @@ class ModelLoader:
         else:
             await self._deploy(model, specs)
 
-    async def _plan(
-        self, model: ModelEntry, config: str, files: dict[str, bytes]
-    ) -> list[VersionSpec]:
+    async def _plan(self, model: ModelEntry, source: LoadSource) -> list[VersionSpec]:
         name = model.name
         try:
             # Before it is read: a file that is changed meanwhile is seen by the next look.
             model.fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
-            return await asyncio.to_thread(self._planner.plan, name, config, files)
+            return await asyncio.to_thread(self._planner.plan, name, *source)
         except ShmserveError as error:
             ambiguous = self._planner.is_ambiguous(name)
             if ambiguous:
@@ -111,6 +105,8 @@ class ModelLoader:
                 self._context.tell(m.ModelWithdrawn(model.name, number, 0))
         graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
+            failed = [result for result in results if isinstance(result, BaseException)]
+            model.may_pass = all(isinstance(error, Unavailable) for error in failed)
             await asyncio.gather(*(v.kill() for v in new))
             self._rollout.remove(new)
             for number, status in model.status.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError
@@ -17,11 +18,15 @@ from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 300.0
+
 
 @dataclass(slots=True, eq=False)
 class Poller:
     """Follows the repositories every `repository_poll_s` seconds. A model that takes long to load,
-    or hangs, keeps no other waiting, and is given up when it is removed."""
+    or hangs, keeps no other waiting, and is given up when it is removed; one that failed for a
+    reason that may pass is tried again, after a while that doubles each time."""
 
     _context: SupervisorContext
     _planner: LoadPlanner
@@ -29,6 +34,8 @@ class Poller:
     _models: ModelManager
     # Names, and whether they are there.
     _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
+    # By name: when what failed may be tried again, and how long after the last time that is.
+    _again: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
         """Poll until it is cancelled."""
@@ -67,9 +74,17 @@ class Poller:
         """Have a model be as the repositories have it; raises ShmserveError when it cannot be."""
         model = self._registry.get(name)
         if not present:
+            self._again.pop(name, None)
             if model is not None and (model.serving or model.failed or model.coming):
                 await self._models.unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         if model is None or model.fingerprint != fingerprint:  # one that failed, too
-            await self._models.load(name)
+            pause_s = _FIRST_PAUSE_S
+        elif model.may_pass and time.monotonic() >= self._again[name][0]:
+            pause_s = min(2 * self._again[name][1], _LONGEST_PAUSE_S)
+        else:
+            return
+        self._again[name] = time.monotonic() + pause_s, pause_s
+        await self._models.load(name)
+        del self._again[name]

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
@@ -36,19 +36,39 @@ class Status:
         return self.state is ModelState.UNAVAILABLE and self.reason != UNLOADED
 
 
+class LoadSource(NamedTuple):
+    """What a load reads: a request's configuration and files, or the model's folder where there are
+    none."""
+
+    config: str
+    files: dict[str, bytes]
+
+
+FOLDER = LoadSource("", {})
+
+
 @dataclass(slots=True, eq=False)
 class ModelEntry:
-    """Everything about one name; `serving` by version."""
+    """Everything about one name; `serving` by version; `source` is what serves, or was to serve
+    last, is loaded of."""
 
     name: str
     serving: dict[str, ModelVersion] = field(default_factory=dict)
     status: dict[str, Status] = field(default_factory=dict)
     fingerprint: str = ""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changes: int = 0  # that have their turn, or wait for it
+    source: LoadSource = FOLDER
+    changes: list[asyncio.Event] = field(default_factory=list)  # each set once it is over
     coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
     updates: list[InstanceUpdate] = field(default_factory=list)  # as `coming`, of what serves
-    unloads: int = 0  # that were asked for: each gives up the loads before it
+    unloaded: asyncio.Event = field(default_factory=asyncio.Event)  # by the next unload
+    may_pass: bool = False  # the reason for which the last load failed: another may succeed
+
+    def give_up_loads(self) -> None:
+        """Have the loads that were asked for until now fail: the model is to be unloaded."""
+        self.unloaded.set()
+        self.unloaded = asyncio.Event()
+        for update in self.updates:
+            update.cancel()
 
     @property
     def failed(self) -> bool:
@@ -59,16 +79,29 @@ class ModelEntry:
         """The status of each version, as it is this moment: one whose last process has just died is
         not ready, though it was loaded."""
         return {
-            version: Status(ModelState.LOADING, _RESTARTING)
-            if status.state is ModelState.READY and not self.serving[version].ready
+            number: _not_ready(self.serving[number])
+            if status.state is ModelState.READY and not self.serving[number].ready
             else status
-            for version, status in self.status.items()
+            for number, status in self.status.items()
         }
 
     @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
         return max(self.serving, key=int, default="")
+
+
+class Change:
+    """A change of a model, which waits for those before it."""
+
+    def __init__(self, model: ModelEntry, before: list[asyncio.Event]) -> None:
+        self.model = model
+        self._before = before
+
+    async def turn(self) -> None:
+        """Return once all changes are over that were asked for before this one."""
+        for change in self._before:
+            await change.wait()
 
 
 class ModelRegistry:
@@ -90,22 +123,18 @@ class ModelRegistry:
         """Of all models of which anything is known."""
         return set(self._models)
 
-    @contextlib.asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[ModelEntry]:
-        """One change of a model after the other."""
-        with self.changing(name) as model:
-            async with model.turn:
-                yield model
-
     @contextlib.contextmanager
-    def changing(self, name: str) -> Iterator[ModelEntry]:
-        """A model is about to be changed; of a name that is none's nothing stays."""
-        model = self.model(name)
-        model.changes += 1
+    def changing(self, name: str) -> Iterator[Change]:
+        """Enter a change of a model, which has its `turn` once those are over that were entered
+        before it; of a name that is none's nothing stays."""
+        model, over = self.model(name), asyncio.Event()
+        before = model.changes[:]
+        model.changes.append(over)
         try:
-            yield model
+            yield Change(model, before)
         finally:
-            model.changes -= 1
+            over.set()
+            model.changes.remove(over)
             if not (model.changes or model.status or model.serving):
                 del self._models[name]
 
@@ -164,6 +193,14 @@ class ModelRegistry:
         found = self._serving(*step)
         return None if found is None else self.publication(self._models[step.name], found, 0)
 
+    def failure_now(self, step: StepModel) -> str:
+        """Why a model version serves no request, and will not; empty: it does, or will."""
+        found = self._serving(*step)
+        if found is None:
+            return f"model '{step.name}' is not available"
+        problem = found.instances.problem
+        return f"model '{step.name}' failed: {problem}" if problem else ""
+
     def ready_now(self, step: StepModel) -> bool:
         """Whether a model version takes requests now."""
         found = self._serving(*step)
@@ -178,6 +215,21 @@ class ModelRegistry:
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""
         return [version for version in self._live if version.uses(name)]
+
+    def with_users(self, name: str) -> list[str]:
+        """The ensembles that need a model, and those that need them, each before what it needs; and
+        the model itself. A generation that is on its way out needs nothing for long."""
+        found: dict[str, None] = {}
+
+        def add(each: str) -> None:
+            for user, model in self._models.items():
+                versions = (*model.serving.values(), *model.coming)
+                if user not in found and any(version.uses(each) for version in versions):
+                    add(user)
+            found[each] = None
+
+        add(name)
+        return list(found)
 
     def asked_whether_ready(self, name: str, version: str) -> list[int]:
         """The workers that say whether a version is ready; none where it is not, or not there."""
@@ -274,6 +326,13 @@ def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
         "inputs": shown(config.input),
         "outputs": shown(config.output),
     }
+
+
+def _not_ready(version: ModelVersion) -> Status:
+    """The status of a version that was loaded and takes no request now."""
+    if version.instances.problem:
+        return Status(ModelState.UNAVAILABLE, version.instances.problem)
+    return Status(ModelState.LOADING, _RESTARTING)
 
 
 def _number(version: str) -> int:

@@ -45,8 +45,8 @@ class Rollout:
     _registry: ModelRegistry
     _planner: LoadPlanner
     _on_change: Callable[[], None]
-    # The endpoint of a version that ensembles were sent, by model and number.
-    _endpoints: dict[tuple[str, str], str] = field(init=False, default_factory=dict)
+    # The publications that were sent last, by model and number.
+    _published: dict[tuple[str, str], m.ModelPublished] = field(init=False, default_factory=dict)
 
     async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
@@ -89,8 +89,9 @@ class Rollout:
 
     async def _publish(self, model: ModelEntry, version: ModelVersion) -> None:
         """Returns once every gateway and ensemble knows."""
-        self._endpoints[model.name, version.spec.version] = version.endpoint
-        await self._context.publish(partial(self._registry.publication, model, version))
+        publication = partial(self._registry.publication, model, version)
+        self._published[model.name, version.spec.version] = publication(0)
+        await self._context.publish(publication)
 
     async def _announce(self, model: ModelEntry, version: ModelVersion) -> None:
         """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
@@ -107,9 +108,10 @@ class Rollout:
         """Take versions out of service: those that no other serves are withdrawn, and what is in
         flight is finished."""
         for number in leaving.keys() - model.serving.keys():
-            self._endpoints.pop((model.name, number), None)
+            self._published.pop((model.name, number), None)
             await self._context.publish(partial(m.ModelWithdrawn, model.name, number))
             self._context.broadcast(m.ModelWithdrawn(model.name, number, 0), "worker")
+        self._steps_changed(model)
         self._on_change()
         for version in leaving.values():
             self._context.background(self._retire(model, version))
@@ -148,12 +150,12 @@ class Rollout:
         """Publish a version whose readiness, endpoint or failure has changed."""
         if model.serving.get(version.spec.version) is version:
             news = self._registry.publication(model, version, 0)
-            # Ensembles are many, and it is nothing to them whether a model is ready.
-            moved = self._endpoints.get((news.name, news.version)) != news.endpoint
-            self._context.tell(news, ensembles=moved)
-            self._endpoints[news.name, news.version] = news.endpoint
-            if version.failure:
-                model.status[version.spec.version] = Status(ModelState.UNAVAILABLE, version.failure)
+            sent = self._published.get((news.name, news.version))
+            if news != sent:
+                # Ensembles are many, and it is nothing to them whether a model is ready.
+                moved = sent is None or sent.endpoint != news.endpoint
+                self._context.tell(news, ensembles=moved)
+                self._published[news.name, news.version] = news
             self._steps_changed(model)
             self._on_change()
 

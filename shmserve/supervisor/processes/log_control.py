@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shmserve import logs
@@ -16,25 +16,20 @@ logger = logging.getLogger(__name__)
 _FIRST_MESSAGES = GatewayReady | HostReady | WorkerStarted
 
 
+@dataclass(slots=True, eq=False)
 class LogControl:
     """The settings, and who has them."""
 
-    def __init__(self, control: ControlSocket, settings: LogSettings) -> None:
-        self._control = control
-        self._settings = settings
-
-    @property
-    def settings(self) -> LogSettings:
-        """As they are now."""
-        return self._settings
+    _control: ControlSocket
+    settings: LogSettings
 
     def change(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Log in another way, in every process that there is and will be; the settings, by
         name."""
-        settings = replace(self._settings, **changes)
-        if settings != self._settings:
+        settings = replace(self.settings, **changes)
+        if settings != self.settings:
             logger.info("log settings: %s", changes)
-            self._settings = settings
+            self.settings = settings
             logs.apply(settings)
             news = SetLogging(asdict(settings))
             self._control.broadcast(news, "gateway", "host", "worker")
@@ -44,4 +39,4 @@ class LogControl:
         """Somebody has sent something: after its first message it is sent the settings, which may
         have changed since it was started."""
         if isinstance(message, _FIRST_MESSAGES):
-            self._control.send(address, SetLogging(asdict(self._settings)))
+            self._control.send(address, SetLogging(asdict(self.settings)))

@@ -40,14 +40,10 @@ class HostedHandle:
 
     def __init__(self, host: _Host, name: str, number: int) -> None:
         self.name = name
+        self.child = host.child
         self.address = SchedulerAddress(host.child.pid, number)
         self._host = host
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def child(self) -> Child:
-        """The process."""
-        return self._host.child
 
     @property
     def alive(self) -> bool:

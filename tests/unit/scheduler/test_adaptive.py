@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, Trial
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.batchers.estimates import Arrivals, BatchTime
+from shmserve.scheduler.batchers.trials import Account, Ways
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_simulation import MS, Item, Simulation, about, linear, scattered
 
@@ -127,23 +128,23 @@ def test_a_lone_client_is_no_burst() -> None:
 
 @pytest.mark.parametrize("better", [True, False])
 def test_what_has_made_for_shorter_latencies_is_done_most_of_the_time(better: bool) -> None:
-    trial, done = Trial(), []
+    trial, done = Ways(Account()), []
     for _ in range(2400):
         done.append(trial.on)
-        trial.returned([MS if trial.on is better else 2 * MS])
+        trial.returned([MS if trial.on is better else 2 * MS], 0)
     share = done[480:].count(better) / len(done[480:])
     assert 0.85 < share < 1
 
 
 def test_what_pays_may_change() -> None:
-    trial = Trial()
+    trial = Ways(Account())
     for better in (True, False, True):
         for _ in range(4800):
-            trial.returned([MS if trial.on is better else 2 * MS])
+            trial.returned([MS if trial.on is better else 2 * MS], 0)
         done = []
         for _ in range(480):
             done.append(trial.on)
-            trial.returned([MS if trial.on is better else 2 * MS])
+            trial.returned([MS if trial.on is better else 2 * MS], 0)
         assert done.count(better) > 400
 
 

@@ -282,7 +282,7 @@ def test_one_that_dies_while_it_retires_is_gone() -> None:
 
 def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     """Of a decoupled model: the others wait in the queue."""
-    pool = Pool(0, most_open=2)
+    pool = Pool(0, None, 2)
     ready(pool)
     batches = [execution(1), execution(2)]
     for batch in batches:

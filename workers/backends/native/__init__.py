@@ -262,11 +262,9 @@ def _check(signature: Signature, predict: predict_signature.PredictSignature) ->
             kind = types.get(name)
             dims = spec.model_dims
             if kind is None or kind.datatype != spec.datatype or not agree(dims, kind.dims):
-                says = (
-                    "no"
-                    if kind is None
-                    else f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
-                )
+                says = "no"
+                if kind is not None:
+                    says = f"{TO_CONFIG[kind.datatype]} {shape_text(kind.dims)} for"
                 raise InvalidArgument(
                     f"{what} '{name}' of model '{signature.name}' is {TO_CONFIG[spec.datatype]} "
                     f"{shape_text(dims)} in the configuration, but 'predict' has {says} '{name}'"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api import log_settings, metadata, statistics
-from shmserve.gateway.api.log_settings import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api import metadata, statistics
+from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import read_json
@@ -84,19 +84,19 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:
     """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    raise log_settings.no_trace()
+    raise metadata.no_trace()
 
 
 async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """GET /v2/logging."""
-    return json_response(await log_settings.change_settings(gateway, {}))
+    return json_response(await metadata.change_log_settings(gateway, {}))
 
 
 async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """POST /v2/logging: all of the changes or none; what the extension does not know is left
     alone, and so is what a null is given for."""
     body = await read_json(gateway, request, required=True)
-    return json_response(await log_settings.change_settings(gateway, _changes(body)))
+    return json_response(await metadata.change_log_settings(gateway, _changes(body)))
 
 
 def _changes(body: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _changes(body: Any) -> dict[str, Any]:
     changes = {key: members[key] for key in known if members.get(key) is not None}
     for key, value in changes.items():
         if key == FILE:
-            raise log_settings.refuse_file()
+            raise metadata.refuse_file()
         if key in SWITCHES and type(value) is not bool:
             raise mistyped_value("boolean")
         if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):

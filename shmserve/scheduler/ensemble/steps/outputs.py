@@ -8,7 +8,7 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
@@ -39,20 +39,14 @@ class StepLinks(Protocol):
         """The scheduler at `endpoint` is gone: what it sent last is taken."""
 
 
+@dataclass(eq=False)
 class StepOutputs:
     """Puts what steps give into the flow of their requests. `table`: the steps in flight."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        links: StepLinks,
-        memory: EnsembleMemory,
-        table: InflightTable[StepRequest],
-    ) -> None:
-        self._conditions = graph.conditions
-        self._links = links
-        self._memory = memory
-        self._table = table
+    _graph: Graph
+    _links: StepLinks
+    _memory: EnsembleMemory
+    _table: InflightTable[StepRequest]
 
     def made(self, step: StepRequest, message: Finished | Responded) -> None:
         """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
@@ -90,7 +84,7 @@ class StepOutputs:
         try:
             for tensor in inferred.outputs:
                 holds = True
-                if step.firing.step.outputs.get(tensor.name) in self._conditions:
+                if step.firing.step.outputs.get(tensor.name) in self._graph.conditions:
                     holds = self._memory.any_true(tensor)
                 kept, memory = self._keep(step, tensor)
                 values[tensor.name] = Value(

@@ -7,6 +7,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
@@ -25,28 +28,24 @@ from shmserve.scheduler.ensemble.steps.targets import Target, Targets
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StepRunner(Steps):
     """Runs steps; what they give goes into the flow of their requests (outputs.py)."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        targets: Targets,
-        links: StepLinks,
-        memory: EnsembleMemory,
-        live: LiveRequests,
-    ) -> None:
-        self._graph = graph
-        self._targets = targets
-        self._links = links
-        self._memory = memory
-        self._live = live
-        self._table: InflightTable[StepRequest] = InflightTable()
-        self._outputs = StepOutputs(graph, links, memory, self._table)
-        self._numbers = itertools.count(1)
-        self._running = [0] * len(graph.steps)
-        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in graph.steps]
-        self.waiting = 0  # steps of requests for which there is no room yet
+    _graph: Graph
+    _targets: Targets
+    _links: StepLinks
+    _memory: EnsembleMemory
+    _live: LiveRequests
+    _table: InflightTable[StepRequest] = field(default_factory=InflightTable)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    waiting: int = 0  # steps of requests for which there is no room yet
+
+    def __post_init__(self) -> None:
+        steps = self._graph.steps
+        self._outputs = StepOutputs(self._graph, self._links, self._memory, self._table)
+        self._running = [0] * len(steps)
+        self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle what the scheduler at `endpoint` says."""

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from shmserve.common.tasks import either
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, from_code
@@ -41,6 +41,9 @@ _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 _MOST_FAILED_LOADS = 5
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
+
+
+T = TypeVar("T")
 
 
 def first_of(error: BaseException) -> BaseException:
@@ -74,6 +77,11 @@ class Instances:
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._all = expand_instances(self.config)
+
+    @property
+    def problem(self) -> str:
+        """Why none will take requests any more, or empty."""
+        return self.failure
 
     @property
     def any_ready(self) -> bool:
@@ -122,10 +130,7 @@ class Instances:
         first = self._all[0]
         await self._spawn(first, self._spec.config, len(self._all))
         self._send(first, m.CompleteConfig(self._spec.config))
-        message = await self._response(first)
-        if not isinstance(message, m.ConfigCompleted):
-            raise _failure(message)
-        self.completed = message.config
+        self.completed = (await self._response(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.rate_limit = known.rate_limit
@@ -148,9 +153,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._response(instance)
-        if not isinstance(message, m.InstanceLoaded):
-            raise _failure(message)
+        message = await self._response(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
@@ -187,14 +190,19 @@ class Instances:
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        started = await self._response(instance)
-        if not isinstance(started, m.WorkerStarted):
-            raise _failure(started)
+        await self._response(instance, m.WorkerStarted)
         self._refuse_if_over(instance)
         instance.transition("started")
 
-    async def _response(self, instance: Instance) -> Any:
-        """The worker's next message; raises Unavailable when it dies instead."""
+    async def _response(self, instance: Instance, kind: type[T]) -> T:
+        """The worker's next message, which is of this kind; raises why it is not, or Unavailable
+        when it dies instead."""
+        message = await self._message(instance)
+        if not isinstance(message, kind):
+            raise _failure(message)
+        return message
+
+    async def _message(self, instance: Instance) -> Any:
         child = instance.child
         assert child is not None
         get = asyncio.ensure_future(instance.inbox.get())
@@ -348,8 +356,10 @@ class Instances:
         return not self._lifetime.stopping and instance in self._all
 
     async def _restart(self, instance: Instance) -> None:
+        lived_s = time.monotonic() - instance.ready_at
         while self._wanted(instance):
-            pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
+            pause = instance.backoff.pause_s(lived_s)
+            lived_s = 0.0  # of what does not load
             self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)

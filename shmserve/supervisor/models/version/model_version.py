@@ -118,11 +118,6 @@ class ModelVersion:
         return self.scheduler.endpoint
 
     @property
-    def failure(self) -> str:
-        """Why it broke for good, or empty."""
-        return self.instances.failure
-
-    @property
     def ready(self) -> bool:
         """Whether a request submitted now would find an instance."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready
@@ -130,8 +125,8 @@ class ModelVersion:
     async def until_ready(self) -> None:
         """Wait until it is ready. Raises Unavailable when it will not be."""
         while not self.ready:
-            if self.failure or self._lifetime.retiring or self._lifetime.stopping:
-                raise Unavailable(self.failure or "the model is unloaded")
+            if self.instances.problem or self._lifetime.retiring or self._lifetime.stopping:
+                raise Unavailable(self.instances.problem or "the model is unloaded")
             if self._fail_over.hopeless:
                 raise Unavailable("no scheduler could be started")
             self._news.clear()
@@ -142,7 +137,7 @@ class ModelVersion:
         return any(step.name == name for step in self.spec.steps)
 
     def changed(self) -> None:
-        """It, or a model that is a step of it, may be ready now, or not any more."""
+        """Note that it, or a model that is a step of it, may be ready now, or not any more."""
         self.changes += 1
         self._news.set()
         self._on_change(self)
@@ -170,7 +165,7 @@ class ModelVersion:
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """The update by which this version, which serves, becomes `spec`; None where it differs in
         more than its instances, or in nothing, or is broken."""
-        if self.spec.steps or self.failure:
+        if self.spec.steps or self.instances.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
         limited = self.scheduler.is_limited(self.config)

@@ -92,7 +92,7 @@ class VersionScheduler:
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self._number = next(context.numbers)
+        self.number = next(context.numbers)  # of the one that serves, or of the first
         self._last: HostedHandle | None = None  # that was started
         self._serving: HostedHandle | None = None  # the one that is at `endpoint`
         loop = asyncio.get_running_loop()
@@ -103,19 +103,14 @@ class VersionScheduler:
         self._rate_limited = False
 
     @property
-    def number(self) -> int:
-        """The number of the one that serves, or of the first."""
-        return self._number
-
-    @property
     def endpoint(self) -> str:
         """Where requests are submitted."""
-        return endpoints.scheduler(self._context.run_dir, self._number)
+        return endpoints.scheduler(self._context.run_dir, self.number)
 
     @property
     def instances_endpoint(self) -> str:
         """Where instances offer themselves."""
-        return endpoints.instances(self._context.run_dir, self._number)
+        return endpoints.instances(self._context.run_dir, self.number)
 
     @property
     def serves(self) -> bool:
@@ -135,7 +130,7 @@ class VersionScheduler:
         Raises Unavailable when it ends while it starts, or is not wanted any more.
         """
         context = self._context
-        number = self._number if first else next(context.numbers)
+        number = self.number if first else next(context.numbers)
         ready = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, config, workers)
         on_message = partial(self._on_scheduler, self.counts)
@@ -152,7 +147,7 @@ class VersionScheduler:
             ended = hosted.child.exited
             reason = hosted.closed.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
-        self._number = number  # now there is something at its endpoints
+        self.number = number  # now there is something at its endpoints
         self._serving = hosted
         self.counts.send_base()
 

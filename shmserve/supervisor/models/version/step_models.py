@@ -18,6 +18,9 @@ class ServingModels(Protocol):
     def published_now(self, step: StepModel) -> ModelPublished | None:
         """The publication of a model version now, or None where it does not serve."""
 
+    def failure_now(self, step: StepModel) -> str:
+        """Why a model version serves no request, and will not; empty: it does, or will."""
+
     def ready_now(self, step: StepModel) -> bool:
         """Whether a model version takes requests now."""
 
@@ -28,6 +31,11 @@ class EnsembleInstances(Instances):
     are."""
 
     models: ServingModels = field(kw_only=True)
+
+    @property
+    def problem(self) -> str:
+        """The failure of the first of the models that has one."""
+        return next(filter(None, map(self.models.failure_now, self._spec.steps)), "")
 
     @property
     def any_ready(self) -> bool:

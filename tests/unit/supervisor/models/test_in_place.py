@@ -136,6 +136,10 @@ class NoModels:
     def published_now(self, step: StepModel) -> None:
         """Not this one."""
 
+    def failure_now(self, step: StepModel) -> str:
+        """None is broken."""
+        return ""
+
     def ready_now(self, step: StepModel) -> bool:
         """None serves."""
         return False

@@ -69,7 +69,7 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()
-    made = ModelManager(processes.context, planner, registry, nobody, nobody)
+    made = ModelManager(processes.context, planner, registry, nobody)
     processes.on_end = registry.process_exited
     return made, Poller(processes.context, planner, registry, made)
 

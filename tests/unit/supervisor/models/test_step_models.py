@@ -37,6 +37,10 @@ class Serving:
         labels = {"labels": {"Y": [step.name]}}
         return m.ModelPublished(step.name, "1", ModelSpec.of({}), labels, "", True, True, 0.0, 0)
 
+    def failure_now(self, step: StepModel) -> str:
+        """None is broken."""
+        return ""
+
     def ready_now(self, step: StepModel) -> bool:
         """Whether it takes requests."""
         return step.name in self._ready

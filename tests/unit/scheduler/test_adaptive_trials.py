@@ -1,0 +1,103 @@
+"""What the adaptive batcher tries, and what that may cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shmserve.scheduler.batchers.estimates import Load
+from shmserve.scheduler.batchers.trials import Account, Moment, Sizes, Ways
+from tests.rigs.batching_simulation import MS
+
+# A row takes 2.5 ms at best, one comes every 4 ms, and the target is 80 ms: see `step at 8`.
+MOMENT = Moment(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, needed=False)
+
+
+def settled() -> Account:
+    """An account after the time to learn."""
+    account = Account()
+    account.settle()
+    return account
+
+
+def test_what_is_in_time_even_at_worst_costs_nothing() -> None:
+    account = settled()
+    account.spend(1000)
+    assert Sizes(account).allowed(9, 50 * MS, MOMENT, 100)
+    assert not Sizes(account).allowed(9, 100 * MS, MOMENT, 100)
+
+
+def test_the_price_is_what_is_late_in_it_and_behind_it() -> None:
+    """100 ms for 9: 9 late in it, and 47.5 ms lost of which 0.25 come each, at 3/8 idle: 32."""
+    for credit, allowed in ((40.0, False), (42.0, True)):
+        account = Account()
+        account.credit = credit
+        assert Sizes(account).allowed(9, 100 * MS, MOMENT, 100) is allowed
+
+
+def test_of_clients_that_wait_no_more_are_late_than_there_are() -> None:
+    account = settled()
+    assert not Sizes(account).allowed(9, 100 * MS, MOMENT, 100)
+    assert Sizes(account).allowed(9, 100 * MS, replace(MOMENT, most_here=12.0), 100)
+
+
+def test_what_is_needed_is_tried_whatever_it_costs() -> None:
+    sizes = Sizes(settled())
+    assert sizes.allowed(32, 1000 * MS, replace(MOMENT, needed=True), 100)
+    assert not sizes.due(101) and sizes.due(102)
+
+
+def test_sizes_are_tried_seldom_once_there_was_time_to_learn() -> None:
+    sizes = Sizes(settled())
+    assert sizes.allowed(9, 50 * MS, MOMENT, 100)
+    assert not sizes.due(115) and sizes.due(116)
+
+
+def test_a_try_costs_the_misses_it_makes_and_these_are_no_others() -> None:
+    account = settled()
+    before, sizes = account.credit, Sizes(account)
+    assert sizes.allowed(9, 50 * MS, MOMENT, 100)
+    sizes.returned(9, 100 * MS, 9, 25, 9)
+    sizes.returned(8, 20 * MS, 8, 22, 8)
+    assert account.credit == before - 17
+    assert account.unexplained(9) == 0 and account.unexplained(10) == 2
+    # Of what is late long after it, nothing is.
+    for _ in range(20):
+        sizes.returned(8, 20 * MS, 8, 8, 0)
+    sizes.returned(8, 20 * MS, 8, 8, 8)
+    assert account.credit == before - 17 and account.unexplained(8) == 8
+
+
+def test_a_fifth_of_the_misses_that_the_target_allows_is_earned() -> None:
+    account = settled()
+    account.spend(20)
+    before = account.credit
+    for _ in range(100):
+        account.earn(50)
+    assert account.credit == pytest.approx(before + 5000 / 100 / 5)
+    for _ in range(10_000):
+        account.earn(50)
+    assert account.credit < 25
+
+
+def test_the_other_way_is_not_tried_while_its_misses_are_not_earned() -> None:
+    account = settled()
+    ways, other = Ways(account), 0
+    for _ in range(20_000):
+        late = 0 if ways.on else 4
+        other += not ways.on
+        ways.returned([MS if ways.on else 2 * MS] * 4, late)
+    assert ways.on and ways.pays
+    assert other < 48  # batches, and nothing was earned
+
+
+def test_the_load_of_each_of_several_instances() -> None:
+    """Three of them, each of which does 8 requests of 2 rows in 24 ms."""
+    load, now = Load(), 0
+    for _ in range(400):
+        now += 8 * MS
+        load.returned(now, 24, 8, 16, 24 * MS)
+    assert load.per_ns == pytest.approx(16 / 24 / MS, rel=0.05)
+    assert load.waiting == pytest.approx(16, rel=0.05)
+    assert load.row_ns == pytest.approx(MS / 2, rel=0.05) and load.stays

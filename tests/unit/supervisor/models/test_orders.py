@@ -1,0 +1,387 @@
+"""Orders to load and unload models that need one another, and what is told of them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.manager import ModelManager
+from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.version import instance_processes
+from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
+from tests.rigs.process_rig import CONFIG, Processes, turns
+
+
+def config_of(name: str, steps: list[str], note: str) -> ModelSpec:
+    """A model, or an ensemble of some; `note` tells one configuration from another."""
+    config: dict[str, Any] = {
+        **CONFIG,
+        "name": name,
+        "parameters": {"note": {"string_value": note}},
+    }
+    if steps:
+        config["instance_group"] = []
+        step = [
+            {"model_name": each, "model_version": -1, "input_map": {}, "output_map": {}}
+            for each in steps
+        ]
+        config["ensemble_scheduling"] = {"step": step}
+    return ModelSpec.of(config)
+
+
+class Repository:
+    """Models by name, each with the models of its steps. An override is another such list, and a
+    note."""
+
+    def __init__(self, **models: list[str]) -> None:
+        self.models = models
+
+    def scan(self) -> dict[str, ModelFolder]:
+        """As `LoadPlanner.scan`."""
+        return {name: ModelFolder(name, Path("/") / name, Path("/")) for name in self.models}
+
+    def has(self, name: str) -> bool:
+        """As `LoadPlanner.has`."""
+        return name in self.models
+
+    def is_ambiguous(self, name: str) -> bool:
+        """As `LoadPlanner.is_ambiguous`."""
+        return False
+
+    def fingerprint(self, name: str) -> str:
+        """No file changes."""
+        return "1"
+
+    def _config(self, name: str, override: str) -> ModelSpec:
+        if name not in self.models:
+            raise NotFound("there is no such model folder")
+        steps, note = json.loads(override) if override else (self.models[name], "")
+        return config_of(name, steps, note)
+
+    def steps(self, name: str, override: str) -> list[StepModel]:
+        """As `LoadPlanner.steps`."""
+        if name not in self.models:
+            return []
+        return steps_of(self._config(name, override))
+
+    def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
+        """As `LoadPlanner.plan`."""
+        config = self._config(name, override)
+
+        def complete(completed: dict[str, Any]) -> ModelSpec:
+            if None in completed.get("steps", ()):
+                raise InvalidArgument("a step's model is not available")
+            return config
+
+        return [VersionSpec(name, "1", Path("/"), Path("/"), config, complete)]
+
+    def discard(self, plan: VersionSpec) -> None:
+        """As `LoadPlanner.discard`."""
+
+
+class Server(Processes):
+    """Models of a repository; what gateways are told waits for `known`."""
+
+    def __init__(self, **models: list[str]) -> None:
+        super().__init__("--model-control-mode=explicit")
+        self.known = asyncio.Event()
+        self.known.set()
+        self.told: list[Any] = []
+        self.registry = ModelRegistry()
+        planner: Any = Repository(**models)
+        parts = (self.context, planner, self.registry)
+        self.models = ModelManager(*parts, MagicMock())
+        self.poller = Poller(*parts, self.models)
+        self.on_end = self.registry.process_exited
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """As the supervisor's socket does."""
+        self.told += [message] if "gateway" in roles else []
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        """As the supervisor's socket does."""
+        self.told.append(make(0))
+        await self.known.wait()
+
+    async def load(self, name: str, steps: list[str] | None = None, note: str = "") -> None:
+        """Load a model, by an override if it has a note."""
+        override = json.dumps([steps or [], note]) if note else ""
+        await self.models.load_on_request(name, override, {})
+
+    async def unload(self, name: str) -> None:
+        """Unload a model."""
+        await self.models.unload_on_request(name, False)
+
+    def state(self, name: str) -> tuple[str, str]:
+        """Of the one version of a model: its state and the reason."""
+        return self.registry.states()[name, "1"]
+
+    def note(self, name: str) -> str:
+        """The note of the configuration that serves."""
+        version = self.registry.model(name).serving["1"]
+        return str(version.config.source["parameters"]["note"]["string_value"])
+
+    def worker(self, name: str) -> Any:
+        """The last process of a model's instance."""
+        return [each for each in self.started if each.title.startswith(f"worker {name}.")][-1]
+
+
+def live(story: Callable[[], Awaitable[None]]) -> None:
+    """Run a story, which nothing may keep waiting."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await story()
+
+    asyncio.run(limited())
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Threads that read are waited for, too."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
+    """The unload waits until all know that its ensemble is gone; the load comes after it."""
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"])
+        await server.load("e")
+        server.known.clear()
+        unload = asyncio.ensure_future(server.unload("s"))
+        await turns()
+        load = asyncio.ensure_future(server.load("s"))
+        await turns()
+        assert not (unload.done() or load.done())
+        server.known.set()
+        await asyncio.gather(unload, load)
+        assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
+        await server.end()
+
+    live(story)
+
+
+def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
+    """Whoever waits for the load is answered."""
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"])
+        await server.load("s")
+        server.known.clear()
+        load = asyncio.ensure_future(server.load("e"))
+        await until(lambda: server.registry.model("e").serving)
+        unload = asyncio.ensure_future(server.unload("s"))
+        await turns()
+        server.known.set()
+        await unload
+        await asyncio.gather(load, return_exceptions=True)
+        await until(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
+        await server.end()
+
+    live(story)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
+    """Also when the earlier one has to wait for what it needs."""
+
+    async def story() -> None:
+        server = Server(s=[], t=[], e=["s"])
+        await server.load("e")
+        loading: list[Any] = []
+        if slow:
+            server.hanging = True
+            loading.append(asyncio.ensure_future(server.load("t")))
+            await until(lambda: any(each.title.startswith("worker t") for each in server.started))
+        loads = [
+            asyncio.ensure_future(server.load("e", ["t"], "first")),
+            asyncio.ensure_future(server.load("e", ["s"], "second")),
+        ]
+        await asyncio.sleep(0.05)
+        server.load_held()
+        await asyncio.gather(*loading, *loads)
+        assert server.note("e") == "second"
+        await server.end()
+
+    live(story)
+
+
+def test_an_override_survives_the_reload_of_a_step() -> None:
+    """An ensemble is loaded again as it was loaded, and not as its folder has it."""
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"])
+        await server.load("e", ["s"], "sent")
+        await server.load("s", [], "another")
+        assert server.note("e") == "sent"
+        await server.unload("s")
+        await server.load("s")
+        assert server.note("e") == "sent"
+        with pytest.raises(InvalidArgument):
+            await server.load("e", ["none"], "broken")
+        await server.load("s", [], "a third")
+        assert server.note("e") == "sent"
+        await server.load("e")
+        await server.load("s")
+        assert server.note("e") == ""
+        await server.end()
+
+    live(story)
+
+
+def test_circles_of_overrides_are_refused() -> None:
+    """What serves is what counts, whatever the folders have."""
+
+    async def story() -> None:
+        server = Server(s=[], a=["s"], b=["s"])
+        await server.load("b", ["a"], "on a")
+        with pytest.raises(InvalidArgument, match="a -> b -> a"):
+            await server.load("a", ["b"], "on b")
+        assert server.registry.all_ready()
+        await server.unload("a")
+        await until(lambda: server.state("b")[0] == "UNAVAILABLE")
+        await server.load("a")
+        assert server.state("b") == ("READY", "")
+        await server.end()
+
+    live(story)
+
+
+def test_generations_that_need_one_another_end() -> None:
+    """The old one of a, which is drained, needs b; the new one of b needs a."""
+
+    async def story() -> None:
+        server = Server(s=[], a=["b"], b=["s"])
+        await server.load("a")
+        server.draining = False  # the old ones stay
+        await server.load("a", ["s"], "on s")
+        await server.load("b", ["a"], "on a")
+        await server.unload("a")
+        assert [server.state(name)[0] for name in "ab"] == ["UNLOADING", "UNLOADING"]
+        await server.end()
+
+    live(story)
+
+
+def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"])
+        await server.load("e")
+        server.at_start = lambda child: child.kill()
+        server.worker("s").kill()
+        assert server.state("e") == ("LOADING", "a process that ended is started again")
+        await until(lambda: server.state("s")[0] == "UNAVAILABLE")
+        state, reason = server.state("e")
+        assert (state, reason.partition(":")[0]) == ("UNAVAILABLE", "model 's' failed")
+        server.at_start = lambda child: None
+        await server.load("s")
+        assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
+        await server.end()
+
+    live(story)
+
+
+def test_nothing_is_published_that_does_not_differ() -> None:
+    """Of two instances one dies and comes back: the model takes requests all the time."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        two = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
+        planner: Any = server.models._planner
+        planner._config = lambda name, override: ModelSpec.of(
+            {**CONFIG, "name": "s", "instance_group": [two]}
+        )
+        await server.load("s")
+        server.told.clear()
+        workers = [each for each in server.started if each.title.startswith("worker s.")]
+        workers[0].kill()
+        version = server.registry.model("s").serving["1"]
+        await until(
+            lambda: (
+                len(server.started) == 4 and all(s == "ready" for s in version.instances.states())
+            )
+        )
+        assert server.told == []
+        workers[1].kill()
+        server.worker("s").kill()
+        await until(lambda: version.ready)
+        published = [each.ready for each in server.told if isinstance(each, m.ModelPublished)]
+        assert published == [False, True]
+        await server.end()
+
+    live(story)
+
+
+def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the poller; one that the model itself refuses waits for another file."""
+    monkeypatch.setattr("shmserve.supervisor.models.poller._FIRST_PAUSE_S", 0.0)
+
+    async def story() -> None:
+        server = Server(s=[])
+        server.at_start = lambda child: child.kill()
+        with pytest.raises(InvalidArgument, match="ended while loading"):
+            await server.poller.follow("s", True)
+        server.at_start = lambda child: None
+        await server.poller.follow("s", True)
+        assert server.state("s") == ("READY", "")
+        before = len(server.started)
+        await server.poller.follow("s", True)
+        assert len(server.started) == before
+        assert server.poller._again == {}
+        await server.end()
+
+    live(story)
+
+
+def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> None:
+    """Its long life is told once: a device that is free again a second later costs no model."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        await server.load("s")
+        (instance,) = server.registry.model("s").serving["1"].instances._all
+        instance.ready_at -= 3600
+        backoff = MagicMock(**{"pause_s.return_value": 0.0})
+        instance.backoff = backoff
+        server.at_start = lambda child: child.kill()
+        server.worker("s").kill()
+        await until(lambda: server.state("s")[0] == "UNAVAILABLE")
+        first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
+        assert first >= 3600
+        assert others == [0.0] * 4
+        await server.end()
+
+    live(story)
+
+
+def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
+    """An ensemble that serves and whose step has been taken away is not ready, and says why."""
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"])
+        await server.load("e")
+        ensemble = server.registry.model("e").serving["1"]
+        server.registry.model("s").serving.clear()
+        with pytest.raises(Unavailable, match="model 's' is not available"):
+            await ensemble.until_ready()
+        await server.end()
+
+    live(story)
