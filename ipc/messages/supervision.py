@@ -97,7 +97,7 @@ class GatewayReady:
 
 @message
 class ModelPublished:
-    """A model version may be called (or `ready` changed). `endpoint` is its scheduler's; `latest`:
+    """A model version may be called, or is another by now. `endpoint` is its scheduler's; `latest`:
     serves a request without version.
 
     `acknowledge` > 0: say `Acknowledged` with it once this holds.
@@ -112,6 +112,16 @@ class ModelPublished:
     latest: bool
     load_seconds: float
     acknowledge: int
+
+
+@message
+class ReadinessChanged:
+    """A model version that was published takes requests at once now, or not any more; nothing else
+    of it has changed."""
+
+    name: str
+    version: str
+    ready: bool
 
 
 @message
