@@ -6,8 +6,8 @@ Its rooms:
     context.py          what an instance was started with, and the resources it has
     instance.py         its loop: wait, execute, report
     links/              to the scheduler that feeds it, and to the supervisor
-    batch/              requests unpacked, inputs gathered, run, outputs scattered
-    warmup.py           requests that an instance runs before it is ready
+    batch/              requests unpacked, inputs gathered, run, outputs scattered; those that an
+                        instance runs before it is ready
     model_view.py       what of that a model sees: its configuration, and what the server makes
     sequences/          control inputs of sequences, batches of their slots
     backends/           the contract of a backend, and the five there are

@@ -24,10 +24,10 @@ from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.batch.warmup import read, warm_up
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
-from shmserve.workers.warmup import read, warm_up
 
 logger = logging.getLogger(__name__)
 

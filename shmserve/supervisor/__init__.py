@@ -5,8 +5,8 @@ Its rooms:
     main.py             `shmserve serve`: the parts of a server, wired
     supervisor.py       its life: start, serve, drain, stop
     context.py          what the rooms below share
-    gateways.py         the gateway processes
-    workspace_holders.py    the processes that hold the workspaces of CUDA devices
+    kept/               processes that are always there: gateways, holders of workspaces on CUDA
+                        devices
     control_api.py      requests of gateways and models: load, register, log settings
     health.py           liveness, readiness, and who is told of them
     processes/          the process table, zygotes that fork, the control socket, backoff

@@ -30,11 +30,12 @@ from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
-from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.kept.gateways import Gateways
+from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -54,7 +55,6 @@ from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import ENDING, Supervisor
-from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from shmserve.ipc.messages.events import ProcessEnded
 from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
-from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.health import Health
 from shmserve.supervisor.host.console import StartupReport, model_table
 from shmserve.supervisor.host.listeners import Listeners
+from shmserve.supervisor.kept.gateways import Gateways
+from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
@@ -32,7 +33,6 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
-from shmserve.supervisor.workspace_holders import WorkspaceHolders
 
 logger = logging.getLogger(__name__)
 

@@ -229,7 +229,8 @@ class Worker(Process):
             place = places.get(name)
             if place is not None:
                 where = Place(place.memory, place.offset, len(output))
-                self._memory.write(where, output, self)
+                if self._up is not None and self._up.connected:  # or the place is another's by now
+                    self._memory.write(where, output, self)
             elif self.model.large and name == "OUT":
                 where = self.arena.place(output)
                 self._lent[where.offset] = work.client_pid

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from shmserve.supervisor.gateways import Gateways
 from shmserve.supervisor.host.listeners import Listeners
+from shmserve.supervisor.kept.gateways import Gateways
 from tests.rigs.process_rig import Processes, turns
 
 

@@ -17,8 +17,8 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router
+from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import Workspaces, hold
-from shmserve.supervisor.workspace_holders import WorkspaceHolders
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import FakeCuda
 from tests.rigs.process_rig import Made, Processes, turns

@@ -13,7 +13,7 @@ from shmserve.ipc.messages.start import WorkspaceStart, encode
 from shmserve.ipc.messages.supervision import WorkspaceAllocated
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.kept_processes import KeptProcess, KeptProcesses
+from shmserve.supervisor.kept.kept_processes import KeptProcess, KeptProcesses
 from shmserve.supervisor.processes.table import Child
 
 _ENTRY = "shmserve.supervisor.resources.workspaces:run"

@@ -16,7 +16,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.kept_processes import KeptProcess, KeptProcesses
+from shmserve.supervisor.kept.kept_processes import KeptProcess, KeptProcesses
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
