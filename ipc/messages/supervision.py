@@ -90,7 +90,8 @@ class Refused:
 
 @message
 class GatewayReady:
-    """The gateway accepts connections."""
+    """The gateway hears: tell it what there is. It accepts connections after the first
+    `HealthChanged`, which is the last of that."""
 
     pid: int
 
@@ -135,8 +136,8 @@ class ModelWithdrawn:
 
 @message
 class SchedulerLost:
-    """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
-    ModelPublished follows).
+    """The scheduler at `endpoint` answers no more: it has died, its model has moved, or its version
+    was replaced. Submit what it had again, to `successor` (a new ModelPublished follows).
 
     No successor: its version was retired, or no scheduler can be started now (said again then, and
     in the end with a successor). Gateways refuse what they have there; for workers, `FindModel`
@@ -353,7 +354,8 @@ class LoadFailed:
 
 @message
 class Attach:
-    """The scheduler died: offer yourself at this endpoint instead."""
+    """Another scheduler has the model, because the last one died or the model has moved: offer
+    yourself at this endpoint, and to no other any more."""
 
     endpoint: str
 
