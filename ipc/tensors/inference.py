@@ -112,7 +112,7 @@ class PackedTemplate:
         self.pieces.append(packer.bytes())
 
     def fill(self, datas: Iterable[bytes]) -> bytes:
-        """What is packed with these bytes of its inline tensors, in order."""
+        """The packed message with these bytes of its inline tensors, in order."""
         pieces: list[bytes] = []
         for piece, data in zip(self.pieces, datas, strict=False):
             pieces += (piece, data)

@@ -417,7 +417,7 @@ class Arrivals:
 
 
 class Load:
-    """How many rows come and how many are done, of an instance: averages of the last batches.
+    """The rates at which rows come and are done, of an instance: averages of the last batches.
 
     The number of instances is not told: it is taken for the most that were at work on average.
     """

@@ -37,8 +37,8 @@ class Status:
 
 
 class LoadSource(NamedTuple):
-    """What a load reads: a request's configuration and files, or the model's folder where there are
-    none."""
+    """The source of a load: a request's configuration and files, or the model's folder where there
+    are none."""
 
     config: str
     files: dict[str, bytes]
