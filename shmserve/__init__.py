@@ -10,7 +10,8 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
       batchers/           what runs next (dispatch.py)
       instances/          and where (pool.py); given to a worker (executions.py)
     workers               instance.py: wait, execute, report
-      batch/              unpack.py, gather.py -> backends/ call the model -> scatter.py
+      batch/              execute.py orders: unpack.py -> backends/ call the model -> scatter.py;
+                          backends that compute whole batches make them with gather.py
 
 A local client's request: client/session.py finds the server and client/connection.py talks to it
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
@@ -22,8 +23,8 @@ scheduler_process.py and instance_processes.py;
 rollout.py lets it serve and publishes it.
 
 A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
-starts another one with a backoff; scheduler/batchers/recovery.py decides which of its
-requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
+tells its scheduler and starts another one with a backoff; scheduler/batchers/recovery.py decides
+which of its requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
 what is loaded (models/), whose memory is registered (regions/), programs on this host

@@ -80,6 +80,7 @@ from shmserve.ipc.messages.supervision import (
     PoolNews,
     PoolRequest,
     ProcessExited,
+    ReadinessChanged,
     ReadyChecked,
     ResizeCache,
     SchedulerClosed,
@@ -100,8 +101,8 @@ SchedulerToWorker = (
     Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
-SupervisorToGateway = (
-    ModelPublished | Losses | RegionNews | HealthChanged | SetLogging | Answer | Ending
+SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
+    HealthChanged | SetLogging | Answer | Ending
 )
 GatewayToSupervisor = (
     GatewayReady | Acknowledged | Drained | RegionRequest | RegionUse | AdminRequest | AskReady

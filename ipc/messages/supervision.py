@@ -90,14 +90,15 @@ class Refused:
 
 @message
 class GatewayReady:
-    """The gateway accepts connections."""
+    """The gateway hears: tell it what there is. It accepts connections after the first
+    `HealthChanged`, which is the last of that."""
 
     pid: int
 
 
 @message
 class ModelPublished:
-    """A model version may be called (or `ready` changed). `endpoint` is its scheduler's; `latest`:
+    """A model version may be called, or is another by now. `endpoint` is its scheduler's; `latest`:
     serves a request without version.
 
     `acknowledge` > 0: say `Acknowledged` with it once this holds.
@@ -115,6 +116,16 @@ class ModelPublished:
 
 
 @message
+class ReadinessChanged:
+    """A model version that was published takes requests at once now, or not any more; nothing else
+    of it has changed."""
+
+    name: str
+    version: str
+    ready: bool
+
+
+@message
 class ModelWithdrawn:
     """A model version must not be called any more; requests in flight on it finish."""
 
@@ -125,8 +136,8 @@ class ModelWithdrawn:
 
 @message
 class SchedulerLost:
-    """The scheduler at `endpoint` is gone: submit what it had again, to `successor` (a new
-    ModelPublished follows).
+    """The scheduler at `endpoint` answers no more: it has died, its model has moved, or its version
+    was replaced. Submit what it had again, to `successor` (a new ModelPublished follows).
 
     No successor: its version was retired, or no scheduler can be started now (said again then, and
     in the end with a successor). Gateways refuse what they have there; for workers, `FindModel`
@@ -343,7 +354,8 @@ class LoadFailed:
 
 @message
 class Attach:
-    """The scheduler died: offer yourself at this endpoint instead."""
+    """Another scheduler has the model, because the last one died or the model has moved: offer
+    yourself at this endpoint, and to no other any more."""
 
     endpoint: str
 

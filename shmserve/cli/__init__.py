@@ -1,4 +1,10 @@
-"""The command line: `shmserve VERB ...`; each verb is a few lines that call a room."""
+"""The program `shmserve VERB ...`; each verb is a few lines that call a room.
+
+check.py             `shmserve check`
+client.py            `shmserve client infer`; client_tensors.py: what it reads and prints
+transports/          how that reaches a server: HTTP, gRPC, shared memory
+events.py            `shmserve events`
+"""
 
 from __future__ import annotations
 

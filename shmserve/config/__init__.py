@@ -1,1 +1,8 @@
-"""The command line: its flags, and the settings made of them."""
+"""The settings of a server, made of the flags of `shmserve serve`.
+
+options.py        the table of flags
+flag_values.py    values with a syntax of their own
+command_line.py   the parser, by that table
+server.py         the settings: frozen, checked
+grpc.py           those of the gRPC listener
+"""

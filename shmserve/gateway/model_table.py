@@ -81,6 +81,12 @@ class ModelTable:
             old.published = False
             old.scheduler.leave()
 
+    def set_ready(self, name: str, version: str, ready: bool) -> None:
+        """A version is ready now, or not any more; what was prepared of its requests stays."""
+        model = self._models.get(name, {}).get(version)
+        if model is not None:
+            model.ready = ready
+
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; what is in flight on it finishes."""
         versions = self._models.get(name, {})

@@ -151,6 +151,8 @@ class _Process:
             case m.ModelPublished():
                 gateway.models.publish(message)
                 self._acknowledge(message.acknowledge)
+            case m.ReadinessChanged(name, version, ready):
+                gateway.models.set_ready(name, version, ready)
             case m.ModelWithdrawn(name, version, acknowledge):
                 gateway.models.withdraw(name, version)
                 self._acknowledge(acknowledge)

@@ -1,4 +1,6 @@
-"""The supervisor's context: what its rooms share. Settings, zygotes, the control socket, tasks."""
+"""The objects that every part of the supervisor is given, in one record: the settings, the control
+socket, the zygotes that fork processes, shared resources, background tasks; and who is sent what.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ LOCAL_CLIENT = "local client"
 
 
 def _callers(news: Any) -> tuple[str, ...]:
-    """The roles that are sent a message besides local clients: an ensemble finishes what it has
-    begun with what is withdrawn."""
+    """The roles that are sent a message besides local clients. Ensembles hear of models that serve,
+    not of those that are withdrawn: they finish what they have begun there."""
     return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 

@@ -1,5 +1,7 @@
-"""A worker's link to the supervisor, shared by the loop and by models' requests to the control
-API."""
+"""A worker's link to the supervisor, shared by the loop and by models' requests to the control API;
+and where the loop waits (`SupervisorLink.wait`), for this socket, the scheduler's, and threads that
+wake it.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class OutputMemory:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._readers: Readers[int] = Readers()
-        self._fresh: dict[int, _Output] = {}  # by offset: of what is not returned yet
+        self._fresh: dict[int, _Output] = {}  # by offset: of responses that are still to be sent
         self._held: dict[int, int] = {}  # by reader: bytes
         self._reserved: dict[int, _Output] = {}  # by address: blocks that a model computes in
         self._exited: set[int] = set()  # readers, of which the scheduler may not know yet
@@ -69,7 +69,7 @@ class OutputMemory:
 
     def reserve(self, reader: int, byte_size: int) -> memoryview:
         """The bytes of a block in which an output is to be computed; `claim` finds it then, and
-        what nobody claims is free again when the batch is returned. Raises as `allocate`."""
+        what nobody claims is free again when the batch is handed over. Raises as `allocate`."""
         place, view = self.allocate(reader, byte_size)
         self._reserved[address_of(view)] = self._fresh[place.offset]
         return view
@@ -114,7 +114,8 @@ class OutputMemory:
         self.take_back([at for at, output in self._fresh.items() if output.reader == reader])
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """Take back what was allocated there since the last time: it is not to be returned."""
+        """Take back what was allocated there for responses that are still to be sent: they will not
+        have it."""
         for offset in offsets:
             output = self._fresh.pop(offset, None)
             if output is not None:
@@ -132,11 +133,11 @@ class OutputMemory:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether anything was allocated since the last time that responses were delivered."""
+        """Whether anything was allocated for responses that are still to be sent."""
         return bool(self._fresh)
 
     def delivered(self) -> int:
-        """Hand what was allocated since the last time to its readers; returns its bytes."""
+        """The responses are sent: lend what was allocated for them to its readers; its bytes."""
         if not self._fresh:
             return 0
         for output in self._reserved.values():
@@ -151,7 +152,7 @@ class OutputMemory:
         return byte_size
 
     def undelivered(self) -> int:
-        """Free what was allocated since the last time, which nobody will know of; 0 bytes."""
+        """The responses did not leave: free what was allocated for them; 0 bytes are lent."""
         self._reserved.clear()
         self.take_back(list(self._fresh))
         return 0

@@ -1,5 +1,7 @@
-"""The table of RPCs, and the dispatch of every call: look up, authorise, handle, errors mapped to a
-status."""
+"""The table of RPCs, and the dispatch of the calls that grpc.aio accepts: look up, authorise,
+handle, errors mapped to a status. Most inferences do not come this way: infer_calls.py takes them
+from gRPC's core, and authorises them itself.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._handlers[HEALTH_WATCH] = grpc.stream_stream_rpc_method_handler(self._watch)
 
     def service(self, call: grpc.HandlerCallDetails) -> Any:
-        """The handler for a call, None for an unknown method; every call passes here."""
+        """The handler for a call, or one that refuses it; None for an unknown method. Calls of the
+        methods that are registered with gRPC's core (direct_unary.py) do not pass here."""
         handler = self._handlers.get(call.method)
         if handler is None:
             return None

@@ -101,7 +101,8 @@ _NO_ROUTE: Match = (Route("", "", "", _not_found), ())
 
 
 def authorise(route: Route, request: HttpRequest) -> None:
-    """Decide whether this request may use this API; every route passes here.
+    """Decide whether this request may use this API, whatever the route. One whose head is that of
+    the request before it on its connection is not asked again (`HttpRequest.match`).
 
     Another site's page in the user's browser may not: it could send such a POST unasked. What else
     is refused says common/access/auth_tokens.py.

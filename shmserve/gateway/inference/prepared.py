@@ -1,4 +1,5 @@
-"""Built requests, and prepared ones: templates, as prepared statements are for a database.
+"""Requests that are ready to be submitted, and templates of them for requests with the same header,
+as prepared statements are for a database.
 
 Programs send the same header again and again with other numbers behind it. A header that came
 before needs no parsing, checking and placing: only the tensors' bytes are new.
@@ -39,7 +40,8 @@ class BuiltRequest:
     templates: TemplateCache[Any] | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
-        """Make it, which repeats another one, the request that says this."""
+        """Give it its own id and place in a sequence. What else it says it has from an earlier
+        request, whose header was the same but for these."""
         if not identity.is_of(self.infer_request):
             self.infer_request = self.infer_request.identified(identity)
 

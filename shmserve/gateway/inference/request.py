@@ -76,7 +76,7 @@ class InferRequest:
     empty_final: bool = False
 
     def identified(self, identity: RequestIdentity) -> InferRequest:
-        """The same as another request."""
+        """A copy with another id and place in a sequence."""
         return InferRequest(
             identity.request_id,
             self.inputs,

@@ -1,9 +1,9 @@
-"""Recovery from workers that died, passed the limit or talked nonsense: which of their requests run
-again, and which fail.
+"""Recovery from workers that died, executed for longer than the limit, or returned a batch that
+they were not given: which of their requests run again, and which fail.
 
 A request runs again, once and alone, where it is an idempotent retry: its worker died while it ran,
-nobody has heard of it since, and its dispatcher knows nothing against it. One that has had a
-response, or was open after `execute`, fails.
+no response of it has left, and its dispatcher allows it (a sequence loses its state with its
+worker). One that has had a response, or was open after `execute`, fails.
 """
 
 from __future__ import annotations

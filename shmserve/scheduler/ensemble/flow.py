@@ -59,8 +59,8 @@ class Plan:
         self.responses_follow = max(origins[output] for output in self.outputs)
         self.uses = {tensor: self._uses(tensor) for tensor in origins}
         self.devices = self._devices(needed, graph.conditions, models)
-        # How the requests of steps are prepared, for whoever does that: while a plan holds, so do
-        # the models that it was made for.
+        # Kept by steps/submission.py: the forms of the steps' requests, which hold as long as the
+        # plan, because the models of the steps are the same.
         self.forms: dict[Any, Any] = {}
 
     def _devices(

@@ -78,10 +78,11 @@ class Host:
             touched.clear()
             for scheduler in schedulers:
                 scheduler.tick(time.monotonic_ns())
+            # Before the others have their turns: a worker may wait for its next batch.
+            for scheduler in schedulers:
+                scheduler.flush()
             self._neighbours.deliver()
-        # Those first that the others have given something to do.
-        for scheduler in reversed(turned):
-            scheduler.flush()
+        for scheduler in turned:
             if scheduler.stopped:
                 self._schedulers.remove(scheduler)
                 scheduler.close()

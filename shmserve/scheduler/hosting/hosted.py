@@ -1,4 +1,5 @@
-"""A scheduler as its process hosts it: its sockets, its front and its core.
+"""One scheduler of a host process: it opens the sockets, hands what comes there to its front and
+its core, and sends what these have posted.
 
     control          the supervisor's messages         ─┐
     clients          gateways, workers, ensembles       ├─> front ──> core
@@ -60,9 +61,9 @@ class Parts(NamedTuple):
 
 
 class HostedScheduler(ABC):
-    """One scheduler, among those that are to have a turn (`touched`) once something has come. As of
-    its last one: `wake_ns`, when it wants another (monotonic ns), and how many requests are `live`,
-    which have not ended."""
+    """One scheduler. When something has come for it, it enters itself in `touched`, and its host
+    gives it a turn. As of its last turn: `wake_ns`, when it wants another (monotonic ns), and how
+    many requests are `live`, which have not ended."""
 
     allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
 

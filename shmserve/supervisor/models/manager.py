@@ -1,4 +1,5 @@
-"""The model manager: start-up, load, reload without downtime, unload; serialised for each name.
+"""The model manager: start-up, load, reload without downtime, unload; for each name in the order in
+which they are asked for.
 
 load:    what it needs (dependencies) -> itself (model_loader) -> the ensembles that need it
 unload:  cancel what is loading -> withdraw from the gateways -> drain -> stop

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -151,11 +151,15 @@ class Rollout:
         if model.serving.get(version.spec.version) is version:
             news = self._registry.publication(model, version, 0)
             sent = self._published.get((news.name, news.version))
-            if news != sent:
-                # Ensembles are many, and it is nothing to them whether a model is ready.
+            if sent is None or news != replace(sent, ready=news.ready):
+                # Ensembles are many, and want to know where a model is, and no more.
                 moved = sent is None or sent.endpoint != news.endpoint
                 self._context.tell(news, ensembles=moved)
-                self._published[news.name, news.version] = news
+            elif news.ready != sent.ready:
+                # Alone, so that no gateway forgets the requests that it has prepared.
+                ready = m.ReadinessChanged(news.name, news.version, news.ready)
+                self._context.broadcast(ready, "gateway")
+            self._published[news.name, news.version] = news
             self._steps_changed(model)
             self._on_change()
 

@@ -65,3 +65,18 @@ def test_names_of_models_that_were_withdrawn_are_forgotten() -> None:
     models.withdraw("simple", "1")
     models.publish(published(link))
     assert "simple" not in models._withdrawn
+
+
+def test_readiness_changes_nothing_else() -> None:
+    """A worker that dies costs no gateway what it has prepared."""
+    link = Link()
+    models = ModelTable(cast("RequestDispatcher", link))
+    models.publish(published(link))
+    model = models.resolve("simple", "")
+    for ready in (False, True):
+        models.set_ready("simple", "1", ready)
+        assert models.resolve("simple", "1") is model
+        assert model.ready is ready
+    models.set_ready("simple", "2", False)
+    models.set_ready("other", "1", False)
+    assert model.ready

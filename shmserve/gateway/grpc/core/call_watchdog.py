@@ -1,4 +1,5 @@
-"""The calls in progress: which clients keep them waiting, and which connections have any.
+"""The calls in progress, and the watch over those that wait for their clients: one whose request
+does not come is ended, the connection of one whose response is not taken is shut.
 
 gRPC says nothing of a message before all of it is here, or gone. So a call that waits for its
 request, or for its client to take the response, is judged by its connection: as long as that moves

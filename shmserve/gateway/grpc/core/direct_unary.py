@@ -1,4 +1,5 @@
-"""Calls of one method with one request and one response, served without a task.
+"""Calls taken from gRPC's core instead of grpc.aio (`Acceptor`), and those with one request and one
+response served without a task (`DirectUnaryCall`); direct_stream.py has the others.
 
 For every call grpc.aio has three tasks, four futures and a few more turns of the loop, and asks the
 core for the next call only when one has come. The inference call is too frequent for that: here

@@ -1,4 +1,5 @@
-"""The cache of prepared HTTP requests, by a fingerprint: the text without the tensors' values.
+"""The cache of prepared HTTP requests. The key of one is its fingerprint: its text without the
+values of its tensors, its id and its place in a sequence.
 
 Programs send the same request again and again with other numbers in it. Of one with binary tensors
 the JSON header is the same each time. Of one in JSON it is the text without its numbers:
@@ -41,8 +42,8 @@ _NOWHERE = b'"sequence_id":0'
 
 
 def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
-    """A header without what it alone says, and that; as it is, and None, where it says nothing, or
-    in other words."""
+    """Cut id and place in a sequence out of a header: what is left of it, and these. The header as
+    it is, and None, where it has neither, or not as clients write them."""
     if len(header) > LONGEST_TEXT:
         return header, None
     request_id = ""

@@ -1,12 +1,11 @@
 """One loaded model version: its scheduler and its instances (of an ensemble: the models of its
-steps); started, watched, restarted, drained,
-stopped.
+steps); started, watched, restarted, drained, stopped.
 
 start:           worker 0 completes the configuration -> scheduler -> all workers load -> READY
-worker dies:     its scheduler is told at once, it starts again with backoff (instances)
+worker dies:     its scheduler is told at once, it starts again with backoff (instance_processes.py)
 reload:          where only its instances differ, some are added and others retire
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
-                 had (fail_over)
+                 had (fail_over.py)
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
                  and exit (all their memory comes back) -> scheduler ends
 """
