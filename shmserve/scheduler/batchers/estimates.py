@@ -351,7 +351,7 @@ class _Level:
 
 
 class Arrivals:
-    """When the next request is to be expected. Events are arrivals and the ends of batches; `here`
+    """Times of the next requests, as expected. Events are arrivals and the ends of batches; `here`
     is how many requests are not done after one, `soon_ns` how soon is soon.
 
     Clients that wait for a response send their next request when they have it. So requests come in
@@ -417,7 +417,7 @@ class Arrivals:
 
 
 class Load:
-    """The rates at which rows come and are done, of an instance: averages of the last batches.
+    """The rows that come and those that are done, of an instance: averages of the last batches.
 
     The number of instances is not told: it is taken for the most that were at work on average.
     """

@@ -1,4 +1,4 @@
-"""Trials: sizes that the adaptive batcher tries in order to learn, and what that may cost (pure).
+"""Trials of the adaptive batcher, by which it learns, and their price (pure).
 
 The target allows one request in a hundred to miss it, and a fifth of these misses may be spent on
 trials: an account has what has been earned and not spent. So a trial is made where it costs nothing
@@ -141,7 +141,7 @@ class Ways:
 
 @record
 class Moment:
-    """The stake of a trial: how long the oldest request has left, and how much longer those that
+    """The stakes of a trial: how long the oldest request has left, and how much longer those that
     come now could wait; what a row takes at best, how many come in a ns, and how many there are at
     most. Of one instance. `needed`: what is known does not do what comes.
     """
@@ -155,7 +155,7 @@ class Moment:
 
 
 class Sizes:
-    """When a size is tried, and its price.
+    """The trials of sizes: when one is made, and its price.
 
     One that takes longer than it is worth delays all that come until the instance has caught up, so
     what is late for it are its own requests, where it takes longer than they have left, and those
