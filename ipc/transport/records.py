@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -23,16 +24,16 @@ def record(cls: type[T]) -> type[T]:
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
-class Document:
+class Document(ABC):
     """Base of records that are sent as the document which they were decoded from: `source`."""
 
     __slots__ = ()
     source: dict[str, Any]
 
     @classmethod
+    @abstractmethod
     def of(cls, source: Mapping[str, Any]) -> Self:
         """The record of a document; raises TypeError, ValueError and the like for another one."""
-        raise NotImplementedError
 
 
 class MalformedMessage(Exception):

@@ -45,6 +45,28 @@ def plan(version: str = "1") -> VersionSpec:
     return VersionSpec("m", version, folder, folder, ModelSpec.of(CONFIG), ModelSpec.of)
 
 
+class ToldProcesses:
+    """The processes of a server with one gateway; what that is told, and the workers, is kept."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.workers: list[Any] = []
+
+    def pids(self, *roles: str) -> list[int]:
+        """Those with these roles."""
+        return [7] if roles == ("gateway",) else []
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """To the workers."""
+        assert roles == ("worker",)
+        self.workers.append(message)
+
+    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+        """To the gateway, which knows it at once."""
+        assert roles == ("gateway",)
+        self.told.append(make(1))
+
+
 class Made(Child):
     """A process that dies when it is killed."""
 

@@ -153,13 +153,14 @@ class ModelManager:
             # Others may go on with what it needs when nobody waits for it here any more.
             await self._unless(given_up, self._dependencies.satisfy(model.name, source))
             await self._loader.load(model, source, given_up)
-        except ShmserveError:
+        except BaseException:
             if model.serving:
                 model.source = last
                 self._dependencies.set_needs(model.name, needs)
             raise
-        if not self._dependencies.needs(model.name):
-            model.source = FOLDER  # nothing has it loaded again: its files are not kept
+        finally:
+            if not self._dependencies.needs(model.name):
+                model.source = FOLDER  # nothing has it loaded again: its files are not kept
         return before != self._registry.configurations(model.name)
 
     async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:

@@ -34,7 +34,7 @@ class Poller:
     _models: ModelManager
     # Names, and whether they are there.
     _busy: set[tuple[str, bool]] = field(init=False, default_factory=set)
-    # By name: when what failed may be tried again, and how long after the last time that is.
+    # By name: when what failed may be tried again, and how long to wait after that.
     _again: dict[str, tuple[float, float]] = field(init=False, default_factory=dict)
 
     async def run(self) -> None:
@@ -79,12 +79,11 @@ class Poller:
                 await self._models.unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
+        again_at, pause_s = self._again.get(name, (0.0, _FIRST_PAUSE_S))
         if model is None or model.fingerprint != fingerprint:  # one that failed, too
             pause_s = _FIRST_PAUSE_S
-        elif model.may_pass and time.monotonic() >= self._again[name][0]:
-            pause_s = min(2 * self._again[name][1], _LONGEST_PAUSE_S)
-        else:
+        elif not model.may_pass or time.monotonic() < again_at:
             return
-        self._again[name] = time.monotonic() + pause_s, pause_s
+        self._again[name] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
         await self._models.load(name)
-        del self._again[name]
+        self._again.pop(name, None)

@@ -6,9 +6,8 @@ import asyncio
 import gc
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import posix_ipc
 import pytest
@@ -19,6 +18,7 @@ from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionW
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
+from tests.rigs.process_rig import ToldProcesses
 
 KEY = f"/test-{os.getpid()}-regions"
 ME = Peer(os.getuid(), tuple(os.getgroups()))
@@ -34,29 +34,17 @@ POLICY = ShmPolicy(
 )
 
 
-class Office:
+class Office(ToldProcesses):
     """A registry with one gateway, whose messages are written down."""
 
     def __init__(self, policy: ShmPolicy = POLICY, devices: int = 0) -> None:
-        self.told: list[Any] = []
-        self.workers: list[Any] = []
+        super().__init__()
         handles = HandleCheck(devices, lambda _: [], lambda *_: None) if devices else None
         self.registry = RegionRegistry(
             self,
             RegionOpener(policy, handles),
             lambda event: None,
         )
-
-    def pids(self, *roles: str) -> list[int]:
-        return [7] if roles == ("gateway",) else []
-
-    def broadcast(self, message: Any, *roles: str) -> None:
-        assert roles == ("worker",)
-        self.workers.append(message)
-
-    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        assert roles == ("gateway",)
-        self.told.append(make(1))
 
 
 def make_object(size: int = 8192) -> None:

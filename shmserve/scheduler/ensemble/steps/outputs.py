@@ -9,6 +9,7 @@ the ensemble's client has yet to read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
@@ -121,7 +122,7 @@ class StepOutputs:
             return tensor, block
         self._memory.hold(data)
         if step.firing.step.outputs.get(tensor.name) not in step.request.plan.outputs:
-            return tensor, Holding(lambda: self._let_go(step.endpoint, data))
+            return tensor, Holding(partial(self._let_go, step.endpoint, data))
         try:
             block = self._memory.copy(data)
         except ShmserveError:

@@ -153,6 +153,13 @@ async def until(holds: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def as_far_as_they_come() -> None:
+    """Let all that waits for nobody go on, by way of threads, too."""
+    for _ in range(50):
+        await asyncio.to_thread(len, "")
+        await turns()
+
+
 def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
     """The unload waits until all know that its ensemble is gone; the load comes after it."""
 
@@ -209,7 +216,7 @@ def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
         ]
-        await asyncio.sleep(0.05)
+        await as_far_as_they_come()
         server.load_held()
         await asyncio.gather(*loading, *loads)
         assert server.note("e") == "second"
@@ -347,6 +354,13 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         before = len(server.started)
         await server.poller.follow("s", True)
         assert len(server.started) == before
+        server.at_start = lambda child: child.kill()
+        with pytest.raises(InvalidArgument, match="ended while loading"):
+            await server.load("s", [], "by a request")
+        server.registry.model("s").serving.clear()
+        server.at_start = lambda child: None
+        await server.poller.follow("s", True)
+        assert server.state("s") == ("READY", "")
         assert server.poller._again == {}
         await server.end()
 

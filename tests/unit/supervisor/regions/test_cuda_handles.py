@@ -38,6 +38,7 @@ from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
+from tests.rigs.process_rig import ToldProcesses
 from tests.support.wire.raw_http import in_region, json_input, shm_input
 
 HANDLE = bytes(range(64))
@@ -56,12 +57,11 @@ def b64(raw: bytes) -> str:
 # --- the registry
 
 
-class Office:
+class Office(ToldProcesses):
     """A registry with one gateway; what it says and asks is written down."""
 
     def __init__(self, devices: int = 2, fault: ShmserveError | None = None) -> None:
-        self.told: list[Any] = []
-        self.workers: list[Any] = []
+        super().__init__()
         self.checked: list[Memory] = []
         self.fault = fault
         self.withdrawn: asyncio.Queue[str] = asyncio.Queue()
@@ -78,16 +78,8 @@ class Office:
         if self.fault is not None:
             raise self.fault
 
-    def pids(self, *roles: str) -> list[int]:
-        return [7] if roles == ("gateway",) else []
-
-    def broadcast(self, message: Any, *roles: str) -> None:
-        assert roles == ("worker",)
-        self.workers.append(message)
-
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        assert roles == ("gateway",)
-        self.told.append(make(1))
+        await super().publish(make, *roles)
         if isinstance(self.told[-1], m.RegionWithdrawn):
             self.withdrawn.put_nowait(self.told[-1].name)
 
