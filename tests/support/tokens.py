@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from types import FrameType
 
 from shmserve.ipc.memory import lent
 
 LOST: list[str] = []  # where each was dropped
-_OURS = ("/shmserve/", "/ipc/", "/workers/")
+_ROOT = Path(__file__).parents[2]  # which may have any name, and packages of others below it
+OURS = tuple(f"{_ROOT / room}/" for room in ("shmserve", "ipc", "workers"))
 _collecting: list[str] = []
 
 
@@ -17,8 +19,7 @@ def _server_frames() -> list[FrameType]:
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(3)  # not ours, nor lent.py's
     while frame is not None:
-        name = frame.f_code.co_filename
-        if any(part in name for part in _OURS) and "/tests/" not in name:
+        if frame.f_code.co_filename.startswith(OURS):
             found.append(frame)
         frame = frame.f_back
     return found

@@ -549,7 +549,9 @@ def test_a_callback_for_which_no_channel_is_left_is_refused_and_waits_for_nothin
             except BaseException as error:
                 outcome.set_exception(error)
 
-        client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(callback)
+        # What is answered before it has its callback calls that in this thread, which may wait.
+        client.infer_async("gated", _value(client, 1)).add_done_callback(callback)
+        gated.gate.next().release()
         error = outcome.exception(10)
         assert isinstance(error, shmserve.client.Unavailable) and "infer_async" in str(error)
         assert client.infer("simple", INPUT0=A, INPUT1=A)["OUTPUT0"].shape == (1, 16)
@@ -560,8 +562,9 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
 ) -> None:
     monkeypatch.setattr("shmserve.client.sync._MOST_CHANNELS", 0)
     with shmserve.client.connect(gated.run_dir) as client:
-        stream = client.stream("gated", _value(client, 1))
+        first = client.infer_async("gated", _value(client, 0))
         visit = gated.gate.next()
+        stream = client.stream("gated", _value(client, 1))
         outcome: concurrent.futures.Future[object] = concurrent.futures.Future()
 
         def callback(_: object) -> None:
@@ -570,11 +573,10 @@ def test_a_stream_of_another_thread_is_not_waited_for_in_a_callback(
             except BaseException as error:
                 outcome.set_exception(error)
 
-        client.infer_async("simple", INPUT0=A, INPUT1=A).add_done_callback(callback)
-        try:
-            assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
-        finally:
-            visit.release()
+        first.add_done_callback(callback)
+        visit.release()
+        assert isinstance(outcome.exception(10), shmserve.client.Unavailable)
+        gated.gate.next().release()
         assert next(stream)["OUTPUT0"].flat[0] == 1
 
 

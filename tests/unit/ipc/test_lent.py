@@ -83,7 +83,7 @@ def test_a_token_that_is_dropped_unsettled_is_told_of() -> None:
     readers.lend(READER, 0, Holding(lambda: None))
     readers._lent.clear()  # the test's own doing
     assert tokens.LOST == []
-    source = compile("def drop(make): make()", "/shmserve/somewhere.py", "exec")
+    source = compile("def drop(make): make()", tokens.OURS[0] + "somewhere.py", "exec")
     there: dict[str, object] = {}
     exec(source, there)
     there["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
