@@ -60,6 +60,7 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     rig.finish("b", runs["b"])
     failed = only(rig.told(), m.Failed)
     assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
+    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
     assert rig.runs() == {}
 
 
