@@ -44,7 +44,7 @@ class WorkerInstance:
         self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(signature, context, backend.strict_outputs)
+        scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
         failures = Failures(context)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
         padding = signature.padding
