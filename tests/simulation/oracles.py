@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from shmserve.ipc.inflight import ENDED
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.settings import Settings
@@ -60,10 +61,12 @@ class Request:
 
 
 class Ledger:
-    """All requests of a run, by their uid."""
+    """All requests of a run, by their uid. `unloaded`: the names of models that nobody has served
+    for a while."""
 
     def __init__(self, world: World) -> None:
         self.requests: dict[str, Request] = {}
+        self.unloaded: set[str] = set()
         self.endings: Counter[str] = Counter()
         self._world = world
 
@@ -82,6 +85,9 @@ class Ledger:
         kind = type(message).__name__
         if isinstance(message, m.Failed) or (isinstance(message, m.Responded) and message.code):
             kind = message.code
+            names = {request.model.name, *(step.name for step in request.model.steps)}
+            if ENDED in message.message and not names & self.unloaded:
+                request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 
     def freed(self, request: Request) -> None:

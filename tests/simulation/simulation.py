@@ -185,9 +185,10 @@ class Simulation:
         self.supervisor.load(model)
 
     def _reconfigure(self) -> None:
-        used = {step.name for model in self.models for step in model.steps}
-        model = self._random.choice([each for each in self.models if each.name not in used])
+        """Unload a model for a while, that of a step among them."""
+        model = self._random.choice(self.models)
         self.world.fault("unload", model.name)
+        self.ledger.unloaded.add(model.name)
         self.supervisor.unload(model)
         self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
 
