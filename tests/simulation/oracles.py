@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
 
 from shmserve.ipc.inflight import ENDED
@@ -204,6 +205,7 @@ class SchedulerTrace:
         self.batches[peer, message.batch] = message
         units = 0
         shapes = set()
+        began: list[Entry] = []
         for work in message.requests:
             entry = self.by_uid.get((work.client_pid, work.request_id))
             if entry is None or entry.ended:
@@ -216,10 +218,36 @@ class SchedulerTrace:
             units += entry.submit.batch_size or 1
             entry.begun += 1
             entry.at = peer
-        if len(shapes) > 1:
+            began.append(entry)
+        if self.settings.padding is not None:
+            self._pads([entry.submit for entry in began])
+        elif len(shapes) > 1:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
             self._fail(f"a batch of {units} begins, of at most {self.model.batches}")
+
+    def _pads(self, batch: list[m.Submit]) -> None:
+        """A batch whose requests are padded to the same length begins."""
+        assert self.settings.padding is not None
+        pad = self.settings.padding.pads["IN"]
+        rest = {submit.shape_key[:-8] for submit in batch}
+        lengths = [int.from_bytes(submit.shape_key[-8:], "little") for submit in batch]
+        rows = [submit.batch_size for submit in batch]
+
+        def padded(length: int) -> int | None:
+            fit = [size for (size,) in pad.buckets if size >= length]
+            return min(fit, default=None) if pad.buckets else length
+
+        longest = padded(max(lengths))
+        if len(batch) > 1 and (longest is None or len(rest) > 1):
+            self._fail(f"a batch begins with the lengths {lengths} and the shapes {rest}")
+        total = sum(rows) * (longest or max(lengths))
+        true = sum(map(mul, rows, lengths))
+        apart = sum(map(mul, rows, (padded(length) or length for length in lengths)))
+        if total > apart and total - true > pad.max_waste * total:
+            self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
+        self.counted["elements"] += total
+        self.counted["padding"] += total - true
 
     def _may_begin(self, entry: Entry) -> None:
         uid = entry.submit.request_id
@@ -334,6 +362,9 @@ class SchedulerTrace:
             "executions": report["execution_count"],
             "inferences": report["inference_count"],
         }
+        if self.settings.padding is not None:
+            padding = report["shmserve"]["padding"].get("IN", (0, 0))
+            found["elements"], found["padding"] = padding
         for name, value in found.items():
             if name == "failed" and self.model.decoupled:
                 continue

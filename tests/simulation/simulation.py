@@ -92,6 +92,10 @@ class Simulation:
         content = b"x%d" % random.getrandbits(40)
         if model.cache_byte_size:
             content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
+        shape_key = random.choice((b"", b"", b"", b"s"))
+        if model.padding is not None:
+            content = content.ljust(random.randint(1, 100), b"_")
+            shape_key = model.padding.key(shape_key, {"IN": (len(content),)})
         pending = client.submit(
             model,
             content.ljust(model.input_byte_size, b"_"),
@@ -99,7 +103,7 @@ class Simulation:
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
             priority=random.randint(0, 3),
-            shape_key=random.choice((b"", b"", b"", b"s")),
+            shape_key=shape_key,
         )
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
