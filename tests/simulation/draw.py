@@ -149,6 +149,14 @@ def _sequences(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **behaviour)
 
 
+def _iterative(random: Random, name: str) -> Model:
+    model = _sequences(random, name)
+    model.config["sequence_batching"]["iterative_sequence"] = True
+    if random.random() < 0.4:
+        model.config["model_transaction_policy"] = {"decoupled": True}
+    return model
+
+
 def _decoupled(random: Random, name: str) -> Model:
     config = _config(name, random.choice((0, 4)), model_transaction_policy={"decoupled": True})
     if random.random() < 0.5:
@@ -208,6 +216,7 @@ _DRAWN = {
     "queue": _queue,
     "ordered": _ordered,
     "sequences": _sequences,
+    "iterative": _iterative,
     "decoupled": _decoupled,
     "cached": _cached,
     "limited": _limited,

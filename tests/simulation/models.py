@@ -54,6 +54,16 @@ class Model:
         return "sequence_batching" in self.config
 
     @property
+    def iterative(self) -> bool:
+        """Whether each of its requests is a sequence, which it asks for again and again."""
+        return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
+
+    @staticmethod
+    def rounds(content: bytes) -> int:
+        """How often an iterative one runs a request with this input."""
+        return 1 + content[-1] % 4
+
+    @property
     def decoupled(self) -> bool:
         """Whether it gives any number of responses."""
         policy = self.config.get("model_transaction_policy") or {}

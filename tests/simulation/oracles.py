@@ -23,7 +23,8 @@ from tests.simulation.world import Violation, World
 class Request:
     """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
     behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
-    input any more."""
+    input any more. `expected` of a decoupled model: how many `responses` it is to have, where one
+    of them has said so."""
 
     uid: str
     model: Model
@@ -36,13 +37,18 @@ class Request:
     ending: Any = None
     freed: bool = False
     responses: int = 0
+    expected: int = 0
     client: Any = None
 
     def made_of(self, made: bytes, number: int) -> bytes:
         """What the response with this number must be made of, if it is `made` of that; raises
         Violation for a state that its sequence cannot have."""
         if self.model.decoupled:
-            return b"%s#%d/%s" % (self.content, number, made.rpartition(b"/")[2])
+            self.expected = int(made.rpartition(b"/")[2])
+            return b"%s#%d/%d" % (self.content, number, self.expected)
+        if self.model.iterative:
+            rounds = range(self.model.rounds(self.content))
+            return self.content + b"".join(b".%d" % each for each in rounds)
         if self.step < 0:
             return self.content
         steps = made[len(self.content) :].split(b".")[1:]
@@ -82,6 +88,7 @@ class Ledger:
         if isinstance(message, m.Responded) and not message.final:
             request.responses += 1
             return
+        request.responses += bool(getattr(message, "body", b""))
         request.ending = message
         kind = type(message).__name__
         if isinstance(message, m.Failed) or (isinstance(message, m.Responded) and message.code):
@@ -96,6 +103,13 @@ class Ledger:
         if request.freed:
             request.fail("its memory was given back twice")
         request.freed = True
+
+    def check_complete(self) -> None:
+        """Decoupled models have given all responses to who has ended well."""
+        for each in self.requests.values():
+            well = isinstance(each.ending, m.Responded) and not each.ending.code
+            if well and not each.cancelled and each.responses < each.expected:
+                each.fail(f"has {each.responses} responses of {each.expected}")
 
     def open(self) -> list[Request]:
         """Those of living clients whose memory is not back, or that somebody still waits for."""

@@ -86,7 +86,7 @@ class Simulation:
         client, random = self._client(), self._random
         if client is None:
             return
-        if model.sequences:
+        if model.sequences and not model.iterative:
             self._submit_step(client, model, [], random.randint(1, 6), "")
             return
         content = b"x%d" % random.getrandbits(40)
@@ -99,14 +99,22 @@ class Simulation:
         pending = client.submit(
             model,
             content.ljust(model.input_byte_size, b"_"),
-            units=random.randint(1, 2),
+            units=1 if model.iterative else random.randint(1, 2),
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
             priority=random.randint(0, 3),
             shape_key=shape_key,
+            **(self._own_sequence() if model.iterative else {}),
         )
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+
+    def _own_sequence(self) -> dict[str, int]:
+        """Some clients name the sequence that a request of an iterative model is."""
+        if self._random.random() < 0.5:
+            return {}
+        self._sequences += 1
+        return {"correlation_id": self._sequences, "flags": SEQUENCE_START}
 
     def _submit_step(
         self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
@@ -233,7 +241,8 @@ class Simulation:
         world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
         for request in self.ledger.open():
             request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
-        world.run(world.now_ns + 2 * SECOND)  # for what is released late
+        world.run(world.now_ns + 2 * SECOND)  # for what is read and released late
+        self.ledger.check_complete()
 
     def _is_over(self) -> bool:
         return not self.world.events % 64 and not self.ledger.open()
