@@ -150,6 +150,7 @@ class SchedulerTrace:
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    retiring: set[bytes] = field(default_factory=set)
     counted: Counter[str] = field(default_factory=Counter)
 
     def _fail(self, text: str) -> None:
@@ -217,6 +218,8 @@ class SchedulerTrace:
     def executes(self, peer: bytes, message: m.Execute) -> None:
         """A batch begins."""
         self.batches[peer, message.batch] = message
+        if peer in self.retiring and not self.model.sequences:
+            self._fail(f"a batch begins at {peer!r}, which is to retire")
         units = 0
         shapes = set()
         began: list[Entry] = []

@@ -109,7 +109,7 @@ class Simulation:
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
 
-    def _own_sequence(self) -> dict[str, int]:
+    def _own_sequence(self) -> dict[str, Any]:
         """Some clients name the sequence that a request of an iterative model is."""
         if self._random.random() < 0.5:
             return {}
@@ -162,6 +162,7 @@ class Simulation:
             self._kill_client: 1,
             self._reload: 1,
             self._reconfigure: 1,
+            self._rescale: 4,
             self._stall: 6,
             self._fill: 3,
             self._jump: 2,
@@ -203,6 +204,18 @@ class Simulation:
         self.ledger.unloaded.add(model.name)
         self.supervisor.unload(model)
         self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
+
+    def _rescale(self) -> None:
+        """Change the number of instances of what serves."""
+        versions = [v for v in self.supervisor.serving.values() if not v.model.steps]
+        if versions:
+            version = self._random.choice(versions)
+            if len(version.indices) < 2 or (len(version.indices) < 4 and self.world.chance(0.5)):
+                self.world.fault("instance added", version.model.name)
+                self.supervisor.add_instance(version)
+            else:
+                self.world.fault("instance retired", version.model.name)
+                self.supervisor.retire_instance(version, self._random.choice([*version.indices]))
 
     def _stall(self) -> None:
         links = self.supervisor.links()
@@ -259,6 +272,12 @@ class Simulation:
             for where, size, bound in cores.tables(scheduler.hosted):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")
+            idle = scheduler.hosted.instances.get("idle", 0)
+            if not idle == sum(scheduler.hosted.instances.values()) == len(version.indices):
+                raise Violation(
+                    f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
+                    f"{scheduler.hosted.instances}"
+                )
             for worker in version.workers.values():
                 if worker.slots:
                     raise Violation(f"{worker} has the states {worker.slots} of ended sequences")

@@ -53,6 +53,7 @@ class Worker(Process):
         self.version = version
         self.index = index
         self.loaded = False
+        self.ends = False  # because it was told to
         self.arena = memory.arena(self, model.arena_byte_size)
         self._memory = memory
         self._inbox: deque[Any] = deque()
@@ -67,6 +68,11 @@ class Worker(Process):
         self.slots: dict[int, bytes] = {}  # the states of sequences
         self._host: SchedulerProcess | None = None
         self._up: Link | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has requests, or states of sequences."""
+        return bool(self._running or self._batches or self._streams or self.slots)
 
     # --- messages ---------------------------------------------------------------------------------
 
