@@ -70,7 +70,7 @@ class ModelLoader:
             if not model.serving and (model.status or self._planner.has(name)):
                 reason = IN_SEVERAL if ambiguous else error.message
                 model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
-                self._on_change()
+                self._rollout.publish(model)
             raise
 
     async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:

@@ -14,7 +14,7 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.publications import Audience, Publications
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION, ModelFolder
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, StepModel
 from shmserve.supervisor.processes.table import Child
@@ -292,7 +292,12 @@ class ModelRegistry:
     def publish(self, audience: Audience, model: ModelEntry) -> None:
         """Have everybody know what serves of a model, where that differs from what they know."""
         published = {number: _publication(model, each) for number, each in model.shown.items()}
-        self.publications.update(audience, model.name, published, model.status.keys() - {""})
+        absent = [
+            number
+            for number, status in model.status.items()
+            if number or status.reason.endswith(NO_VERSION)
+        ]
+        self.publications.update(audience, model.name, published, absent)
 
 
 def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
