@@ -200,18 +200,14 @@ class SchedulerProcess(Process):
             self.world.note("supervisor", "->", self.title, message)
             if isinstance(message, supervision.ProcessExited):
                 for peer in list(self._workers.links):
-                    if peer.endswith(b".%d" % message.pid):
+                    if peer.endswith(b".%d" % message.process):
                         self.trace.lost(peer)
                         del self._workers.links[peer]
-            elif isinstance(message, supervision.InstanceExited):
-                for peer in self._workers.links:
-                    if peer.startswith(b"%d." % message.index):
-                        self.trace.lost(peer)
             elif isinstance(message, supervision.Stop):
                 self.trace.stopped()
             self.hosted.front.from_control(message, self.world.now_ns)
             if isinstance(message, supervision.ProcessExited):
-                self.trace.process_exited(message.pid)
+                self.trace.process_exited(message.process)
         self.turn()
 
     # --- turns ------------------------------------------------------------------------------------

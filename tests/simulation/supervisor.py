@@ -200,7 +200,7 @@ class Supervisor(Process):
         """The scheduler hears of each, and ends last."""
         if scheduler.alive:
             for worker in version.workers.values():
-                self.tell(scheduler, supervision.ProcessExited(worker.pid))
+                self.tell(scheduler, supervision.ProcessExited(worker.pid, ""))
             self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
@@ -295,15 +295,13 @@ class Supervisor(Process):
             for index, worker in list(version.workers.items()):
                 if worker is process:
                     del version.workers[index]
-                    self.tell(version.scheduler, supervision.InstanceExited(index, "signal 9"))
                     self._restart(version, index)
-        self._broadcast(supervision.ProcessExited(process.pid))
+        self._broadcast(supervision.ProcessExited(process.pid, "signal 9"))
         if isinstance(process, Worker):
             self.world.after(SECOND // 20, self.world.free_pid, process.pid)
 
     def _restart(self, version: Version, index: int) -> None:
         pause_ns = self.world.between(100 * US, 20 * MS)
-        self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
         self.world.after(pause_ns, self._start_worker, version, index)
 
     def _scheduler_died(self, version: Version) -> None:

@@ -70,7 +70,6 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     registry = ModelRegistry()
     nobody = MagicMock()
     made = ModelManager(processes.context, planner, registry, nobody)
-    processes.on_end = registry.process_exited
     return made, Poller(processes.context, planner, registry, made)
 
 
