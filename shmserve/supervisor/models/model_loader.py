@@ -16,7 +16,7 @@ from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.registry import LoadSource, ModelEntry, ModelRegistry, Status
-from shmserve.supervisor.models.repository import IN_SEVERAL
+from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION
 from shmserve.supervisor.models.rollout import Rollout, load_failed
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, VersionSpec
@@ -71,6 +71,8 @@ class ModelLoader:
             if not model.serving and (model.status or self._planner.has(name)):
                 reason = IN_SEVERAL if ambiguous else error.message
                 model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
+                if reason.endswith(NO_VERSION):
+                    self._context.tell(m.ModelWithdrawn(name, "", 0))
                 self._on_change()
             raise
 

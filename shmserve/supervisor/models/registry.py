@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION, ModelFolder
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, StepModel
 
@@ -276,8 +276,10 @@ class ModelRegistry:
     def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
         """The messages that bring a new gateway up to date."""
         for model in self._models.values():
-            for number in model.status.keys() - model.serving.keys() - {""}:
-                yield m.ModelWithdrawn(model.name, number, 0)
+            for number, status in model.status.items():
+                known = number or status.reason.endswith(NO_VERSION)
+                if known and number not in model.serving:
+                    yield m.ModelWithdrawn(model.name, number, 0)
             for version in model.serving.values():
                 yield self.publication(model, version, 0)
 

@@ -56,6 +56,16 @@ def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_reque
     assert rig.report()["shmserve"]["malformed"] == 1
 
 
+def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
+    """An ensemble adds up the times of its steps."""
+    rig, peer, _, key = started()
+    rig.pass_time(3 * MS)
+    rig.respond(peer, key, b"", final=True)
+    (end,) = rig.answers()
+    assert isinstance(end, m.Responded)
+    assert (end.input_ns, end.infer_ns, end.output_ns) == (0, 3 * MS, 0)
+
+
 def test_an_end_may_come_alone_and_without_any_response() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key, b"", final=True)
