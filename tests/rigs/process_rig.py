@@ -75,13 +75,10 @@ class ToldProcesses:
 class Made(Child):
     """A process that dies when it is killed."""
 
-    on_end: Callable[[Child], None]
-
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """It ends, and that is known at once."""
         if self.alive:
             self.exited.set_result(f"signal {int(signal_number)}")
-            self.on_end(self)
 
 
 class Processes:
@@ -99,7 +96,6 @@ class Processes:
         self.draining = True
         self._held: list[Address] = []
         self.acknowledgements = Acknowledgements()
-        self.on_end: Callable[[Child], None] = lambda child: None
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
         folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
@@ -124,7 +120,6 @@ class Processes:
         """As a zygote does."""
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
-        child.on_end = lambda child: self.on_end(child)
         self.started.append(child)
         first = m.HostReady if "scheduler" in entry else m.WorkerStarted
         loop.call_soon(self._dispatch, child.pid, first(child.pid))

@@ -27,6 +27,7 @@ from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.local_clients import (
     Hello,
+    OwnerExited,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -172,6 +173,8 @@ def _for_local_clients(message: Any) -> Any:
             return m.SchedulerLost(
                 endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)
             )
+        case m.ProcessExited(process):
+            return OwnerExited(process)
         case _:
             return message
 

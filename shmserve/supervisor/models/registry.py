@@ -17,7 +17,6 @@ from shmserve.supervisor.models.publications import Audience, Publications
 from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION, ModelFolder
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, StepModel
-from shmserve.supervisor.processes.table import Child
 
 UNLOADED = "unloaded"
 _RESTARTING = "a process that ended is started again"
@@ -163,11 +162,6 @@ class ModelRegistry:
         for version in versions:
             self._live.discard(version)
             version.ended.set()
-
-    def process_exited(self, child: Child) -> None:
-        """Pass the end of a process on to its version."""
-        for version in self._live:
-            version.instances.process_exited(child)
 
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""

@@ -140,11 +140,14 @@ class ControlSocket:
         sends them that may."""
         self._services.update(dict.fromkeys(kinds, handler))
 
-    def dismiss(self, pid: int) -> None:
-        """The process is gone; what it had sent, why it ends for one, is handled first."""
+    def dismiss(self, pid: int) -> str:
+        """The process is gone; what it had sent, why it ends for one, is handled first. Its role,
+        empty where it had none yet."""
         self.receive_all()
+        peer = self._enrolled.get(pid)
         for address in [each for each in self._enrolled if pid_of(each) == pid]:
             self.withdraw(address)
+        return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
         """Route nothing more from or to an address."""

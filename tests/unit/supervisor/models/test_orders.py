@@ -108,7 +108,6 @@ class Server(Processes):
         parts = (self.context, planner, self.registry)
         self.models = ModelManager(*parts, MagicMock())
         self.poller = Poller(*parts, self.models)
-        self.on_end = self.registry.process_exited
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """As the supervisor's socket does."""
@@ -302,6 +301,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
         await server.load("e")
         server.at_start = lambda child: child.kill()
         server.worker("s").kill()
+        await turns(1)
         assert server.state("e") == ("LOADING", "a process that ended is started again")
         await until(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
@@ -337,6 +337,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         assert server.told == []
         workers[1].kill()
         server.worker("s").kill()
+        await turns(1)
         await until(lambda: version.ready)
         assert server.told == [
             m.ReadinessChanged("s", "1", False),
