@@ -21,7 +21,7 @@ from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import read_json
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.repository import CONFIG_FILE, NO_VERSION
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class LoadPlanner:
                 name,
             )
         if not versions:
-            raise Internal(f"failed to load '{name}', no version is available")
+            raise Internal(f"failed to load '{name}', {NO_VERSION}")
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")

@@ -25,6 +25,7 @@ from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, rea
 CONFIG_FILE = "config.pbtxt"
 _NAMED_CONFIGS = "configs"
 IN_SEVERAL = "model appears in two or more repositories"
+NO_VERSION = "no version is available"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
 _NO_MODEL = (".", "__", "lost+found")  # how the names of other folders begin

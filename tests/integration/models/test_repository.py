@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import Load
-from tests.support.servers import Server, running
+from tests.support.servers import Server, running, wait_gone
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -254,9 +254,26 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
         server.discard()
 
 
+def assert_versionless(server: Server) -> None:
+    """Of the folders without any version only one is a model."""
+    unknown = "Request for unknown model: "
+    with server.http() as http:
+        for path, text in (
+            ("versionless", "'versionless' has no available versions"),
+            ("versionless/versions/1", "'versionless' version 1 is not found"),
+            ("unreadable", "'unreadable' is not found"),
+            ("unreadable/versions/1", "'unreadable' is not found"),
+        ):
+            reply = http.get(f"/v2/models/{path}")
+            assert (reply.status, reply.error) == (404, unknown + text)
+
+
 def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
     rewrite(repository, BROKEN)
+    for name in ("versionless", "unreadable"):
+        shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
+    (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
     server = Server([repository], ["--exit-on-error=false"])
     try:
         server.wait_ready("/v2/models/identity/ready")
@@ -278,6 +295,11 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
                 reply.error
                 == "Request for unknown model: 'constant' version 1 is not at ready state"
             )
+        assert_versionless(server)
+        gateway = server.one("gateway http 0")
+        gateway.kill()
+        assert wait_gone(gateway, 5)
+        assert_versionless(server)
     finally:
         server.stop()
 
