@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -9,12 +10,10 @@ from typing import Any
 from shmserve.ipc.messages.start import SchedulingLimits
 from tests.simulation.models import IN, OUT, WHO, Model
 
-KINDS = ("plain", "dynamic", "queue", "ordered", "sequences", "decoupled", "cached", "limited")
-
 
 def draw_models(random: Random) -> list[Model]:
     """One to three models of different kinds."""
-    kinds = random.sample(KINDS, random.randint(1, min(3, len(KINDS))))
+    kinds = random.sample(list(_DRAWN), random.randint(1, 3))
     models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
         steps = [_step(random, f"s{number}") for number in range(random.randint(2, 3))]
@@ -96,6 +95,13 @@ def _dynamic(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
+def _padded(random: Random, name: str) -> Model:
+    model = _dynamic(random, name)
+    padding = {"buckets": random.choice(([], [[20], [40], [80]])), "max_waste": random.random()}
+    model.config["parameters"]["padding"] = {"string_value": json.dumps({"IN": padding})}
+    return model
+
+
 def _queue(random: Random, name: str) -> Model:
     policy = {
         "timeout_action": random.choice(("REJECT", "DELAY")),
@@ -141,6 +147,14 @@ def _sequences(random: Random, name: str) -> Model:
     config = _config(name, random.choice((0, 4)), sequence_batching=batching)
     behaviour = {**_behaviour(random), "errs": 0.0}
     return Model(name, config, _limits(random), **behaviour)
+
+
+def _iterative(random: Random, name: str) -> Model:
+    model = _sequences(random, name)
+    model.config["sequence_batching"]["iterative_sequence"] = True
+    if random.random() < 0.4:
+        model.config["model_transaction_policy"] = {"decoupled": True}
+    return model
 
 
 def _decoupled(random: Random, name: str) -> Model:
@@ -198,9 +212,11 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
 _DRAWN = {
     "plain": _plain,
     "dynamic": _dynamic,
+    "padded": _padded,
     "queue": _queue,
     "ordered": _ordered,
     "sequences": _sequences,
+    "iterative": _iterative,
     "decoupled": _decoupled,
     "cached": _cached,
     "limited": _limited,

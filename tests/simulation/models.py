@@ -8,9 +8,12 @@ alone: all outputs of a response are of one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.padding import Padding
 
 IN = {"name": "IN", "data_type": "TYPE_UINT8", "dims": [-1]}
 OUT = {"name": "OUT", "data_type": "TYPE_UINT8", "dims": [-1]}
@@ -51,6 +54,16 @@ class Model:
         return "sequence_batching" in self.config
 
     @property
+    def iterative(self) -> bool:
+        """Whether each of its requests is a sequence, which it asks for again and again."""
+        return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
+
+    @staticmethod
+    def rounds(content: bytes) -> int:
+        """How often an iterative one runs a request with this input."""
+        return 1 + content[-1] % 4
+
+    @property
     def decoupled(self) -> bool:
         """Whether it gives any number of responses."""
         policy = self.config.get("model_transaction_policy") or {}
@@ -66,6 +79,11 @@ class Model:
     def limited(self) -> bool:
         """Whether its instances execute with a ticket only."""
         return self.limits.rate_limited
+
+    @cached_property
+    def padding(self) -> Padding | None:
+        """Which of its requests of unequal lengths may share a batch; None: none."""
+        return ModelSpec.of(self.config).padding
 
     @property
     def cache_byte_size(self) -> int:
