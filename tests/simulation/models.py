@@ -29,8 +29,9 @@ class Model:
     `compute_us`: the least and the most that a batch takes; `large`: its outputs lie in the arena
     of its worker; `errs`: how likely it is to fail a request; `most_responses` of a decoupled one.
     A model that `joins` reads IN2, too, if it is there; one that `gates` gives GO, a condition. The
-    step of an ensemble with this number has the `condition`, -1: none has. Models of one `group` are scheduled in one
-    process. `input_byte_size`: that of each request of an ensemble whose tensors have fixed sizes.
+    step of an ensemble with the number `condition` has one; -1: none has. Models of one `group` are
+    scheduled in one process. `input_byte_size`: that of each request of an ensemble whose tensors
+    have fixed sizes.
     """
 
     name: str
@@ -140,8 +141,8 @@ class Model:
             if made is None:
                 continue  # it did not run
             data, _, tag = made.rpartition(b"|")
-            name, _, version = tag.partition(b".")
-            if name != step.name.encode() or ("WHO" in maps["output_map"] and version != who):
+            maker, _, version = tag.partition(b".")
+            if maker != step.name.encode() or ("WHO" in maps["output_map"] and version != who):
                 return None
             if step.decoupled:
                 data, sign, number = data.rpartition(b"#")
