@@ -107,7 +107,7 @@ class WorkerInstance:
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.drop(memory_id)
-            case ProcessExited(pid=pid):
+            case ProcessExited(process=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
                     self._memory.exited(pid)

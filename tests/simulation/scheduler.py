@@ -205,25 +205,20 @@ class SchedulerProcess(Process):
             self.world.note("supervisor", "->", self.title, message)
             if isinstance(message, supervision.ProcessExited):
                 for peer in list(self._workers.links):
-                    if peer.endswith(b".%d" % message.pid):
+                    if peer.endswith(b".%d" % message.process):
                         self.trace.lost(peer)
                         del self._workers.links[peer]
-            elif isinstance(message, supervision.InstanceExited):
-                for peer in self._peers_of(message.index):
-                    self.trace.lost(peer)
             elif isinstance(message, supervision.InstanceExpected):
-                self.trace.retiring.discard(b"%d.%d" % (message.index, message.pid))
+                self.trace.retiring.discard(b"%d.%d" % (message.index, message.process))
             elif isinstance(message, supervision.RetireInstance):
-                self.trace.retiring.update(self._peers_of(message.index))
+                peers = [p for p in self._workers.links if p.startswith(b"%d." % message.index)]
+                self.trace.retiring.update(peers)
             elif isinstance(message, supervision.Stop):
                 self.trace.stopped()
             self.hosted.front.from_control(message, self.world.now_ns)
             if isinstance(message, supervision.ProcessExited):
-                self.trace.process_exited(message.pid)
+                self.trace.process_exited(message.process)
         self.turn()
-
-    def _peers_of(self, index: int) -> list[bytes]:
-        return [peer for peer in self._workers.links if peer.startswith(b"%d." % index)]
 
     # --- turns ------------------------------------------------------------------------------------
 

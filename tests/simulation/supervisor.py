@@ -124,7 +124,6 @@ class Supervisor(Process):
                     scheduler.to_worker(worker).drain()
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
-                    worker.ends = True
                     self._end(worker)
             case supervision.Drained():
                 if version.retiring:
@@ -236,7 +235,7 @@ class Supervisor(Process):
         """The scheduler hears of each, and ends last."""
         if scheduler.alive:
             for worker in version.workers.values():
-                self.tell(scheduler, supervision.ProcessExited(worker.pid))
+                self.tell(scheduler, supervision.ProcessExited(worker.pid, ""))
             self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
@@ -330,21 +329,17 @@ class Supervisor(Process):
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:
-                    if not worker.ends:
-                        exited = supervision.InstanceExited(index, "signal 9")
-                        self.tell(version.scheduler, exited)
                     if index in version.leaving:
                         self._ended(version, index)
                     else:
                         del version.workers[index]
                         self._restart(version, index)
-        self._broadcast(supervision.ProcessExited(process.pid))
+        self._broadcast(supervision.ProcessExited(process.pid, "signal 9"))
         if isinstance(process, Worker):
             self.world.after(SECOND // 20, self.world.free_pid, process.pid)
 
     def _restart(self, version: Version, index: int) -> None:
         pause_ns = self.world.between(100 * US, 20 * MS)
-        self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
         self.world.after(pause_ns, self._start_worker, version, index)
 
     def _scheduler_died(self, version: Version) -> None:
@@ -360,7 +355,6 @@ class Supervisor(Process):
         lost = version.endpoint
         self._start_scheduler(version)
         for index in version.leaving:  # what they run, runs elsewhere
-            version.workers[index].ends = True
             self._end(version.workers[index])
         for index in version.indices:
             worker = version.workers.get(index)

@@ -53,7 +53,6 @@ class Worker(Process):
         self.version = version
         self.index = index
         self.loaded = False
-        self.ends = False  # because it was told to
         self.arena = memory.arena(self, model.arena_byte_size)
         self._memory = memory
         self._inbox: deque[Any] = deque()
@@ -91,9 +90,9 @@ class Worker(Process):
                 if host is self._host and self._up is not None and self._up.connected:
                     self._hear(words)
             else:
-                self._dead.add(message.pid)
+                self._dead.add(message.process)
                 if self._up is None or not self._up.connected:
-                    self._drop(message.pid)
+                    self._drop(message.process)
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:

@@ -207,7 +207,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._targets.publish(message)
         self._planner.plan()
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._live.now_ns = now_ns
         self._memory.process_exited(pid)
         self._memory.lent.drop_reader(pid)

@@ -230,7 +230,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
-    router.post(peer, m.ProcessExited(1))
+    router.post(peer, m.ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage")]))
     router.flush()
     worker.batches = 1

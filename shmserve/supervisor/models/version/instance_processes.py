@@ -184,6 +184,7 @@ class Instances:
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
         instance.child = child
+        child.exited.add_done_callback(lambda _: self._exited(instance, child))
 
         def receive(message: Any) -> None:
             if instance.child is child and not instance.inbox.full():
@@ -227,7 +228,7 @@ class Instances:
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _announce(self, instance: Instance) -> None:
-        """Tell the scheduler of an instance, and which process it is once that is known."""
+        """Tell the scheduler to expect an instance, and which process once that is known."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.tell(m.InstanceExpected(instance.index, pid))
 
@@ -297,15 +298,15 @@ class Instances:
         """Tell a scheduler that was started with the processes `known` what happened since, and
         what it should expect."""
         for pid in set(known) - set(self.pids()):
-            self._scheduler.tell(m.ProcessExited(pid))
+            self._scheduler.tell(m.ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
                 # What it runs, nobody waits for: it runs elsewhere.
                 self._context.background(self._end(instance))
-            elif instance.state not in (InstanceState.FAILED, InstanceState.STOPPED):
+            elif instance.state is InstanceState.FAILED:
+                self._tell_gone(instance)
+            elif instance.state is not InstanceState.STOPPED:
                 self._announce(instance)
-        if self.failure:
-            self._tell_pool_failed()
 
     def attach(self) -> None:
         """Have every instance that is ready offer itself to the scheduler that serves now."""
@@ -328,14 +329,10 @@ class Instances:
             # The dump is written by the dying process itself; give it a moment, not more.
             asyncio.get_running_loop().call_later(0.1, child.kill)
 
-    def process_exited(self, child: Child) -> None:
-        """Start the instance again whose process has ended, if it was one of these."""
-        for instance in self._all[:]:
-            if instance.child is child:
-                self._exited(instance, child)
-
     def _exited(self, instance: Instance, child: Child) -> None:
-        reason = child.exited.result()
+        """Start an instance again whose process has ended; its scheduler has been told."""
+        if instance.child is not child or instance not in self._all:
+            return
         before = instance.state
         instance.transition("exited")
         if self._lifetime.stopping:
@@ -346,8 +343,7 @@ class Instances:
         if before not in (InstanceState.READY, InstanceState.RETIRING):
             return  # whoever stops or starts it sees it end
         instance.child = None
-        logger.error("%s ended (%s)", child.title, reason)
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
             self._context.background(self._restart(instance))
@@ -360,7 +356,6 @@ class Instances:
         while self._wanted(instance):
             pause = instance.backoff.pause_s(lived_s)
             lived_s = 0.0  # of what does not load
-            self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)
             if not self._wanted(instance):
@@ -393,15 +388,14 @@ class Instances:
         logger.error(
             "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
         )
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        self._tell_gone(instance)
         if all(other.state in _DOWN for other in self._all):
             self.failure = reason
-            self._tell_pool_failed()
         self._on_change()
 
-    def _tell_pool_failed(self) -> None:
+    def _tell_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: no instance could be started"
-        self._scheduler.tell(m.PoolFailed(reason))
+        self._scheduler.tell(m.InstanceGone(instance.index, reason))
 
     # --- end
 

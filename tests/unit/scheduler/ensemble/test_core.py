@@ -193,7 +193,7 @@ def test_what_waits_for_room_is_bounded() -> None:
 def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.control_says(ProcessExited(7000))  # the gateway
+    rig.control_says(ProcessExited(7000, ""))  # the gateway
     rig.submit()
     assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
 
@@ -252,7 +252,7 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     (output,) = unpack_inference(first.work).outputs
     assert output.place is not None
     rig.step_says("a", m.Finished(first.id, placed(output.place)))
-    rig.control_says(ProcessExited(7000))
+    rig.control_says(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
 
