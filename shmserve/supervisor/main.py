@@ -240,6 +240,7 @@ def _context(
             capabilities,
             memory,
             snapshot.for_local_client,
+            control.acknowledgements,
             partial(_local_client_left, control, memory),
         ),
         events=events,

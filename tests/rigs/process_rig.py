@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import MagicMock
 
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
@@ -22,7 +22,12 @@ from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
+from shmserve.supervisor.processes.control_socket import (
+    Acknowledgements,
+    Address,
+    SchedulerAddress,
+    pid_of,
+)
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
@@ -91,6 +96,7 @@ class Processes:
         self.hanging = False
         self.draining = True
         self._held: list[Address] = []
+        self.acknowledgements = Acknowledgements()
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
         folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
@@ -102,7 +108,7 @@ class Processes:
             worker_zygote=fake,
             capabilities=capabilities,
             logging=LogControl(fake, LogSettings()),
-            local_clients=MagicMock(publish=AsyncMock()),
+            local_clients=MagicMock(**{"numbers.return_value": []}),
             events=EventPublisher(),
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, lambda pid, message: None),
@@ -172,8 +178,9 @@ class Processes:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody is told."""
 
-    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         """It is known everywhere."""
+        return self.acknowledgements.begin(())
 
     async def end(self) -> None:
         """Nothing goes on."""
