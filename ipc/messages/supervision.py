@@ -309,9 +309,11 @@ class BaseCounters:
 
 @message
 class WorkerStarted:
-    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`)."""
+    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`). On SIGUSR2 it appends
+    the stacks of its threads to what it has open as `stacks_fd`."""
 
     pid: int
+    stacks_fd: int = -1
 
 
 @message
