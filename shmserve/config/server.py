@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from shmserve.config.flag_values import (
     MetricsConfig,
     Resources,
     cache_byte_size,
+    header_pattern,
     parse_metrics_config,
     parse_resources,
     workspace_byte_sizes,
@@ -152,8 +152,8 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             parsed.repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
-        http_header_forward_pattern=_pattern(value, "http-header-forward-pattern"),
-        grpc_header_forward_pattern=_pattern(value, "grpc-header-forward-pattern"),
+        http_header_forward_pattern=header_pattern(value, "http-header-forward-pattern"),
+        grpc_header_forward_pattern=header_pattern(value, "grpc-header-forward-pattern"),
         shm=_shm_policy(value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
@@ -204,15 +204,6 @@ def _config_name(name: str) -> str:
     if "/" in name or "\0" in name:
         raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
     return name
-
-
-def _pattern(value: Mapping[str, Any], flag: str) -> str:
-    pattern: str = value[flag] or ""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidArgument(f"--{flag}: '{pattern}' is no regular expression: {error}") from None
-    return pattern
 
 
 def _tokens(file: str | None) -> Tokens:
