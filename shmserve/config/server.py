@@ -132,7 +132,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         model_files=tuple(files),
         load_models=_load_models(parsed),
         repository_poll_s=value["repository-poll-secs"],
-        auto_complete=not value["disable-auto-complete-config"],
+        auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=_config_name(value["model-config-name"] or ""),
         backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
         model_defaults=ModelDefaults(
