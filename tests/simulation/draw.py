@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from shmserve.ipc.messages.start import SchedulingLimits
-from tests.simulation.models import IN, OUT, WHO, Model
+from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
 
 def draw_models(random: Random) -> list[Model]:
@@ -16,7 +16,7 @@ def draw_models(random: Random) -> list[Model]:
     kinds = random.sample(list(_DRAWN), random.randint(1, 3))
     models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
-        steps = [_step(random, f"s{number}") for number in range(random.randint(2, 3))]
+        steps = [_step(random, f"s{number}") for number in range(random.randint(2, 4))]
         return [*models[:1], *steps, _ensemble(random, "e", steps)]
     return models
 
@@ -31,19 +31,22 @@ def share_process(models: list[Model]) -> None:
 def fix_sizes(models: list[Model], byte_size: int) -> None:
     """Give the tensors of an ensemble fixed sizes: then they lie in its own memory."""
     for model in models:
-        if model.steps:
-            model.input_byte_size = size = byte_size
-            for step in model.steps:
-                tag = len(step.made(b"", "000")[0])
-                step.config.update(_tensors(size, size + tag))
-                size += tag
-            model.config.update(_tensors(byte_size, size))
+        if model.steps and not model.decoupled and model.condition < 0:
+            model.input_byte_size = byte_size
+            sizes = {"IN": byte_size}
+            for step, maps in zip(model.steps, model.maps, strict=True):
+                given = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
+                read = bytes(given[0]) if len(given) == 1 else joined(*map(bytes, given))
+                made = sizes[maps["output_map"]["OUT"]] = len(step.made(read, "000")[0])
+                step.config.update(_tensors(given, made))
+            model.config.update(_tensors([byte_size], made))
 
 
-def _tensors(given: int, made: int) -> dict[str, Any]:
+def _tensors(given: list[int], made: int) -> dict[str, Any]:
     """Inputs and outputs of these sizes."""
+    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), given, strict=False)]
     outputs = [{**OUT, "dims": [made]}, {**WHO, "dims": [len("000")]}]
-    return {"input": [{**IN, "dims": [given]}], "output": outputs}
+    return {"input": inputs, "output": outputs}
 
 
 def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
@@ -189,15 +192,24 @@ def _step(random: Random, name: str) -> Model:
 
 
 def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
-    """A chain: each step reads what the one before it has made."""
+    """A chain, where each step reads what the one before it has made, or a diamond, where the last
+    joins what the two before it have; a step may be decoupled, and a later one have a condition."""
+    last = len(steps) - 1
+    inputs = [{"IN": f"T{number - 1}" if number else "IN"} for number in range(last + 1)]
+    if last >= 2 and random.random() < 0.5:
+        inputs[last - 1] = inputs[last - 2]
+        inputs[last] = {"IN": f"T{last - 2}", "IN2": f"T{last - 1}"}
+        steps[last].joins = True
+        optional = random.random() < 0.5
+        steps[last].config["input"] = [IN, {**IN2, "optional": optional}]
     scheduling = [
         {
             "model_name": step.name,
             "model_version": -1,
-            "input_map": {"IN": f"T{number - 1}" if number else "IN"},
+            "input_map": reads,
             "output_map": {"OUT": f"T{number}"},
         }
-        for number, step in enumerate(steps)
+        for number, (step, reads) in enumerate(zip(steps, inputs, strict=True))
     ]
     scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
     most = random.choice((0, 2))
@@ -206,7 +218,32 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
     )
     if random.random() < 0.2:
         config["response_cache"] = {"enable": True, "byte_size": 100_000}
-    return Model(name, config, _limits(random), instances=0, steps=tuple(steps))
+    model = Model(name, config, _limits(random), instances=0, steps=tuple(steps))
+    if random.random() < 0.3:
+        _make_decoupled(random, model, steps[max(0, last - 2)])
+    if random.random() < 0.4:
+        _set_condition(random, model, last - random.randint(0, min(1, last - 1)))
+    return model
+
+
+def _make_decoupled(random: Random, ensemble: Model, step: Model) -> None:
+    for model in (ensemble, step):
+        model.config["model_transaction_policy"] = {"decoupled": True}
+        model.config.pop("response_cache", None)
+    step.most_responses = random.choice((2, 5, 60))
+
+
+def _set_condition(random: Random, ensemble: Model, number: int) -> None:
+    """A step runs if the client, or the first step, says so."""
+    ensemble.condition = number
+    ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
+    first = ensemble.steps[0]
+    if first.decoupled or random.random() < 0.5:
+        ensemble.config["input"] = [IN, GO]
+    else:
+        first.gates = True
+        first.config["output"] = [OUT, WHO, GO]
+        ensemble.maps[0]["output_map"]["GO"] = "GO"
 
 
 _DRAWN = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import Any
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import ENDED
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.peercred_router import first_number
@@ -38,13 +39,36 @@ class Request:
     freed: bool = False
     responses: int = 0
     expected: int = 0
+    seen: set[int] = field(default_factory=set)
     client: Any = None
+
+    def is_skipped(self, outputs: dict[str, bytes]) -> bool:
+        """Whether a response has no outputs, because of a condition; raises Violation where a step
+        has run that should not, or has not that should."""
+        model = self.model
+        lacking = model.lacks(self.content)
+        if bool(outputs) == (len(model.steps) - 1 in lacking):
+            self.fail(f"has the outputs {outputs}, and no steps {lacking}")
+        for number in lacking if outputs else ():
+            if b"|%s." % model.steps[number].name.encode() in outputs["OUT"]:
+                self.fail(f"has the outputs {outputs}, and no steps {lacking}")
+        if outputs and not lacking:
+            for step in model.steps:
+                if b"|%s." % step.name.encode() not in outputs["OUT"]:
+                    self.fail(f"has the outputs {outputs}, and all steps")
+        return not outputs
 
     def made_of(self, made: bytes, number: int) -> bytes:
         """What the response with this number must be made of, if it is `made` of that; raises
         Violation for a state that its sequence cannot have."""
         if self.model.decoupled:
-            self.expected = int(made.rpartition(b"/")[2])
+            which, _, count = made.rpartition(b"#")[2].partition(b"/")
+            if self.model.steps:  # whose further steps overtake one another
+                number = int(which)
+                if number in self.seen:
+                    self.fail(f"has response {number} twice")
+            self.seen.add(number)
+            self.expected = int(count)
             return b"%s#%d/%d" % (self.content, number, self.expected)
         if self.model.iterative:
             rounds = range(self.model.rounds(self.content))
@@ -93,6 +117,8 @@ class Ledger:
         kind = type(message).__name__
         if isinstance(message, m.Failed) or (isinstance(message, m.Responded) and message.code):
             kind = message.code
+            if request.model.steps and kind == InvalidArgument.code:
+                request.fail(f"told {message}, and its tensors are in order")
             names = {request.model.name, *(step.name for step in request.model.steps)}
             if ENDED in message.message and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
@@ -145,7 +171,7 @@ class SchedulerTrace:
     settings: Settings
     title: str
     entries: dict[tuple[bytes, int], Entry] = field(default_factory=dict)
-    by_uid: dict[tuple[int, str], Entry] = field(default_factory=dict)
+    by_uid: dict[tuple[int, str, bytes], Entry] = field(default_factory=dict)
     waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
@@ -166,7 +192,7 @@ class SchedulerTrace:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
-            self.by_uid[first_number(peer), message.request_id] = entry
+            self.by_uid[_uid(first_number(peer), message)] = entry
             self.waiting.setdefault(level, OrderedDict())
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
@@ -193,7 +219,7 @@ class SchedulerTrace:
         running = True  # the first; the others were sent ahead
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
-                entry = self.by_uid.get((work.client_pid, work.request_id))
+                entry = self.by_uid.get(_uid(work.client_pid, work))
                 if running and entry is not None:
                     entry.died += 1
             running = False
@@ -209,7 +235,7 @@ class SchedulerTrace:
         self.counted["executions"] += message.executed
         ended = {reply.key for reply in message.replies}
         for work in execute.requests:
-            entry = self.by_uid.get((work.client_pid, work.request_id))
+            entry = self.by_uid.get(_uid(work.client_pid, work))
             if entry is not None and (not self.model.decoupled or work.key in ended):
                 entry.at = b""
 
@@ -224,7 +250,7 @@ class SchedulerTrace:
         shapes = set()
         began: list[Entry] = []
         for work in message.requests:
-            entry = self.by_uid.get((work.client_pid, work.request_id))
+            entry = self.by_uid.get(_uid(work.client_pid, work))
             if entry is None or entry.ended:
                 self._fail(f"request {work.request_id} begins, which nobody waits for")
                 return
@@ -322,7 +348,7 @@ class SchedulerTrace:
         else:
             if entry.at and not self.model.decoupled and not isinstance(message, m.Finished):
                 worker_has = any(
-                    work.request_id == uid
+                    _uid(work.client_pid, work) == _uid(first_number(peer), entry.submit)
                     for (worker, _), execute in self.batches.items()
                     if worker == entry.at
                     for work in execute.requests
@@ -349,7 +375,7 @@ class SchedulerTrace:
 
     def _forget(self, entry: Entry) -> None:
         self.entries.pop((entry.peer, entry.submit.id), None)
-        self.by_uid.pop((first_number(entry.peer), entry.submit.request_id), None)
+        self.by_uid.pop(_uid(first_number(entry.peer), entry.submit), None)
         self.waiting[entry.level].pop(entry, None)
 
     @property
@@ -389,3 +415,9 @@ class SchedulerTrace:
                 continue  # each is one of a step's
             if value != self.counted[name]:
                 self._fail(f"counts {value} {name}, and has {self.counted[name]}")
+
+
+def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, bytes]:
+    """Whose request it is, and which: of those that an ensemble makes for the responses of a step,
+    with one id, each has inputs of its own."""
+    return pid, request.request_id, request.work

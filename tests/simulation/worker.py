@@ -18,7 +18,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inference,
 )
 from tests.simulation.memory import SimulatedMemory
-from tests.simulation.models import Model
+from tests.simulation.models import Model, joined
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 
@@ -159,8 +159,15 @@ class Worker(Process):
         self.world.after(self.world.between(least * US, most * US), self._finish)
 
     def _input(self, work: m.Work) -> bytes:
-        """The input of a request. While its scheduler lives, nobody has taken its memory back."""
-        (tensor,) = unpack_inference(work.work).inputs[:1]
+        """The input of a request, or both."""
+        tensors = {tensor.name: tensor for tensor in unpack_inference(work.work).inputs}
+        data = self._read(work, tensors["IN"])
+        if not self.model.joins:
+            return data
+        return joined(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
+
+    def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
+        """A tensor. While the scheduler lives, nobody has taken its memory back."""
         if not isinstance(tensor.data, Place):
             return tensor.data
         try:
@@ -246,7 +253,10 @@ class Worker(Process):
         """A packed response; `made` gets the offsets of its outputs in the arena."""
         places = {out.name: out.place for out in unpack_inference(work.work).outputs}
         outputs: list[TensorRef] = []
-        for name, output in zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True):
+        given = dict(zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True))
+        if self.model.gates:
+            given["GO"] = b"%c" % self.model.goes(data)
+        for name, output in given.items():
             if places and name not in places:
                 continue
             where: bytes | Place = output
@@ -260,7 +270,7 @@ class Worker(Process):
                 self._lent[where.offset] = work.client_pid
                 made.append(where.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)
-            outputs.append(TensorRef(name, "UINT8", shape, where))
+            outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, where))
         return pack_inferred(Inferred(tuple(outputs)))
 
     # --- responses of a decoupled model -----------------------------------------------------------
@@ -293,7 +303,9 @@ class Worker(Process):
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
                 if self.world.now_ns - stream.waits_since_ns >= _MOST_WAIT_NS:
-                    self._end(stream, "UNAVAILABLE")
+                    raise Violation(
+                        f"{self}: nobody reads the responses to {stream.work.request_id}"
+                    )
                 else:
                     self.world.after(_MOST_WAIT_NS, self._emit, stream)
                 return

@@ -383,7 +383,7 @@ def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
         await until(lambda: server.registry.model("s").offered)
-        (version,) = server.registry.model("s").offered.values()
+        (version,) = server.registry.model("s").coming.values()
         for _ in range(10):
             (instance,) = version.instances._all
             instance.backoff = MagicMock(**{"pause_s.return_value": 0.0})
