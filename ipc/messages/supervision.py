@@ -97,11 +97,14 @@ class Refused:
 
 
 @message
-class GatewayReady:
-    """The gateway hears: tell it what there is. It accepts connections after the first
-    `HealthChanged`, which is the last of that."""
+class Started:
+    """The process, a gateway or a host of schedulers, runs and hears. A gateway is told what there
+    is, last `HealthChanged`, and opens its ports then."""
 
-    pid: int
+
+@message
+class GatewayReady:
+    """The gateway accepts connections."""
 
 
 @message
@@ -211,13 +214,6 @@ class ChangeLogging:
 
 
 @message
-class HostReady:
-    """The process hosts schedulers from now on."""
-
-    pid: int
-
-
-@message
 class OpenScheduler:
     """Host a scheduler; `start` is an encoded `SchedulerStart`. It says `SchedulerReady` itself."""
 
@@ -309,9 +305,11 @@ class BaseCounters:
 
 @message
 class WorkerStarted:
-    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`)."""
+    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`). On SIGUSR2 it appends
+    the stacks of its threads to what it has open as `stacks_fd`."""
 
     pid: int
+    stacks_fd: int = -1
 
 
 @message

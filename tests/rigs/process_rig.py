@@ -40,6 +40,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
+STACKS_FD = 7  # of every worker
 # The kernel gives no process a higher number: none that there is can be meant.
 _HIGHEST_PID = 1 << 22
 
@@ -121,8 +122,9 @@ class Processes:
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
-        first = m.HostReady if "scheduler" in entry else m.WorkerStarted
-        loop.call_soon(self._dispatch, child.pid, first(child.pid))
+        hosts = "scheduler" in entry
+        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        loop.call_soon(self._dispatch, child.pid, first)
         loop.call_soon(self.at_start, child)
         return child
 

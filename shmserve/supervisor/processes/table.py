@@ -60,10 +60,6 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
-    def dump_stacks(self) -> None:
-        """Have a worker write the stack of each of its threads to the log."""
-        self.kill(signal.SIGUSR2)
-
 
 class ProcessTable:
     """All processes of this server. `on_start(child)` is called for each that is entered, and

@@ -24,6 +24,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
 from shmserve.supervisor.models.version.instances import (
     Instance,
     InstanceChange,
@@ -130,7 +131,7 @@ class Instances:
         first = self._all[0]
         await self._spawn(first, self._spec.config, len(self._all))
         self._send(first, m.CompleteConfig(self._spec.config))
-        self.completed = (await self._response(first, m.ConfigCompleted)).config
+        self.completed = (await self._watched(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.rate_limit = known.rate_limit
@@ -153,7 +154,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._response(instance, m.InstanceLoaded)
+        message = await self._watched(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
@@ -191,9 +192,15 @@ class Instances:
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        await self._response(instance, m.WorkerStarted)
+        instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
         self._refuse_if_over(instance)
         instance.transition("started")
+
+    async def _watched(self, instance: Instance, kind: type[T]) -> T:
+        """`_response` of what runs a model's code, which may hang."""
+        limit_s = self._context.config.load_timeout_s
+        response = self._response(instance, kind)
+        return await watched(response, instance, self._spec.model_dir, limit_s)
 
     async def _response(self, instance: Instance, kind: type[T]) -> T:
         """The worker's next message, which is of this kind; raises why it is not, or Unavailable
@@ -323,11 +330,14 @@ class Instances:
         child = instance.child if instance is not None else None
         # It may have ended by itself meanwhile, and another process be on its way to its place.
         if instance is not None and child is not None and child.pid == pid:
-            logger.error("instance '%s' is killed: %s", instance.name, reason)
             child.cause = reason
-            child.dump_stacks()
-            # The dump is written by the dying process itself; give it a moment, not more.
-            asyncio.get_running_loop().call_later(0.1, child.kill)
+            self._context.background(self._kill(instance, child, reason))
+
+    @staticmethod
+    async def _kill(instance: Instance, child: Child, reason: str) -> None:
+        stacks = in_a_line(await stacks_of(instance))
+        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, reason, stacks)
+        child.kill()
 
     def _exited(self, instance: Instance, child: Child) -> None:
         """Start an instance again whose process has ended; its scheduler has been told."""
