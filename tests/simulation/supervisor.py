@@ -221,7 +221,7 @@ class Supervisor(Process):
     ) -> None:
         """Go on when everybody knows who serves, and what was sent before has come to whoever
         did."""
-        clients = [*self.clients, *self._ensembles()]
+        clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
         links = [link for each in clients for link in each.links() if link.target is former]
         links += [self._links[each.address] for each in clients if each.address in self._links]
         if any(link.pending for link in links):
