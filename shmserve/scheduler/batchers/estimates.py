@@ -163,8 +163,8 @@ class SizeTimes:
     def best(self, units: int, *, late: bool = False) -> int:
         """The size up to this one whose batches do most rows in a time: in doubt, the larger one.
 
-        Where all is late, that doubt must not last: then it is the size that may do most, which ends
-        in knowing it (a bandit problem, as UCB1 solves it: Auer et al., 2002).
+        Where all is late, that doubt must not last: then it is the size that may do most, which
+        ends in knowing it (a bandit problem, as UCB1 solves it: Auer et al., 2002).
         """
         if self._stale:
             self._refresh()
@@ -199,8 +199,8 @@ class SizeTimes:
         """The time as far as it counts; and what all sizes share learns of it."""
         ratio = took / size.mean
         if size.weight >= 4:
-            # What scatters more says less of a drift (the gain of a Kalman filter); and the ratio is
-            # 1 on average, where of skewed times its logarithm is not 0.
+            # What scatters more says less of a drift (the gain of a Kalman filter); and the ratio
+            # is 1 on average, where of skewed times its logarithm is not 0.
             noise = max(1.0, self._spread / _FIRST_SPREAD)
             self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _GAIN / noise
         off = abs(ratio - 1)
