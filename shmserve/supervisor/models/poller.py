@@ -40,8 +40,9 @@ class Poller:
 
     async def run(self) -> None:
         """Poll until it is cancelled."""
-        while True:
-            await asyncio.sleep(self._context.config.repository_poll_s)
+        pause_s = self._context.config.repository_poll_s
+        while pause_s:
+            await asyncio.sleep(pause_s)
             try:
                 found = await asyncio.to_thread(self._planner.scan)
             except ShmserveError as error:
