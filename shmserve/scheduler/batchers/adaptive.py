@@ -77,8 +77,8 @@ class AdaptiveBatcher(Batcher):
         """As `Batcher` says."""
         count, target = len(latencies_ns), self._rules.target_ns
         self._arrivals.returned(now_ns, here, self._time.setup_ns)
-        self._time.observe(units, took_ns)
         self._load.returned(now_ns, here, count, units, took_ns)
+        self._time.observe(units, took_ns, late=self._late and self._load.stays)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
@@ -205,7 +205,7 @@ class AdaptiveBatcher(Batcher):
         row_ns = best_ns / best
         spare_ns = target - load.waiting * row_ns - best_ns
         needed = load.per_ns * row_ns > _FULL and spare_ns < target / 2
-        if spare_ns < 0 and self._late and load.batches > LEARNING:
+        if spare_ns < 0 and self._late:
             needed = needed or load.stays  # clients wait for responses, or it is as good as full
         own_ns = target - (now_ns - oldest_ns)
         return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)

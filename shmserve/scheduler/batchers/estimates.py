@@ -1,5 +1,4 @@
-"""Online estimates of the adaptive batcher: how long batches take, when requests come and how many
-(pure)."""
+"""Online estimates of the adaptive batcher: times of batches, and of requests (pure)."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ _DEVIATION = 1.25  # standard deviations, of a normal distribution, that a sprea
 _SAME = 0.03  # rates that differ by less are taken for equal
 _SURE = 2.0  # standard errors by which a rate must be better than another to be believed
 _WORTH = 1.1  # times the best rate, that a size not yet tried must promise
-_FASTER, _SLOWER = 4, 2  # times: how fast or slow a smaller batch than any yet tried may be
+_FASTER, _SLOWER = 4, 2  # times: how fast, at first, or slow a smaller batch than any may be
 _OFTEN = 4  # executions after which a size is not tried again
-_LEAST_DOUBT = 0.5
+_DISTURBED = 16  # one in so many executions of a machine that is busy
 
 _RATE_GAIN = 1 / 64
 _LASTING = 1 - 1 / 1024  # at each batch
@@ -65,10 +64,6 @@ class BatchTime:
     def expected_ns(self, units: int) -> float:
         """The expected time of a batch of this size."""
         return self._mean_y + self.each_ns * (units - self._mean_x)
-
-    def most_ns(self, units: int) -> float:
-        """The time it takes, but for one in a hundred or so."""
-        return self.expected_ns(units) + 3 * self._spread
 
     def observe(self, units: int, took_ns: float) -> None:
         """An execution of a batch of this size took this long."""
@@ -128,10 +123,12 @@ class SizeTimes:
         self._level = 1.0
         self._spread = _FIRST_SPREAD
         self._seen = -1
+        self._late = 0  # executions while the target was out of reach
         # By index, as of the last time that they were asked for; at this level.
         self._times = [0.0] * (self._last + 1)
         self._best = list(range(self._last + 1))
         self._hoped = self._best.copy()
+        self._least: dict[int, float] = {}  # of the sizes that were seen: the time at best
         self._stale = False
         self._untried: dict[int, tuple[int, float]] = {}
 
@@ -174,9 +171,11 @@ class SizeTimes:
 
     # --- learning -----------------------------------------------------------------------------
 
-    def observe(self, units: int, took_ns: float) -> None:
-        """An execution of a batch of this size took this long. The first one does not count."""
+    def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
+        """An execution of a batch of this size took this long; `late`: with the target out of
+        reach, and no end of that in sight. The first one does not count."""
         self._line.observe(units, took_ns)
+        self._late += late
         self._seen += 1
         if not self._seen:
             return
@@ -192,7 +191,7 @@ class SizeTimes:
         size.weight = min(size.weight + 1, _REMEMBERED)
         change = (took - size.mean) / size.weight
         size.mean += change
-        if abs(change) > size.mean / 50 or not self._seen % 16:
+        if size.weight <= _OFTEN or abs(change) > size.mean / 50 or not self._seen % 16:
             self._stale = True
 
     def _believable(self, size: _Size, took: float) -> float:
@@ -227,28 +226,27 @@ class SizeTimes:
         return found
 
     def _most_promising(self, last: int) -> tuple[int, float]:
-        times, best = self._times, self._best[last]
+        times, least, best = self._times, self._least, self._best[last]
         rate = _size(best) / times[best]
-        promised, found, worst, lower, doubt = _WORTH * rate, 0, 0.0, 0, 1.0
+        promised, found, worst, lower = _WORTH * rate, 0, 0.0, 0
+        faster = _FASTER + math.log(1 + self._late)
         for upper in self._order:
             # All between two sizes may be as fast as the faster of them, and as slow as the other.
             highest = upper - 1 if upper <= last else last
             if highest > lower:
-                least = min(times[lower], times[upper]) if lower else times[upper] / _FASTER
-                if _size(highest) > promised * least:
-                    promised, found = _size(highest) / least, _middle(lower, highest)
+                time = min(least[lower], least[upper]) if lower else least[upper] / faster
+                if _size(highest) > promised * time:
+                    promised, found = _size(highest) / time, _middle(lower, highest)
                     worst = max(times[lower], times[upper]) if lower else times[upper] * _SLOWER
             if upper > last:
                 break
-            lower, weight = upper, self._sizes[upper].weight
-            doubt = 1.0
-            if weight < _OFTEN and upper != best:
-                doubt = max(1 - _SURE * self._spread / math.sqrt(weight), _LEAST_DOUBT)
-                if _size(upper) > promised * times[upper] * doubt:
-                    promised = _size(upper) / (times[upper] * doubt)
+            lower = upper
+            if self._sizes[upper].weight < _OFTEN and upper != best:
+                if _size(upper) > promised * least[upper]:
+                    promised = _size(upper) / least[upper]
                     found, worst = _size(upper), times[upper]
-        least = max(promised / _WORTH, rate) * times[lower] * doubt
-        if last > lower == self._order[-1] and _size(last) > least:
+        time = max(promised / _WORTH, rate) * least.get(lower, 0.0)
+        if last > lower == self._order[-1] and _size(last) > time:
             # Larger ones than any: the further away, the longer they may take.
             found = _middle(lower, last)
             worst = times[last] * found / _size(lower)
@@ -262,8 +260,9 @@ class SizeTimes:
         spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
         best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
         hoped, hope = 1, 0.0
-        pooled = self._pooled(spread)
-        highest = self._order[-1] if self._order else self._last
+        self._least = self._at_best(spread)
+        again, below = self._again(self._least)
+        highest = self._order[-1]
         for index in range(1, self._last + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # a guess has to be good without a margin
@@ -274,8 +273,8 @@ class SizeTimes:
                 error /= size.weight
                 margin = _SURE * (error + top_error) ** 0.5
             self._best[index] = index if rate * (1 + _SAME + margin) >= top else best
-            time, weight = pooled.get(index, (times[index], math.inf))
-            may = _size(index) / time * (1 + spread / math.sqrt(weight))
+            time = below if index == again else self._least.get(index, times[index])
+            may = _size(index) / time
             if may >= hope:
                 hoped, hope = index, may
             self._hoped[index] = hoped
@@ -283,10 +282,10 @@ class SizeTimes:
             if score >= top_score:
                 best, top, top_error, top_score = index, rate, error, score
 
-    def _pooled(self, spread: float) -> dict[int, tuple[float, float]]:
-        """By index, the mean time of neighbours that do not clearly differ, and its weight: the
+    def _at_best(self, spread: float) -> dict[int, float]:
+        """By index, the time at best, of neighbours that do not clearly differ together: the
         luckiest of many sizes would pass for the fastest, and each have to be tried for itself."""
-        pooled: dict[int, tuple[float, float]] = {}
+        least: dict[int, float] = {}
         together: list[int] = []
         mean = weight = 0.0
         for index in self._order:
@@ -298,8 +297,22 @@ class SizeTimes:
                     together, weight, both = [], 0.0, size.mean
             mean, weight = both, weight + size.weight
             together.append(index)
-            pooled.update(dict.fromkeys(together, (mean, weight)))
-        return pooled
+            least.update(dict.fromkeys(together, mean / (1 + spread / math.sqrt(weight))))
+        return least
+
+    def _again(self, least: dict[int, float]) -> tuple[int, float]:
+        """A size whose executions may all have been disturbed, so that it may be as fast as a
+        smaller one, and that time; (0, 0.0): there is none. The longer the target is missed, the
+        more executions it takes to write a size off (a logarithm: Lai and Robbins, 1985)."""
+        top = max(_size(index) / time for index, time in least.items())
+        below = min(least.values()) / (_FASTER + math.log(1 + self._late))
+        enough = math.log(1 + self._late) / math.log(_DISTURBED)
+        for index in self._order:
+            if self._sizes[index].weight >= enough:
+                below = least[index]
+            elif _size(index) > top * below:
+                return index, below
+        return 0, 0.0
 
     def _interpolate(self) -> None:
         times, lower = self._times, 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.estimates import SizeTimes
 from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_curves import NAMED, Curve, Load, compare, step
-from tests.rigs.batching_simulation import MS
+from tests.rigs.batching_simulation import MS, Simulation
 
 CURVES = {curve.name: curve for curve in NAMED}
 SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
@@ -97,7 +99,23 @@ def test_a_cliff_within_the_target() -> None:
         assert made.holds and made.adaptive.p99_ms < 60, str(made)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 1, 4, 6])
+def test_a_busy_machine_at_the_start_does_not_write_the_best_size_off(seed: int) -> None:
+    """All takes 3 times as long for 1.5 s, and so does the first batch of 8: batches of 32 just
+    keep up with what comes, so that nothing else forces another trial of 8."""
+    timer, seen = replace(CURVES["step at 8"], jitter=0.05).timer(seed, 1.0), [0] * 33
+
+    def time_ns(size: int, now_ns: int) -> float:
+        seen[size] += 1
+        first = size == 8 and seen[size] == 1
+        return timer(size, now_ns) * 3 ** (first + (now_ns < 1500 * MS))
+
+    rules = Batching(32, frozenset({32}), 0, 80 * MS)
+    run = Simulation(AdaptiveBatcher(rules), time_ns).open_loop(250, 4000, seed)
+    assert sorted(run.latencies[3000:])[500] < rules.target_ns / 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 8])
 def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
     """In batches of 7 one instance does what comes, in larger ones it does not; times scatter so
     that this is hard to see."""
