@@ -32,15 +32,6 @@ class ClientStream(ClientRequest):
     """A request with any number of responses. `items` are those that have come and were not read;
     `on_item` hears of each, and of the end; `over`: no more will come."""
 
-    __slots__ = (
-        "_copied_bytes",
-        "_taken",
-        "_window",
-        "items",
-        "on_item",
-        "over",
-    )
-
     def __init__(
         self, channel: RequestChannel, built: PackedRequest, on_item: Callable[[], None] = nothing
     ) -> None:

@@ -325,4 +325,4 @@ def _response(item: _Ordered, *, strict: bool) -> bytes:
     except ShmserveError as error:
         if strict:
             raise
-        return streamed_error(error.message, item.request_id, item.model_name)
+        return streamed_error(error.message, item.request_id, item.model.name)

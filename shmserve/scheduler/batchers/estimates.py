@@ -122,20 +122,6 @@ class SizeTimes:
     more than the standard errors of both. A cliff between two sizes is found by bisection.
     """
 
-    __slots__ = (
-        "_best",
-        "_last",
-        "_level",
-        "_line",
-        "_order",
-        "_seen",
-        "_sizes",
-        "_spread",
-        "_stale",
-        "_times",
-        "_untried",
-    )
-
     def __init__(self, largest: int) -> None:
         self._line = BatchTime()
         self._sizes: dict[int, _Size] = {}
@@ -421,20 +407,6 @@ class Load:
 
     The number of instances is not told: it is taken for the most that were at work on average.
     """
-
-    __slots__ = (
-        "_came",
-        "_done",
-        "_each",
-        "_instances",
-        "_left",
-        "_most",
-        "_passed_ns",
-        "_returned_ns",
-        "_took_ns",
-        "batches",
-        "here",
-    )
 
     def __init__(self) -> None:
         self.batches = 0

@@ -66,22 +66,6 @@ class Ways:
     more and more rarely as long as that confirms what is known, which bounds what it costs.
     """
 
-    __slots__ = (
-        "_account",
-        "_batches",
-        "_better",
-        "_count",
-        "_epochs",
-        "_every",
-        "_mean_ns",
-        "_misses",
-        "_next",
-        "_price",
-        "_sum_ns",
-        "on",
-        "pays",
-    )
-
     def __init__(self, account: Account) -> None:
         self._account = account
         self.on = True

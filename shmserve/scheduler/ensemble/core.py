@@ -31,7 +31,7 @@ from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
 from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import ABSENT, Value
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.client import Client, stopping
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Lookup
@@ -55,7 +55,6 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        clients: Peers,
         links: StepLinks,
         control: ControlLink,
         memory: EnsembleMemory,
@@ -64,9 +63,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         graph = Graph.of(config)
         signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
-        responses = EnsembleResponses(
-            signature, settings.decoupled, clients, memory, statistics, cache
-        )
+        responses = EnsembleResponses(signature, settings.decoupled, memory, statistics, cache)
         live = LiveRequests(settings.name, statistics, responses)
         targets = Targets(graph)
         steps = StepRunner(graph, targets, links, memory, live)

@@ -122,9 +122,13 @@ class Executions:
 
     # --- from workers -----------------------------------------------------------------------------
 
-    def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
+    def handle(
+        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
+    ) -> None:
         """Handle a worker's message; what no worker of ours can have sent is dropped."""
         match message:
+            case ExecutionResponded():
+                self._responded(peer, message, now_ns)
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
@@ -219,7 +223,7 @@ class Executions:
 
     # --- responses of a decoupled model -----------------------------------------------------------
 
-    def responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
+    def _responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
         """A request has a response, or its end."""
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)

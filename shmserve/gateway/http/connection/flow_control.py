@@ -18,11 +18,6 @@ _MOST_QUEUED = 32
 class FlowControl(asyncio.Protocol):
     """A connection's transport, once it is made, and the parser that reads it."""
 
-    __slots__ = (
-        *("_drained", "_loop", "_parser", "_reading_paused", "_stream_full", "_too_many"),
-        *("transport", "writing_paused"),
-    )
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._parser = make_parser(self, loop, _MOST_QUEUED)

@@ -30,12 +30,6 @@ class Incoming(FlowControl):
     `client` is who sends them, once the connection is made.
     """
 
-    __slots__ = (
-        *("_awaiting", "_busy", "_timer", "_content", "_deadline", "_ended", "_held"),
-        *("_cached_head", "_cached_request", "_cached_size", "_messages", "_missing", "_settings"),
-        *("_since", "_starts", "_parsing", "_waiter", "client"),
-    )
-
     client: ClientIdentity
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:

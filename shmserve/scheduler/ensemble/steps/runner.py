@@ -173,7 +173,7 @@ class StepRunner(Steps):
             self._live.fail(request, error.code, error.message)
             return
         step = StepRequest(
-            self, request, firing, target.signature, submit, target.endpoint, placed, given
+            submit, target.endpoint, self, request, firing, target.signature, placed, given
         )
         request.running[number] = step
         self._running[firing.step.index] += 1
