@@ -28,6 +28,7 @@ from shmserve.ipc.messages.memory import (
     RegisterRegion,
     UnregisterRegion,
 )
+from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import LARGEST, whole
 
 _LONGEST_NAME = 255
@@ -134,15 +135,12 @@ async def register_cuda(
     gateway: Gateway,
     peer: Peer,
     name: str,
-    handle: bytes,
-    device_id: int,
+    handle: CudaHandle,
+    offset: int,
     byte_size: int,
-    *,
-    offset: int = 0,
-    device_uuid: bytes = b"",
     exporter_pid: int = 0,
 ) -> None:
-    """Register [offset, offset + byte_size) of what `handle` opens on the server's `device_id`, for
+    """Register [offset, offset + byte_size) of what `handle` opens on the server's device, for
     `peer`.
 
     Returns when every listener knows it. `exporter_pid`: the process at the other end of a local
@@ -150,11 +148,11 @@ async def register_cuda(
     AlreadyExists, or Unavailable where the server lacks what opens handles.
     """
     require_cuda(gateway, name)
-    if len(handle) != HANDLE_SIZE or not 0 <= device_id < gateway.settings.cuda_devices:
+    if len(handle.raw) != HANDLE_SIZE or not 0 <= handle.device < gateway.settings.cuda_devices:
         raise InvalidArgument(CUDA_INVALID)
     if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
         raise InvalidArgument(CUDA_INVALID)
     await gateway.supervisor.ask(
-        *(RegisterCudaRegion, name, handle, device_id, device_uuid, offset, byte_size),
+        *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),
     )

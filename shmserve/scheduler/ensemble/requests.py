@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
-from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
+from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
@@ -104,9 +104,9 @@ class StepRequest(InflightRequest):
     steps: Steps
     request: EnsembleRequest
     firing: Firing
-    signature: Signature
-    placed: dict[str, Block]
-    given: frozenset[str]
+    target: Target
+    placed: dict[str, Block] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
     answered: bool = False
 
     def awaited(self) -> bool:
