@@ -15,8 +15,7 @@ from typing import Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import FULL, LATE, ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result

@@ -13,8 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight.channel import FULL
-from shmserve.client.inflight.pending import DECOUPLED
+from shmserve.client.inflight.channel import DECOUPLED, FULL
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment

@@ -24,8 +24,8 @@ batchers/               base.py, dynamic.py, adaptive.py
                         recovery.py     workers that died, overran or talked nonsense: retries
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
-                        executions.py   batches and responses between here and workers
-                        service_time.py moving averages of how long executions take
+                        executions.py   batches and responses between here and workers, and the
+                                        recent service time
 response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 ensemble/               the core of an ensemble: its steps are other models

@@ -34,7 +34,7 @@ from shmserve.ipc.messages.supervision import (
     SnapshotStatistics,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import last_number
+from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.outboxes import ClientLinks, ControlLink
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable, stopping

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.settings import Settings
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World

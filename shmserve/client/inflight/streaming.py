@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many

@@ -21,7 +21,7 @@ from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest, forwarded_headers
-from shmserve.gateway.inference.response import check_size, classified_as_requested, unpack
+from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
@@ -157,8 +157,6 @@ class Inferences(ActiveCount):
     `active` is how many responses are not sent yet.
     """
 
-    __slots__ = ("_prepared", "encoder", "gateway")
-
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self.gateway = gateway
@@ -221,10 +219,7 @@ class Inferences(ActiveCount):
             if tensor.name in placed:
                 contents.append(b"")
                 continue
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self.gateway.mappings.view(raw)
-            check_size(tensor, len(data))
-            contents.append(data)
+            contents.append(output_bytes(self.gateway, tensor))
         return self.encoder.encode(model, request.id, inferred, contents)
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:

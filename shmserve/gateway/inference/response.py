@@ -41,6 +41,14 @@ def check_size(tensor: TensorRef, size: int) -> None:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
+def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
+    """An output where it lies, as many bytes as its shape says; raises Internal for others."""
+    raw = tensor.data
+    data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+    check_size(tensor, len(data))
+    return data
+
+
 _MOST_ELEMENTS = 1_000_000
 _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 

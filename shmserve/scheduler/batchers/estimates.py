@@ -44,8 +44,6 @@ class BatchTime:
     leads to larger batches and to knowing better.
     """
 
-    __slots__ = ("_mean_x", "_mean_y", "_seen", "_spread", "_weight", "_xx", "_xy", "each_ns")
-
     def __init__(self) -> None:
         self._seen = -1
         self._weight = self._mean_x = self._mean_y = 0.0
@@ -104,8 +102,6 @@ class BatchTime:
 
 class _Size:
     """The mean time of the batches of a size, and how many of them it stands for."""
-
-    __slots__ = ("mean", "weight")
 
     def __init__(self, mean: float) -> None:
         self.mean = mean
@@ -304,8 +300,6 @@ def _middle(lower: int, highest: int) -> int:
 class _Level:
     """The statistics of arrivals while so many requests are here."""
 
-    __slots__ = ("chance", "deviation_ns", "gap_ns", "seen")
-
     def __init__(self) -> None:
         self.chance = 0.0
         self.gap_ns = 0.0
@@ -345,8 +339,6 @@ class Arrivals:
     are here says how far a burst has come. For each number of requests there are moving averages,
     as TCP keeps them of round trips (RFC 6298): how often another came soon, and how long it took.
     """
-
-    __slots__ = ("_here", "_levels", "_since_ns")
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}

@@ -36,7 +36,7 @@ from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart
 from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory

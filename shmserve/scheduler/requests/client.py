@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.outboxes import ClientLinks
 
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten

@@ -34,7 +34,7 @@ from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
-from shmserve.gateway.inference.response import check_size
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.inference.streaming_request import error_of
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
@@ -115,15 +115,10 @@ class _Generation:
 
         Raises QueueFull: then the request never reached the model.
         """
-        responses = self.responses
-        try:
-            await responses.wait()
-            error = error_of(responses.first)
-            if isinstance(error, QueueFull):
-                raise error
-        except BaseException:
-            responses.close()
-            raise
+        error = error_of(await self.responses.begun())
+        if isinstance(error, QueueFull):
+            self.responses.close()
+            raise error
         return 200 if error is None else 400  # Triton's for any error of a model here
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
@@ -141,9 +136,7 @@ class _Generation:
     async def _text(self, inferred: Inferred) -> bytes:
         outputs = []
         for tensor in inferred.outputs:
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            check_size(tensor, len(data))
+            data = output_bytes(self._gateway, tensor)
             output = SentOutput(tensor.name, tensor.datatype, tensor.shape, binary=False)
             outputs.append((tensor, await output_text(output, data, self._gateway.malloc_trim)))
         model = self._model

@@ -38,24 +38,15 @@ async def infer_stream(
     fails with where none follows."""
     built = await read_request(gateway, model, request)
     responses = ResponseQueue(gateway, request, model, built, arrived_ns)
-    try:
-        await responses.wait()
-        status = _status(responses)
-    except BaseException:
+    first = await responses.begun()
+    error = error_of(first)
+    if error is not None and is_last(first):
         responses.close()
-        raise
-    events = _Events(gateway, model, responses, framing)
-    return streaming_response(status, framing.content_type, responses, events.next)
-
-
-def _status(responses: ResponseQueue) -> int:
-    error = error_of(responses.first)
-    if error is None:
-        return 200
-    if is_last(responses.first):
         log_failure(responses.request.model, responses.request.infer_request.id, error)
         raise error
-    return error.status
+    status = 200 if error is None else error.status
+    events = _Events(gateway, model, responses, framing)
+    return streaming_response(status, framing.content_type, responses, events.next)
 
 
 class _Events:
