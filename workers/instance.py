@@ -56,7 +56,7 @@ class WorkerInstance:
         )
         # Runs what the configuration asks for before the instance is ready. Raises Internal.
         self.warm_up = partial(
-            warm_up, read(config, context.model_dir), signature, unpacker, self._executor
+            warm_up, read(config, context.model_dir), signature, unpacker, self._executor, context
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
@@ -107,7 +107,7 @@ class WorkerInstance:
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.drop(memory_id)
-            case ProcessExited(pid=pid):
+            case ProcessExited(process=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
                     self._memory.exited(pid)

@@ -45,6 +45,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.local_clients import (
     Hello,
+    OwnerExited,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -76,6 +77,7 @@ from shmserve.ipc.messages.supervision import (
     LoadRequest,
     Losses,
     ModelPublished,
+    ModelWithdrawn,
     OpenScheduler,
     PoolNews,
     PoolRequest,
@@ -121,7 +123,9 @@ WorkerToSupervisor = (
     Loaded | MemoryChecked | ReadyChecked | AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
-SupervisorToLocalClient = Welcome | ModelPublished | Losses | HealthChanged | Answer
+SupervisorToLocalClient = (Welcome | ModelPublished | ModelWithdrawn | SchedulerLost) | (
+    OwnerExited | HealthChanged | Answer
+)
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = ModelEvent | ProcessEvent | RegionEvent | HealthChanged

@@ -106,12 +106,14 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 _METRICS = "--metrics-config"
 _SWITCH = Flag("metrics-config", kind=bool)
+# What C++ reads of a text as a number; what follows it is passed over.
+_LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Counters of time, histograms and summaries; `summary_quantiles` are those of the last, each
-    in [0, 1]."""
+    """Counters of time, histograms and summaries; `summary_quantiles` are those of the last: what
+    is below 0 or above 1 is as good as these."""
 
     counter_latencies: bool = True
     histogram_latencies: bool = False
@@ -137,25 +139,25 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
             raise InvalidArgument(f"{_METRICS}: there is no setting '{name}' (there are: {known})")
         try:
             config = replace(config, **{name: parse(value)})
-        except InvalidArgument:
-            wants = "QUANTILE:ERROR,..." if parse is _quantiles else "true or false"
-            raise InvalidArgument(f"{_METRICS}: {name}='{value}' is not {wants}") from None
+        except InvalidArgument as error:
+            why = error.message if parse is _quantiles else "it is not true or false"
+            raise InvalidArgument(f"{_METRICS}: {name}='{value}': {why}") from None
     return config
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """The quantiles of "QUANTILE:ERROR,...". The error is what Triton's estimate may be off by in
-    rank: no quantile here is."""
+    """The quantiles of "QUANTILE:ERROR,...", read as Triton reads them. The error is what Triton's
+    estimate may be off by in rank: no quantile here is."""
     quantiles = []
-    for pair in text.split(","):
+    for pair in text.removesuffix(",").split(","):
         quantile, colon, error = pair.partition(":")
-        try:
-            values = float(quantile), float(error)
-        except ValueError:
-            raise InvalidArgument(pair) from None
-        if not colon or not all(0 <= value <= 1 for value in values):
-            raise InvalidArgument(pair)
-        quantiles.append(values[0])
+        if not colon:
+            wants = "No ':' delimiter found. Expected format is <quantile>:<error>"
+            raise InvalidArgument(f"Invalid option: [{pair}]. {wants}")
+        numbers = [_LEADING_NUMBER.match(part) for part in (quantile, error)]
+        if numbers[0] is None or numbers[1] is None:
+            raise InvalidArgument(f"Invalid option: [{pair}]. Error: stod")
+        quantiles.append(float(numbers[0][0]))
     return tuple(dict.fromkeys(quantiles))
 
 

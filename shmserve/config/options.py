@@ -145,6 +145,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             300.0,
             high=1_000_000,
         ),
+        Flag(
+            "load-timeout-secs",
+            "seconds an instance may take to complete its configuration, and again to load, with "
+            "its warm-up, also when it starts again; its process is killed then, and the error "
+            "says where it hung; 0: no limit",
+            float,
+            0.0,
+            high=1_000_000,
+        ),
     ),
     "HTTP and metrics": (
         Flag("allow-http", "serve HTTP on a port", bool, True),

@@ -66,6 +66,7 @@ class ServerConfig:
     max_queue_size: int
     request_timeout_us: int
     execution_timeout_s: float
+    load_timeout_s: float
     http: HttpConfig
     gateways: int
     grpc: GrpcConfig | None
@@ -139,6 +140,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
+        load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
         grpc=grpc.from_values(value),
         metrics_address=value["metrics-address"] or value["http-address"],

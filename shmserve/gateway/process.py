@@ -169,7 +169,7 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
-            case m.ProcessExited(pid):
+            case m.ProcessExited(process=pid):
                 # Responses of it may be here, and still to be read: they lie in its memory.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)

@@ -17,10 +17,9 @@ from shmserve.errors import QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
-    InstanceExited,
     InstanceExpected,
+    InstanceGone,
     InstanceRetired,
-    PoolFailed,
     RetireInstance,
     TicketGranted,
 )
@@ -183,22 +182,20 @@ class BatchingCore(Core[ScheduledRequest]):
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
-                self._pool.expect(message.index, message.pid)
-            case InstanceExited():
-                lost = self._pool.exit(message.index)
-                self._recovery.exited(lost, message.reason, self._dispatch.lost_text, now_ns)
+                self._pool.expect(message.index, message.process)
+            case InstanceGone():
+                self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-            case PoolFailed():
-                self._pool.fail(message.reason)
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
             case _:
                 assert_never(message)
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
-        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch.lost_text, now_ns)
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
+        lost = self._pool.process_exited(pid)
+        self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
         self.executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:

@@ -89,7 +89,7 @@ class Core(Protocol[R]):
     def stop(self, request: R, now_ns: int) -> None:
         """Fail a request: the scheduler ends."""
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         """A process of the server is gone, with its memory and what it was running."""
 
     def from_control(self, message: Any, now_ns: int) -> None:
@@ -207,7 +207,7 @@ class Front(Generic[R]):
         """Handle a message of the supervisor's, a `SupervisorToScheduler` or one of the core's."""
         match message:
             case ProcessExited():
-                self._process_exited(message.pid, now_ns)
+                self._process_exited(message.process, message.reason, now_ns)
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
@@ -224,8 +224,8 @@ class Front(Generic[R]):
             case _:
                 self._core.from_control(message, now_ns)
 
-    def _process_exited(self, pid: int, now_ns: int) -> None:
-        self._core.process_exited(pid, now_ns)
+    def _process_exited(self, pid: int, reason: str, now_ns: int) -> None:
+        self._core.process_exited(pid, reason, now_ns)
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.exited(pid)

@@ -150,21 +150,23 @@ class Supervisor:
     # --- deaths
 
     def _process_exited(self, child: Child) -> None:
-        context = self.context
-        context.control.dismiss(child.pid)
-        context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
-        context.tickets.exited(child.pid)
-        self.regions.draining.gateway_exited(child.pid)
-        context.background(self.regions.abandoned(child.pid))
-        self.gateways.process_exited(child)
-        self.registry.process_exited(child)
-        self.readiness.exited(child.pid)
-        self.workspace_holders.process_exited(child)
-        context.workspaces.process_exited(child.pid)
-        if child.exited.result() == f"signal {signal.SIGBUS.value}":
+        """Take back, by its role, what a process had, and tell everybody; whoever started it
+        watches its `exited`, and is called next."""
+        context, pid, reason = self.context, child.pid, child.exited.result()
+        match context.control.dismiss(pid):
+            case "gateway":
+                self.regions.draining.gateway_exited(pid)
+                context.background(self.regions.abandoned(pid))
+            case "host":
+                context.tickets.exited(pid)
+            case "worker":
+                self.readiness.exited(pid)
+                context.workspaces.process_exited(pid)
+        context.events.publish(ProcessEnded(pid, child.title, child.reason))
+        if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
         everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
-        context.broadcast(ProcessExited(child.pid), *everybody)
+        context.broadcast(ProcessExited(pid, reason), *everybody)
 
     # --- end
 

@@ -331,7 +331,7 @@ class CallRouter:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
         with self._lock:
             match news:
-                case ProcessExited(pid=pid):
+                case ProcessExited(process=pid):
                     self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
                     self._directory.invalidate(name)

@@ -230,7 +230,7 @@ class EnsembleCore(Core[EnsembleRequest]):
                 f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else "",
             )
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._live.now_ns = now_ns
         self._memory.process_exited(pid)
         self._memory.lent.drop_reader(pid)

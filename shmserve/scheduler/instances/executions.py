@@ -297,7 +297,8 @@ class Executions:
         self._pool.ended(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
-            self._responses.end(request, last, now_ns)
+            began_ns = now_ns if slot.execution is None else slot.execution.started_ns
+            self._responses.end(request, last, began_ns, now_ns)
         else:
             self._statistics.cancelled(request, now_ns)
             if last.body:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -71,7 +70,7 @@ class ModelLoader:
             if not model.serving and (model.status or self._planner.has(name)):
                 reason = IN_SEVERAL if ambiguous else error.message
                 model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
-                self._on_change()
+                self._rollout.publish(model)
             raise
 
     async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:
@@ -102,7 +101,6 @@ class ModelLoader:
         for number, reason in failures.items():
             if number not in model.serving:
                 model.status[number] = Status(ModelState.UNAVAILABLE, reason)
-                self._context.tell(m.ModelWithdrawn(model.name, number, 0))
         graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
             failed = [result for result in results if isinstance(result, BaseException)]
@@ -112,6 +110,7 @@ class ModelLoader:
             for number, status in model.status.items():
                 if status.state is ModelState.LOADING:
                     model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
+            self._rollout.publish(model)
             self._on_change()
             logger.info("failed to load '%s'", model.name)
             if graph is not None:

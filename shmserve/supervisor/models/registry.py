@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.publications import Audience, Publications
+from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION, ModelFolder
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
 from shmserve.supervisor.models.version.spec import ModelState, StepModel
-from shmserve.supervisor.processes.table import Child
 
 UNLOADED = "unloaded"
 _RESTARTING = "a process that ended is started again"
@@ -49,11 +49,12 @@ FOLDER = LoadSource("", {})
 
 @dataclass(slots=True, eq=False)
 class ModelEntry:
-    """Everything about one name; `serving` by version; `source` is what serves, or was to serve
-    last, is loaded of."""
+    """Everything about one name; `serving` by version; `offered` are those that take over, once
+    everybody knows it; `source` is what serves, or was to serve last, is loaded of."""
 
     name: str
     serving: dict[str, ModelVersion] = field(default_factory=dict)
+    offered: dict[str, ModelVersion] = field(default_factory=dict)
     status: dict[str, Status] = field(default_factory=dict)
     fingerprint: str = ""
     source: LoadSource = FOLDER
@@ -78,17 +79,23 @@ class ModelEntry:
     def states(self) -> dict[str, Status]:
         """The status of each version, as it is this moment: one whose last process has just died is
         not ready, though it was loaded."""
+        shown = self.shown
         return {
-            number: _not_ready(self.serving[number])
-            if status.state is ModelState.READY and not self.serving[number].ready
+            number: _not_ready(shown[number])
+            if status.state is ModelState.READY and not shown[number].ready
             else status
             for number, status in self.status.items()
         }
 
     @property
+    def shown(self) -> dict[str, ModelVersion]:
+        """What is published."""
+        return {**self.serving, **self.offered}
+
+    @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
-        return max(self.serving, key=int, default="")
+        return max(self.offered or self.serving, key=int, default="")
 
 
 class Change:
@@ -108,6 +115,7 @@ class ModelRegistry:
     """The models by name."""
 
     def __init__(self) -> None:
+        self.publications = Publications()
         self._models: dict[str, ModelEntry] = {}
         self._live: set[ModelVersion] = set()  # from creation to the end of its last process
 
@@ -155,11 +163,6 @@ class ModelRegistry:
             self._live.discard(version)
             version.ended.set()
 
-    def process_exited(self, child: Child) -> None:
-        """Pass the end of a process on to its version."""
-        for version in self._live:
-            version.instances.process_exited(child)
-
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""
         return [pid for version in self._live for pid in version.instances.pids_on(device_id)]
@@ -171,9 +174,10 @@ class ModelRegistry:
         model = self._models.get(name)
         if model is None or not model.status:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if not model.serving:
+        shown = model.shown
+        if not shown:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        found = model.serving.get(version or model.latest)
+        found = shown.get(version or model.latest)
         if found is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
@@ -186,12 +190,12 @@ class ModelRegistry:
 
     def _serving(self, name: str, version: str) -> ModelVersion | None:
         model = self._models.get(name)
-        return None if model is None else model.serving.get(version or model.latest)
+        return None if model is None else model.shown.get(version or model.latest)
 
     def published_now(self, step: StepModel) -> m.ModelPublished | None:
         """The publication of a model version now, or None where it does not serve."""
         found = self._serving(*step)
-        return None if found is None else self.publication(self._models[step.name], found, 0)
+        return None if found is None else _publication(self._models[step.name], found)
 
     def failure_now(self, step: StepModel) -> str:
         """Why a model version serves no request, and will not; empty: it does, or will."""
@@ -279,38 +283,39 @@ class ModelRegistry:
             for status in model.states().values()
         )
 
-    def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
-        """The messages that bring a new gateway up to date."""
-        for model in self._models.values():
-            for number in model.status.keys() - model.serving.keys() - {""}:
-                yield m.ModelWithdrawn(model.name, number, 0)
-            for version in model.serving.values():
-                yield self.publication(model, version, 0)
-
-    def publication(
-        self, model: ModelEntry, version: ModelVersion, number: int
-    ) -> m.ModelPublished:
-        """The message about a version that serves; `number` asks for an acknowledgement."""
-        return m.ModelPublished(
-            name=model.name,
-            version=version.spec.version,
-            config=version.config,
-            metadata={
-                **describe(version.config, sorted(model.serving, key=int)),
-                "labels": version.instances.labels,
-                "checks_ready": version.instances.checks_ready,
-            },
-            endpoint=version.endpoint,
-            ready=version.ready,
-            latest=version.spec.version == model.latest,
-            load_seconds=version.load_seconds,
-            acknowledge=number,
-        )
+    def publish(self, audience: Audience, model: ModelEntry) -> None:
+        """Have everybody know what serves of a model, where that differs from what they know."""
+        published = {number: _publication(model, each) for number, each in model.shown.items()}
+        absent = [
+            number
+            for number, status in model.status.items()
+            if number or status.reason.endswith(NO_VERSION)
+        ]
+        self.publications.update(audience, model.name, published, absent)
 
 
-def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
-    """The metadata of a model, as GET /v2/models/NAME shows it; shapes start with -1 where it
-    batches."""
+def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
+    """The message about a version that serves."""
+    return m.ModelPublished(
+        name=model.name,
+        version=version.spec.version,
+        config=version.config,
+        metadata={
+            **describe(version.config),
+            "labels": version.instances.labels,
+            "checks_ready": version.instances.checks_ready,
+        },
+        endpoint=version.endpoint,
+        ready=version.ready,
+        latest=version.spec.version == model.latest,
+        load_seconds=version.load_seconds,
+        acknowledge=0,
+    )
+
+
+def describe(config: ModelSpec) -> dict[str, Any]:
+    """The metadata of a model, as GET /v2/models/NAME shows it, but for its versions; shapes start
+    with -1 where it batches."""
     batch = [-1] if config.max_batch_size >= 1 else []
 
     def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
@@ -321,7 +326,6 @@ def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
 
     return {
         "name": config.name,
-        "versions": versions,
         "platform": config.platform or config.backend,
         "inputs": shown(config.input),
         "outputs": shown(config.output),

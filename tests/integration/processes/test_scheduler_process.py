@@ -316,6 +316,6 @@ def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None
     endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
     with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
         batch = stage.next(stage.worker)
-        stage.tell(ProcessExited(flood.pid))
+        stage.tell(ProcessExited(flood.pid, ""))
         assert 1 <= len(batch.requests) <= 8
         assert stage.end() == 0

@@ -90,9 +90,9 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         "--metrics-config=histogram_latencies=false",
         "--metrics-config",
         "histogram_latencies=true",
-        "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1",
+        "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1,2:0.0.1,",
     ).metrics
-    assert found == MetricsConfig(False, True, True, (0.5, 1.0))
+    assert found == MetricsConfig(False, True, True, (0.5, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,14 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
             "there is no setting 'nope' (there are: counter_latencies, histogram_latencies, "
             "summary_latencies, summary_quantiles)",
         ),
-        ("summary_latencies=maybe", "summary_latencies='maybe' is not true or false"),
-        ("summary_quantiles=x", "summary_quantiles='x' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=0.5", "summary_quantiles='0.5' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=0.5:0.1,", "summary_quantiles='0.5:0.1,' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=1.5:0.1", "summary_quantiles='1.5:0.1' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=nan:0.1", "summary_quantiles='nan:0.1' is not QUANTILE:ERROR,..."),
+        ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),
+        (
+            "summary_quantiles=0.5:0.1,0.9",
+            "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
+            "Expected format is <quantile>:<error>",
+        ),
+        ("summary_quantiles=a:b", "summary_quantiles='a:b': Invalid option: [a:b]. Error: stod"),
+        ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
 def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -28,7 +29,7 @@ from shmserve.gateway.http.json.infer_request import (
     tensor_bytes,
 )
 from shmserve.gateway.http.json.infer_response import SentOutput, output_text
-from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
@@ -45,6 +46,8 @@ _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
+
+_DOUBLED = "[request id: <id_unknown>] input '{name}' already exists in request"
 
 
 async def generate(
@@ -97,18 +100,23 @@ async def _begin(
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
-    infer_request = parse_generate(loads(body), inputs, model.stateful)
+    try:
+        infer_request = parse_generate(loads(body), inputs, model.stateful)
+    except DuplicateKey as fault:
+        if fault.name in inputs:
+            raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
+        raise
     built, _ = build(gateway, model, infer_request, b"", 0)
     return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
 
 
+@dataclass(slots=True, eq=False)
 class _Generation:
     """A request under way, and its responses as flat JSON."""
 
-    def __init__(self, gateway: Gateway, model: GatewayModel, responses: ResponseQueue) -> None:
-        self._gateway = gateway
-        self._model = model
-        self.responses = responses
+    _gateway: Gateway
+    _model: GatewayModel
+    responses: ResponseQueue
 
     async def first_status(self) -> int:
         """The HTTP status, which the first response decides, once it is here.

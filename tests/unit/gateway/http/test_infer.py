@@ -610,7 +610,7 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
     assert arenas() > before
-    gateway.tell(ProcessExited(os.getpid()))
+    gateway.tell(ProcessExited(os.getpid(), ""))
     until("the mapping is dropped", lambda: arenas() == before)
 
 
