@@ -8,10 +8,10 @@ from dataclasses import replace
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
-from shmserve.gateway.http.json.events import Framing, accepted
+from shmserve.gateway.http.json.events import Framing
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
 from shmserve.gateway.http.json.tensors import encode
-from shmserve.gateway.http.request import ACCEPT, HttpRequest
+from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.request import InferRequest
@@ -24,11 +24,6 @@ from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
 _MOST_TEMPLATES = 8
-
-
-def accepted_stream(request: HttpRequest) -> Framing | None:
-    """The stream that a client asks for, if it does."""
-    return accepted(request.headers[ACCEPT]) if ACCEPT in request.headers else None
 
 
 async def infer_stream(
