@@ -71,7 +71,6 @@ from shmserve.ipc.messages.supervision import (
     FindModel,
     GatewayReady,
     HealthChanged,
-    HostReady,
     Loaded,
     Loading,
     LoadRequest,
@@ -90,6 +89,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerReady,
     SetLogging,
     SnapshotStatistics,
+    Started,
     StatisticsSnapshot,
     Stop,
     TicketGranted,
@@ -106,14 +106,14 @@ WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | Metrics
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending
 )
-GatewayToSupervisor = (
-    GatewayReady | Acknowledged | Drained | RegionRequest | RegionUse | AdminRequest | AskReady
+GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
+    RegionRequest | RegionUse | AdminRequest | AskReady
 )
 SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
 SupervisorToBatching = PoolNews | TicketGranted
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Stop
-HostToSupervisor = HostReady | SchedulerClosed
+HostToSupervisor = Started | SchedulerClosed
 SchedulerToSupervisor = SchedulerReady | Drained | StatisticsSnapshot | PoolRequest
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

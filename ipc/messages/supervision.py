@@ -97,11 +97,14 @@ class Refused:
 
 
 @message
-class GatewayReady:
-    """The gateway hears: tell it what there is. It accepts connections after the first
-    `HealthChanged`, which is the last of that."""
+class Started:
+    """The process, a gateway or a host of schedulers, runs and hears. A gateway is told what there
+    is, last `HealthChanged`, and opens its ports then."""
 
-    pid: int
+
+@message
+class GatewayReady:
+    """The gateway accepts connections."""
 
 
 @message
@@ -208,13 +211,6 @@ class ChangeLogging:
 
     id: int
     changes: dict[str, Any]
-
-
-@message
-class HostReady:
-    """The process hosts schedulers from now on."""
-
-    pid: int
 
 
 @message

@@ -1,11 +1,11 @@
 """Flags whose values have a syntax of their own: the response cache, workspaces, resources of the
-rate limiter, metrics; as Triton has them where it has them.
+rate limiter, metrics, patterns of headers; as Triton has them where it has them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,3 +167,71 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
     "summary_latencies": _SWITCH.parse,
     "summary_quantiles": _quantiles,
 }
+
+
+# What RE2, whose syntax Triton's patterns have, writes in another way than Python.
+_RE2 = re.compile(
+    r"\\Q(?P<verbatim>.*?)(?:\\E|$)"
+    r"|(?P<end>\\z)|\\."
+    r"|\[\^?\]?(?:\[:\w+:\]|\\.|[^\]])*\]"
+    r"|\(\?(?P<flags>[imsU]*(?:-[imsU]+)?)(?P<colon>[:)])"
+    r"|(?P<name>\(\?<(?![=!]))"
+    r"|(?P<open>\()|(?P<close>\))|(?P<bar>\|)|.",
+    re.DOTALL,
+)
+_CLASSES = {
+    "[:alnum:]": "0-9A-Za-z",
+    "[:alpha:]": "A-Za-z",
+    "[:digit:]": "0-9",
+    "[:lower:]": "a-z",
+    "[:upper:]": "A-Z",
+    "[:xdigit:]": "0-9A-Fa-f",
+    "[:punct:]": r"!-/:-@\[-`{-~",
+    "[:space:]": r"\s",
+    "[:word:]": r"\w",
+}
+
+
+def header_pattern(value: Mapping[str, Any], flag: str) -> str:
+    """A pattern of headers' names as Python writes it; raises InvalidArgument naming the flag."""
+    given: str = value[flag] or ""
+    pattern = _in_python(given)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidArgument(f"--{flag}: '{given}' is no regular expression: {error}") from None
+    return pattern
+
+
+def _in_python(re2: str) -> str:
+    """The pattern with each flag that RE2 has hold up to the end of a group, (?-i)b|c, as groups of
+    Python's, (?-i:b)|(?-i:c); whether it is greedy (U) changes nothing for who only asks if it
+    matches."""
+    groups: list[list[str]] = [[]]  # of each that is open, the flags set in it
+    parts: list[str] = []
+    for found in _RE2.finditer(re2):
+        text = found.group()
+        match found.lastgroup:
+            case "verbatim":
+                text = re.escape(found["verbatim"])
+            case "end":
+                text = r"\Z"
+            case "name":
+                text = "(?P<"
+            case "colon":
+                text = f"(?{found['flags'].replace('U', '').rstrip('-')}:"
+                if found["colon"] == ":":
+                    groups.append([])
+                else:
+                    groups[-1].append(text)
+            case "bar":
+                text = ")" * len(groups[-1]) + "|" + "".join(groups[-1])
+            case "close" if len(groups) > 1:
+                text = ")" * len(groups.pop()) + ")"
+            case None if text.startswith("["):
+                for name, members in _CLASSES.items():
+                    text = text.replace(name, members)
+        if found.lastgroup in ("open", "name"):
+            groups.append([])
+        parts.append(text)
+    return "".join(parts) + ")" * sum(map(len, groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.common.duplicate_keys import members
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import Source, located
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
@@ -35,7 +36,7 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded = decode_json(value) if isinstance(value, str) else value
+        decoded = decode_json(value, members) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None

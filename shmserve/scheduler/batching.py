@@ -129,7 +129,7 @@ class BatchingCore(Core[ScheduledRequest]):
         service_time = self.executions.service_time
         return service_time.drain_s(len(self._queue), self._pool.ready_count)
 
-    def cancel(self, request: ScheduledRequest, now_ns: int) -> None:
+    def cancel(self, request: ScheduledRequest, now_ns: int, listening: bool = False) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._withdraw(request, now_ns)
@@ -137,8 +137,9 @@ class BatchingCore(Core[ScheduledRequest]):
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
             case State.EXECUTING | State.RESPONDING:
-                request.meet(Event.CANCEL)
-                self.executions.cancel(request)
+                if not listening:
+                    request.meet(Event.CANCEL)
+                self.executions.cancel(request, listening)
             case _:
                 pass  # decided already
 

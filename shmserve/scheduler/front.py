@@ -74,8 +74,8 @@ class Core(Protocol[R]):
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Take a request whose response is cached; it has passed `check`."""
 
-    def cancel(self, request: R, now_ns: int) -> None:
-        """Its client does not wait for a request any more."""
+    def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
+        """Its client does not wait for a request any more; `listening`: as in `Cancel`."""
 
     def credit(self, request: R, responses: int, now_ns: int) -> None:
         """Its client has read so many responses."""
@@ -159,7 +159,7 @@ class Front(Generic[R]):
             case Cancel():
                 request = client.requests.get(message.id)
                 if request is not None:
-                    self._core.cancel(request, now_ns)
+                    self._core.cancel(request, now_ns, message.listening)
             case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.common.tasks import end_all
+from shmserve.config.options import FLAGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.events import ProcessEnded
@@ -109,8 +110,8 @@ class Supervisor:
             self._signals.put_nowait(came)
         # Who starts the server may have some blocked, of which deaths and the end would be unheard.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if context.config.without_effect:
-            logger.warning("without effect here: %s", ", ".join(context.config.without_effect))
+        for name in context.config.without_effect:
+            logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
         context.worker_zygote.start()  # first: torch takes longest
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)

@@ -123,7 +123,7 @@ class Processes:
         child = Made(next(self._pids), title, loop.create_future())
         self.started.append(child)
         hosts = "scheduler" in entry
-        first = m.HostReady(child.pid) if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
         loop.call_soon(self._dispatch, child.pid, first)
         loop.call_soon(self.at_start, child)
         return child

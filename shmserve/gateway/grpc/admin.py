@@ -187,7 +187,6 @@ class AdminCall:
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
         """CudaSharedMemoryRegister."""
         peer = self.client.peer()
-        api.check_name(request.name)
         handle = CudaHandle(request.raw_handle, request.device_id)
         await api.register_cuda(self.gateway, peer, request.name, handle, 0, request.byte_size)
 

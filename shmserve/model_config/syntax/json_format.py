@@ -6,14 +6,13 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.common.duplicate_keys import DoubledName, members
 from shmserve.model_config.syntax.message_builder import is_map, is_repeated
 from shmserve.model_config.syntax.tree import (
     MAX_DEPTH,
@@ -40,17 +39,15 @@ _LENIENT = re.compile(
 _TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
-def decode_json(text: str) -> Any:
-    """The value that a JSON text says, read as leniently as by protobuf's reader.
+def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """The value that a JSON text says, read as leniently as by protobuf's reader; `members` makes
+    an object of its members.
 
-    Raises ValueError, with what is wrong by JSON's own rules; DoubledName, which protobuf would let
-    the last one win.
+    Raises ValueError, with what is wrong by JSON's own rules, and what `members` raises.
     """
     try:
         return json.loads(text, object_pairs_hook=members)
-    except DoubledName:
-        raise
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         try:
             return json.loads(_LENIENT.sub(_in_json, text), object_pairs_hook=members)
         except json.JSONDecodeError:

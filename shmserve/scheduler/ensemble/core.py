@@ -147,7 +147,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def worded(self, text: str) -> str:
         return self._live.told(text)
 
-    def cancel(self, request: EnsembleRequest, now_ns: int) -> None:
+    def cancel(self, request: EnsembleRequest, now_ns: int, listening: bool = False) -> None:
         self._live.now_ns = now_ns
         self._live.fail(request, "CANCELLED", "request cancelled")
         self._steps.cancel(request)

@@ -133,10 +133,11 @@ class Executions:
         work = list(map(_work, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
 
-    def cancel(self, request: ScheduledRequest) -> None:
-        """Tell the worker that has this request that its outputs are not wanted."""
+    def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
+        """Tell the worker that has this request that its outputs are not wanted, or, `listening`,
+        that its model should end it."""
         if request.worker is not None:
-            self._workers.post(request.worker.peer, CancelExecution(request.key))
+            self._workers.post(request.worker.peer, CancelExecution(request.key, listening))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what

@@ -14,26 +14,10 @@ from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.publications import Audience, Publications
-from shmserve.supervisor.models.repository import IN_SEVERAL, NO_VERSION, ModelFolder
+from shmserve.supervisor.models.repository import NO_VERSION, ModelFolder
+from shmserve.supervisor.models.statuses import Outcome, index_rows, is_ready, statuses
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState, StepModel
-
-UNLOADED = "unloaded"
-_RESTARTING = "a process that ended is started again"
-
-
-@dataclass(slots=True)
-class Status:
-    """The state of a version in the repository index; version "" stands for a model that has
-    none."""
-
-    state: ModelState
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it should serve and cannot."""
-        return self.state is ModelState.UNAVAILABLE and self.reason != UNLOADED
+from shmserve.supervisor.models.version.spec import StepModel
 
 
 class LoadSource(NamedTuple):
@@ -49,17 +33,19 @@ FOLDER = LoadSource("", {})
 
 @dataclass(slots=True, eq=False)
 class ModelEntry:
-    """Everything about one name; `serving` by version; `offered` are those that take over, once
-    everybody knows it; `source` is what serves, or was to serve last, is loaded of."""
+    """Everything about one name. `serving` by version; `coming` are those of the load that has its
+    turn, which take over once they are `offered` and everybody knows it; `outcomes` are those of
+    what is not there. `source` is what serves, or was to serve last, is loaded of."""
 
     name: str
     serving: dict[str, ModelVersion] = field(default_factory=dict)
-    offered: dict[str, ModelVersion] = field(default_factory=dict)
-    status: dict[str, Status] = field(default_factory=dict)
+    coming: dict[str, ModelVersion] = field(default_factory=dict)
+    offered: bool = False
+    retiring: list[ModelVersion] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     fingerprint: str = ""
     source: LoadSource = FOLDER
     changes: list[asyncio.Event] = field(default_factory=list)  # each set once it is over
-    coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
     updates: list[InstanceUpdate] = field(default_factory=list)  # as `coming`, of what serves
     unloaded: asyncio.Event = field(default_factory=asyncio.Event)  # by the next unload
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
@@ -72,30 +58,19 @@ class ModelEntry:
             update.cancel()
 
     @property
-    def failed(self) -> bool:
-        """Whether a version of it could not be loaded, or broke."""
-        return any(status.failed for status in self.status.values())
-
-    def states(self) -> dict[str, Status]:
-        """The status of each version, as it is this moment: one whose last process has just died is
-        not ready, though it was loaded."""
-        shown = self.shown
-        return {
-            number: _not_ready(shown[number])
-            if status.state is ModelState.READY and not shown[number].ready
-            else status
-            for number, status in self.status.items()
-        }
-
-    @property
     def shown(self) -> dict[str, ModelVersion]:
         """What is published."""
-        return {**self.serving, **self.offered}
+        return {**self.serving, **self.coming} if self.offered else self.serving
+
+    @property
+    def leaving(self) -> set[str]:
+        """The versions of which something finishes what it has."""
+        return {version.spec.version for version in self.retiring}
 
     @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
-        return max(self.offered or self.serving, key=int, default="")
+        return max(self.coming if self.offered else self.serving, key=int, default="")
 
 
 class Change:
@@ -143,7 +118,7 @@ class ModelRegistry:
         finally:
             over.set()
             model.changes.remove(over)
-            if not (model.changes or model.status or model.serving):
+            if not (model.changes or statuses(model)):
                 del self._models[name]
 
     # --- processes
@@ -172,7 +147,7 @@ class ModelRegistry:
     def find(self, name: str, version: str) -> dict[str, Any]:
         """The destination of a model's requests, for a model that calls it; raises NotFound."""
         model = self._models.get(name)
-        if model is None or not model.status:
+        if model is None or not statuses(model):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         shown = model.shown
         if not shown:
@@ -227,7 +202,7 @@ class ModelRegistry:
 
         def add(each: str) -> None:
             for user, model in self._models.items():
-                versions = (*model.serving.values(), *model.coming)
+                versions = (*model.serving.values(), *model.coming.values())
                 if user not in found and any(version.uses(each) for version in versions):
                     add(user)
             found[each] = None
@@ -243,30 +218,20 @@ class ModelRegistry:
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
         """The repository index; `found` is what the repositories hold. Models never loaded have a
         name, and why they cannot be, if so."""
-        rows: list[dict[str, Any]] = []
-        known = {name: model.states() for name, model in self._models.items() if model.status}
-        for name in sorted({*found, *known}):
-            status = known.get(name)
-            problem = found[name].problem if name in found else ""
-            if problem == IN_SEVERAL:  # whatever serves of it: it cannot be loaded again
-                status = None
-            if status is None:
-                status = {"": Status(ModelState.UNAVAILABLE, problem)} if problem else {}
-                if not (problem or ready):
-                    rows.append({"name": name})
-            rows += [
-                _index_row(name, version, status[version])
-                for version in sorted(status, key=_number)
-                if not ready or status[version].state is ModelState.READY
-            ]
-        return rows
+        known = {name: statuses(model) for name, model in self._models.items()}
+        names = sorted({*found, *(name for name, status in known.items() if status)})
+        return [
+            row
+            for name in names
+            for row in index_rows(name, known.get(name), found.get(name), ready)
+        ]
 
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
         """The state of each version, and the reason for it, by name and version."""
         return {
             (model.name, version): (str(status.state), status.reason)
             for model in self._models.values()
-            for version, status in model.states().items()
+            for version, status in statuses(model).items()
         }
 
     def publish_counters(self) -> None:
@@ -277,18 +242,14 @@ class ModelRegistry:
 
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
-        return all(
-            status.state in (ModelState.READY, ModelState.UNLOADING) or status.reason == UNLOADED
-            for model in self._models.values()
-            for status in model.states().values()
-        )
+        return all(map(is_ready, self._models.values()))
 
     def publish(self, audience: Audience, model: ModelEntry) -> None:
         """Have everybody know what serves of a model, where that differs from what they know."""
         published = {number: _publication(model, each) for number, each in model.shown.items()}
         absent = [
             number
-            for number, status in model.status.items()
+            for number, status in statuses(model).items()
             if number or status.reason.endswith(NO_VERSION)
         ]
         self.publications.update(audience, model.name, published, absent)
@@ -330,19 +291,3 @@ def describe(config: ModelSpec) -> dict[str, Any]:
         "inputs": shown(config.input),
         "outputs": shown(config.output),
     }
-
-
-def _not_ready(version: ModelVersion) -> Status:
-    """The status of a version that was loaded and takes no request now."""
-    if version.instances.problem:
-        return Status(ModelState.UNAVAILABLE, version.instances.problem)
-    return Status(ModelState.LOADING, _RESTARTING)
-
-
-def _number(version: str) -> int:
-    return int(version or 0)
-
-
-def _index_row(name: str, version: str, status: Status) -> dict[str, Any]:
-    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
-    return {key: value for key, value in row.items() if value}

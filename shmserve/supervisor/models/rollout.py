@@ -18,9 +18,9 @@ from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status
+from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry
+from shmserve.supervisor.models.statuses import UNLOADED, Outcome
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -46,33 +46,29 @@ class Rollout:
     async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
         before every gateway knows that it is ready. Raises InvalidArgument then."""
-        old, before = model.serving, model.status
-        model.status = {
-            number: status
-            for number, status in before.items()
-            # What failed and is not wanted any more is nobody's concern.
-            if number in old or not status.failed
-        }
-        for number in old.keys() - new.keys():
-            model.status[number] = Status(ModelState.UNLOADING)
+        old = model.serving
         for number in old.keys() & new.keys():
             old[number].hand_counts_to(new[number])
-        model.offered = new
+        model.offered = True
         try:
             await self._offer(model)
         except Unavailable as error:
-            model.offered, model.status = {}, before
+            model.coming, model.offered = {}, False
             for former in old.values():
                 former.hand_counts_to(None)
             reason = f"{error.title}: {error.message}"
             failed = [number for number, version in new.items() if not version.ready]
-            for lost in new.keys() - old.keys():
-                model.status[lost] = Status(ModelState.UNAVAILABLE, reason)
+            model.outcomes |= dict.fromkeys(new.keys() - old.keys(), Outcome(reason))
             await self.dismiss(model, new)
             raise load_failed(model, dict.fromkeys(failed[:1], reason)) from None
-        model.serving, model.offered = new, {}
-        for number in new:
-            model.status[number] = Status(ModelState.READY)
+        model.serving, model.coming, model.offered = new, {}, False
+        # What failed and is not wanted any more is nobody's concern.
+        model.outcomes = {
+            number: outcome
+            for number, outcome in model.outcomes.items()
+            if number not in new and not outcome.failed
+        }
+        model.outcomes |= dict.fromkeys(old.keys() - new.keys(), UNLOADED)
         await self.dismiss(model, old)
 
     async def published_again(self, model: ModelEntry) -> None:
@@ -96,7 +92,7 @@ class Rollout:
         """Publish what is offered; returns once all of it is ready, and every gateway knows. Raises
         Unavailable when it will not be."""
         self.publish(model)
-        new = model.offered.values()
+        new = model.coming.values()
         while True:
             await self._known(model)
             for version in new:
@@ -109,6 +105,7 @@ class Rollout:
     async def dismiss(self, model: ModelEntry, leaving: Mapping[str, ModelVersion]) -> None:
         """Take versions out of service: those that no other serves are withdrawn, and what is in
         flight is finished."""
+        model.retiring += leaving.values()
         self.publish(model)
         await self._known(model)
         for version in leaving.values():
@@ -126,13 +123,7 @@ class Rollout:
         self._context.broadcast(_lost(model, version), "gateway", "ensemble")
         self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
         self.remove([version])
-        status = model.status.get(number)
-        last = all(
-            (other.spec.name, other.spec.version) != (model.name, number)
-            for other in self._registry.live
-        )
-        if status is not None and status.state is ModelState.UNLOADING and last:
-            model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
+        model.retiring.remove(version)
         self._on_change()
 
     def remove(self, ended: Iterable[ModelVersion]) -> None:

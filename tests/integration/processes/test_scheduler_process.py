@@ -25,12 +25,12 @@ from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     HealthChanged,
-    HostReady,
     InstanceExpected,
     OpenScheduler,
     ProcessExited,
     SchedulerClosed,
     SchedulerReady,
+    Started,
     StatisticsSnapshot,
     Stop,
 )
@@ -92,7 +92,7 @@ class Stage:
         self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
         self.numbers = itertools.count(1)
         self.host, ready = self.next(self.control)
-        assert ready == HostReady(self.process.pid)
+        assert ready == Started()
         self.control.post(self.host, OpenScheduler(encode(start)))
         self.control.flush()
         self.address, ready = self.next(self.control)

@@ -179,7 +179,8 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     (first,) = rig.submit()
     _, batch = rig.execute()
     for _ in range(3000):
-        rig.client(m.Cancel(*rig.submit()))
+        (cancelled,) = rig.submit()
+        rig.client(m.Cancel(cancelled))
     (last,) = rig.submit()
     assert len(rig.core._responses._order) < 2000
     rig.answers()

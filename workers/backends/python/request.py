@@ -200,7 +200,7 @@ class InferenceRequest:
 
                 def cancel(over: asyncio.Future[Any]) -> None:
                     if over.cancelled():
-                        call.cancel()
+                        call.abandon()
 
                 task.add_done_callback(cancel)
                 return task

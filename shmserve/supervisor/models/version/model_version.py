@@ -116,6 +116,11 @@ class ModelVersion:
         return self.scheduler.endpoint
 
     @property
+    def problem(self) -> str:
+        """Why it will take no request any more, or empty."""
+        return self.instances.problem
+
+    @property
     def ready(self) -> bool:
         """Whether a request submitted now would find an instance."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready

@@ -22,7 +22,8 @@ PATIENCE_S = 5.0
 def commands(pid):
     """What changes something, from whoever may say it; `pid` is the process that it is about."""
     return [
-        m.GatewayReady(pid),
+        m.Started(),
+        m.GatewayReady(),
         m.SchedulerReady(pid),
         m.WorkerStarted(pid),
         UnregisterRegion(1, "", 0, []),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -382,7 +383,7 @@ def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
         server.deaf = True
         load = asyncio.ensure_future(server.load("s", [], "new"))
         await until(lambda: server.registry.model("s").offered)
-        (version,) = server.registry.model("s").offered.values()
+        (version,) = server.registry.model("s").coming.values()
         for _ in range(10):
             (instance,) = version.instances._all
             instance.backoff = MagicMock(**{"pause_s.return_value": 0.0})
@@ -461,3 +462,10 @@ def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
         await server.end()
 
     live(story)
+
+
+def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:
+    """As by Triton."""
+    context: Any = SimpleNamespace(config=SimpleNamespace(repository_poll_s=0))
+    nothing: Any = None
+    asyncio.run(asyncio.wait_for(Poller(context, nothing, nothing, nothing).run(), 1))
