@@ -107,7 +107,7 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
         before, withdrawn, draining, now = office.told
         assert withdrawn == RegionWithdrawn("r", unpack_place(before.place).memory.id, 1)
         assert draining == replace(before, draining=True)
-        assert before.inode != now.inode
+        assert unpack_place(before.place).memory.inode != unpack_place(now.place).memory.inode
         office.registry.draining.gateway_exited(7)
         assert len(office.workers) == 1
         office.registry.close()
@@ -151,14 +151,14 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
         office = Office(devices=1)
         pin = office.registry.register
         await pin("r", key, 4096, 1024, ME, pin=True)
-        assert office.told[-1].pinned
+        assert unpack_place(office.told[-1].place).memory.pinned
         with pytest.raises(AlreadyExists):
             await pin("r", key, 4096, 1024, ME)
         text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
         with pytest.raises(InvalidArgument, match=text):
             await pin("s", key, 0, 4096, ME, pin=True)
         await office.registry.register("s", key, 0, 4096, ME)
-        assert not office.told[-1].pinned
+        assert not unpack_place(office.told[-1].place).memory.pinned
         await office.registry.unregister("r", ME)
         await office.registry.unregister("s", ME)
         office.registry.draining.gateway_exited(7)

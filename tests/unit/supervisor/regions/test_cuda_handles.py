@@ -177,7 +177,8 @@ def test_a_region_is_its_users() -> None:
         registry = office.registry
         handle = CudaHandle(HANDLE, 0)
         await registry.register_cuda("r", handle, 0, 64, ME)
-        assert (office.told[0].uid, office.told[0].copied) == (ME.uid, False)
+        memory = unpack_place(office.told[0].place).memory
+        assert (office.told[0].uid, memory.copied) == (ME.uid, False)
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
             await registry.register_cuda("r", handle, 0, 64, BOB)
         for name in ("r", ""):
