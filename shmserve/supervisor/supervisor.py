@@ -183,7 +183,8 @@ class Supervisor:
     # --- end
 
     async def end(self, status: int) -> None:
-        """Drain for at most `exit_timeout_s`, or until a second signal, more than a second later; then stop everything."""
+        """Drain for at most `exit_timeout_s`, or until a second signal, which is one that comes a
+        second later or more; then stop everything."""
         context = self.context
         self.health.exiting = True
         self.gateways.retire()
