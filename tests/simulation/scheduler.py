@@ -197,6 +197,8 @@ class SchedulerProcess(Process):
         self.trace.handled(peer, message)
 
     def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
+        if self.hosted.front.stopped:
+            return
         for message in messages:
             self.world.note(peer, "->", self.title, message)
             if isinstance(message, m.BatchFinished):
