@@ -132,7 +132,7 @@ class Supervisor(Process):
             case supervision.InstanceRetired(index=index, pid=pid):
                 worker = version.workers.get(index)
                 if worker is not None and worker.pid == pid and index in version.leaving:
-                    scheduler.to_worker(worker).drain()
+                    scheduler.drain_to(worker)
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
