@@ -247,8 +247,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._tickets is not None:
             self._tickets.end_turn()
         if self._pool.retiring:
-            for index, pid in self._pool.take_retired(self._dispatch.needs):
-                self._to_control.post(InstanceRetired(index, pid))
+            for process in self._pool.take_retired(self._dispatch.needs):
+                self._to_control.post(InstanceRetired(process))
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()

@@ -170,7 +170,7 @@ class Rig:
         decoded = ModelSpec.of(config)
         backend.load(decoded)
         self.instance = WorkerInstance(self.context, backend, decoded)
-        self._timers.append(self.instance.link._timer)
+        self._timers += (self.instance.link._timer, self.instance._metrics.timer)
         return self.attach()
 
     def attach(self) -> Rig:

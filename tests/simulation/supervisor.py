@@ -43,6 +43,10 @@ class Version:
         assert self.scheduler is not None
         return self.scheduler.endpoint
 
+    def worker(self, pid: int) -> Worker | None:
+        """The worker that is this process."""
+        return next((each for each in self.workers.values() if each.pid == pid), None)
+
 
 class Supervisor(Process):
     """The parent of all processes. `hosts` are all schedulers that there have been, by endpoint."""
@@ -122,16 +126,16 @@ class Supervisor(Process):
         match message:
             case supervision.AskTicket() | supervision.TicketReturned():
                 self.tickets.handle(scheduler.address, message)
-            case supervision.KillInstance(index=index, pid=pid):
-                worker = version.workers.get(index)
-                if worker is not None and worker.pid == pid:
+            case supervision.KillInstance(process=pid):
+                worker = version.worker(pid)
+                if worker is not None:
                     self.kill(worker)
             case supervision.StatisticsSnapshot() if not moves:
                 before = version.snapshot[0] if version.snapshot else {}
                 version.snapshot = [{**before, **message.statistics}, message.metrics]
-            case supervision.InstanceRetired(index=index, pid=pid):
-                worker = version.workers.get(index)
-                if worker is not None and worker.pid == pid and index in version.leaving:
+            case supervision.InstanceRetired(process=pid):
+                worker = version.worker(pid)
+                if worker is not None and worker.index in version.leaving:
                     scheduler.drain_to(worker)
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
@@ -261,7 +265,8 @@ class Supervisor(Process):
         self, version: Version, workers: list[Worker], then: Callable[..., None]
     ) -> None:
         assert version.former is not None
-        if all(worker.alive for worker in workers) and version.former.alive and not version.drained:
+        can = version.former.alive and (not workers or any(each.alive for each in workers))
+        if can and not version.drained:
             self.world.after(50 * US, self._await_drained, version, workers, then)
             return
         version.former.trace.succeeded_by_another |= not version.drained

@@ -285,8 +285,9 @@ class Life(RuleBasedStateMachine):
         for _, message in self.rig.control.take():
             if isinstance(message, Drained):
                 self.drained = True
-            elif isinstance(message, KillInstance) and message.index in self.workers:
-                self.exit(message.index)
+            elif isinstance(message, KillInstance):
+                for index in [i for i, w in self.workers.items() if w.pid == message.process]:
+                    self.exit(index)
 
     def check_batch(self, peer: bytes, batch: m.Execute) -> None:
         """A batch is legal, its worker free and its requests wanted."""
