@@ -148,10 +148,11 @@ class SchedulerProcess(Process):
         """The link from here to a client."""
         return self._clients.links[peer]
 
-    def to_worker(self, worker: Process) -> Link:
-        """The link from here to a worker that it has."""
-        (link,) = (link for link in self._workers.links.values() if link.target is worker)
-        return link
+    def drain_to(self, worker: Process) -> None:
+        """Deliver what has been sent to a worker, now."""
+        for link in self._workers.links.values():
+            if link.target is worker:
+                link.drain()
 
     def links(self) -> list[Link]:
         """All links from here."""
