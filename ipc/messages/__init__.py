@@ -21,6 +21,15 @@ from shmserve.ipc.messages.events import (
     ProcessEvent,
     RegionEvent,
 )
+from shmserve.ipc.messages.generation import (
+    Choose,
+    Ended,
+    Prepare,
+    Prepared,
+    Step,
+    Stepped,
+    Told,
+)
 from shmserve.ipc.messages.inference import (
     BatchFinished,
     Cancel,
@@ -101,6 +110,12 @@ SchedulerToWorker = (
     Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
 WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
+GenerativeToWorker = (
+    Prepare | Step | Choose | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
+)
+WorkerToGenerative = (
+    (InstanceReady | ExecutionResponded | MetricsReported) | (Prepared | Stepped | Told | Ended)
+)
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending
 )
