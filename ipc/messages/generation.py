@@ -32,10 +32,11 @@ class Resumed:
 
 @message
 class Prepare:
-    """Read this request and make tokens of its prompt, beside the steps; the answer is `Prepared`,
-    or its end by `ExecutionResponded`. Of one that an instance has lost, `resumed` is what was."""
+    """Read this request, the only one of `requests`, and make tokens of its prompt, beside the
+    steps; the answer is `Prepared`, or its end by `ExecutionResponded`. Of one that an instance has
+    lost, `resumed` is what each of its samples had."""
 
-    work: Work
+    requests: list[Work]
     resumed: list[Resumed] = field(default_factory=list)
 
 
@@ -55,7 +56,8 @@ class BeamSearch:
 class Prepared:
     """A request is ready to run. `prompt`: its tokens (int32, little endian). Of each of its
     `samples` at most `max_tokens` are generated. `priority`: lower goes first. `whole`: all of the
-    prompt is to be computed, whatever is cached. `drafts`: tokens may be proposed for it."""
+    prompt is to be computed, whatever is cached. `drafts`: tokens may be proposed for it. `beams`: one
+    entry where it is a beam search."""
 
     key: int
     prompt: bytes
@@ -64,7 +66,7 @@ class Prepared:
     priority: int = 0
     whole: bool = False
     drafts: bool = True
-    beams: BeamSearch | None = None
+    beams: list[BeamSearch] = field(default_factory=list)
 
 
 @record
