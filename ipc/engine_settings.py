@@ -1,7 +1,7 @@
 """The settings of a generative model's engine: what `engine.yaml` may say, checked all at once.
 
-The worker reads the file and completes it with what its memory allows; the scheduler gets the result
-as the JSON of the model's parameter `engine`.
+The worker reads the file and completes it with what its memory allows; the scheduler gets the
+result as the JSON of the model's parameter `engine`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PREEMPTION = ("swap", "recompute", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The settings of speculative decoding. `method`: "ngram" proposes what followed the same tokens
-    before, "draft" what the smaller `draft_model` says (the name of a model in the repository, or a
-    path). At most `num_spec_tokens` are proposed; with `adaptive_length` as many as pay. Where less
-    than `accept_threshold` of them are accepted, none are for a while."""
+    """The settings of speculative decoding. `method`: "ngram" proposes what followed the same
+    tokens before, "draft" what the smaller `draft_model` says (the name of a model in the
+    repository, or a path). At most `num_spec_tokens` are proposed; with `adaptive_length` as many
+    as pay. Where less than `accept_threshold` of them are accepted, none are for a while."""
 
     enabled: bool = False
     method: str = "ngram"
@@ -62,8 +62,8 @@ class EngineSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """The settings that a document gives, over those of its profile. Raises InvalidArgument that
-        names each wrong one, what was found, and what is allowed."""
+        """The settings that a document gives, over those of its profile. Raises InvalidArgument
+        that names each wrong one, what was found, and what is allowed."""
         problems: list[str] = []
         profile = given.get("profile", "")
         if profile not in ("", *PROFILES):
@@ -166,7 +166,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 def _checked(
     kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[str]
 ) -> dict[str, Any]:
-    """The plain values of `given` that fit the fields of a dataclass; what does not is a problem."""
+    """The plain values of `given` that fit a dataclass's fields; what does not is a problem."""
     known = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in given.items():
