@@ -39,7 +39,7 @@ class EngineSettings:
     """The settings of one engine. Sizes are in tokens, sequences or blocks of `block_size` tokens;
     0 for `kv_cache_blocks` and `max_model_len`: as many as fit; 0 for `target_itl_ms` (the longest
     time between two tokens that is aimed at) and `max_wait_time_ms` (after which a request goes
-    before all others): none."""
+    before all others): none. `swap_blocks`: those of the host pool, which `swap_space_gb` gives."""
 
     profile: str = ""
     max_batch_size: int = 32
@@ -53,6 +53,7 @@ class EngineSettings:
     enable_preemption: bool = True
     preemption_mode: str = "auto"
     swap_space_gb: float = 0.25
+    swap_blocks: int = 0
     block_size: int = 16
     kv_cache_blocks: int = 0
     target_itl_ms: float = 0.0
@@ -91,9 +92,14 @@ class EngineSettings:
         """The settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def sized(self, kv_cache_blocks: int, max_model_len: int) -> Self:
+    def sized(self, kv_cache_blocks: int, max_model_len: int, swap_blocks: int) -> Self:
         """The settings with what depends on the model and its memory."""
-        return replace(self, kv_cache_blocks=kv_cache_blocks, max_model_len=max_model_len)
+        return replace(
+            self,
+            kv_cache_blocks=kv_cache_blocks,
+            max_model_len=max_model_len,
+            swap_blocks=swap_blocks,
+        )
 
     @property
     def capacity(self) -> int:
@@ -154,6 +160,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "prefill_chunk_size": (1, 1 << 20),
     "max_prefill_tokens": (1, 1 << 20),
     "swap_space_gb": (0, 4096),
+    "swap_blocks": (0, 1 << 24),
     "block_size": (1, 1024),
     "kv_cache_blocks": (0, 1 << 24),
     "target_itl_ms": (0, 1e6),
