@@ -44,16 +44,18 @@ _MOST_HELD_NS = 400_000
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: nobody waits for it. `window`: the responses that its client takes now.
+    `cancelled`: nobody waits for it. `window`: the responses that its client takes now;
+    `on_credit` is called when these may be more.
     """
 
-    __slots__ = ("cancelled", "key", "on_cancel", "window", "work")
+    __slots__ = ("cancelled", "key", "on_cancel", "on_credit", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
         self.on_cancel: Callable[[], object] | None = None
+        self.on_credit: Callable[[], object] | None = None
         self.window = SendWindow()
 
     def cancel(self) -> None:
@@ -197,6 +199,8 @@ class InstanceLink:
                 request = self._open.get(key)
                 if request is not None:
                     request.window.read(responses)
+                    if request.on_credit is not None:
+                        request.on_credit()
                     self._wake(request)
             case ReleaseOutputs() | ReaderExited():
                 self._on_read(message)
