@@ -113,8 +113,8 @@ WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | Metrics
 GenerativeToWorker = (
     Prepare | Step | Choose | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-WorkerToGenerative = (
-    (InstanceReady | ExecutionResponded | MetricsReported) | (Prepared | Stepped | Told | Ended)
+WorkerToGenerative = (InstanceReady | ExecutionResponded | MetricsReported) | (
+    Prepared | Stepped | Told | Ended
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending
