@@ -37,8 +37,7 @@ class Speculation:
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """The settings of one engine. Sizes are in tokens, sequences or blocks of `block_size` tokens;
-    0 for `kv_cache_blocks` and `max_model_len`: as many as fit (`swap_blocks` follow from
-    `swap_space_gb`); 0 for `target_itl_ms` (the longest
+    0 for `kv_cache_blocks` and `max_model_len`: as many as fit; 0 for `target_itl_ms` (the longest
     time between two tokens that is aimed at) and `max_wait_time_ms` (after which a request goes
     before all others): none. `swap_blocks`: those of the host pool, which `swap_space_gb` gives."""
 
@@ -57,7 +56,6 @@ class EngineSettings:
     swap_blocks: int = 0
     block_size: int = 16
     kv_cache_blocks: int = 0
-    swap_blocks: int = 0
     target_itl_ms: float = 0.0
     max_wait_time_ms: float = 30_000.0
     weights: str = "fp32"
@@ -165,7 +163,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "swap_blocks": (0, 1 << 24),
     "block_size": (1, 1024),
     "kv_cache_blocks": (0, 1 << 24),
-    "swap_blocks": (0, 1 << 24),
     "target_itl_ms": (0, 1e6),
     "max_wait_time_ms": (0, 1e9),
     "num_spec_tokens": (1, 32),

@@ -5,9 +5,9 @@
       └───────────<── evicted, least recently used first ──┘
 
 A block may be written by who holds it alone, if it has no key (Kwon et al., "PagedAttention",
-2023). A sequence's blocks lie side by side where that is possible, since attention reads runs of blocks at
-once: it takes the block behind its last one, and a new one begins in the middle of the widest gap,
-so that it and its neighbour can grow.
+2023). A sequence's blocks lie side by side where that is possible, since attention reads runs of
+blocks at once: it takes the block behind its last one, and a new one begins in the middle of the
+widest gap, so that it and its neighbour can grow.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class BlockPool:
     # --- allocation
 
     def allocate(self, wanted: int, after: int = -1) -> list[int]:
-        """`wanted` blocks with one reference each, behind block `after` if that can be. As many must
-        be `available`."""
+        """`wanted` blocks with one reference each, behind block `after` if that can be. As many
+        must be `available`."""
         found: list[int] = []
         while len(found) < wanted and after >= 0:
             after += 1
