@@ -200,8 +200,14 @@ class Engine(Generic[T]):
         self._run(draft, [each for each in inside if each.missing == 1], inside)
         self._limit_prompts(draft)
         self._run(draft, [each for each in inside if each.missing > 1], inside)
+        outside.sort(key=rank)
         if outside and not draft.preempted:
-            self._admit(draft, sorted(outside, key=rank), inside)
+            self._admit(draft, outside, inside)
+        inside = [each for each in inside if each.place is Place.RUNNING]
+        while outside and inside and not draft.rows:
+            # All that are inside wait for others of their beam search, which find no room.
+            self._preempt(draft, inside.pop())
+            self._admit(draft, outside, inside)
         if not (draft.rows or self._over):
             return None
         return self._ready(draft)
@@ -323,10 +329,11 @@ class Engine(Generic[T]):
     # --- admission
 
     def _admit(self, draft: Draft, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
-        """Take in who is outside, in order, until one finds no room."""
+        """Take in who is outside, in order, until one finds no room; those are outside still."""
         seats = self.settings.max_batch_size - sum(each.seats for each in inside)
         promised = sum(self._needed(each) for each in inside)
-        for sequence in outside:
+        while outside:
+            sequence = outside[0]
             seats -= sequence.seats
             if seats < 0 or draft.tokens < 1:
                 return
@@ -334,6 +341,7 @@ class Engine(Generic[T]):
             enter = self._swap_in if sequence.place is Place.SWAPPED else self._begin_prompt
             if not enter(draft, sequence, free):
                 return
+            inside.append(outside.pop(0))
             sequence.place = Place.RUNNING
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
