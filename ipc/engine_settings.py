@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from shmserve.errors import InvalidArgument
 
+GENERATIVE = "llm"  # the backend
 PARAMETER = "engine"
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")
@@ -174,7 +175,7 @@ def _checked(
     kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[str]
 ) -> dict[str, Any]:
     """The plain values of `given` that fit a dataclass's fields; what does not is a problem."""
-    known = {each.name: each.default for each in fields(kind)}
+    known: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:

@@ -14,27 +14,18 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.pace import Acceptance, Load, StepTimes
+from shmserve.scheduler.generative.pace import Acceptance, StepTimes
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.generative.step_plan import Running, StepPlan
 
 T = TypeVar("T")
-
-
-class Running(NamedTuple):
-    """The step that runs: its rows' sequences by number, its work, and the blocks it copies."""
-
-    step: int
-    rows: dict[int, tuple[Sequence[Any], Row]]
-    load: Load
-    copies: int
-    drafts: int
 
 
 @dataclass(slots=True)
@@ -54,35 +45,6 @@ class Counts:
     accepted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-
-
-class Draft:
-    """A step that is being planned: what is still free of its budgets, and what it has so far."""
-
-    def __init__(self, number: int, settings: EngineSettings) -> None:
-        self.step = Step(number, [])
-        self.tokens = settings.max_tokens_per_batch
-        self.prompt_tokens = settings.max_prefill_tokens
-        self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
-        self.load = Load()
-        self.drafts = 0
-        self.preempted = False
-
-    def add(self, sequence: Sequence[Any], row: Row) -> None:
-        """Another row; it and what it proposes are paid for."""
-        self.step.rows.append(row)
-        self.rows[sequence.number] = (sequence, row)
-        self.tokens -= row.count + row.draft
-        decodes = row.samples and row.count == 1
-        if not decodes:
-            self.prompt_tokens -= row.count
-        load, end = self.load, row.start + row.count
-        self.load = Load(
-            load.decoded + (row.count + row.draft if decodes else 0),
-            load.prefilled + (0 if decodes else row.count),
-            load.pairs + row.count * end,
-        )
-        self.drafts = max(self.drafts, row.draft)
 
 
 @dataclass(eq=False)
@@ -187,7 +149,7 @@ class Engine(Generic[T]):
 
     def plan(self, now_ns: int) -> Step | None:
         """The next step, where there is work; none runs now."""
-        draft = Draft(next(self._steps), self.settings)
+        plan = StepPlan(next(self._steps), self.settings)
         # Once a step, of what is known now: nothing overtakes while it is planned.
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
@@ -197,62 +159,62 @@ class Engine(Generic[T]):
             elif not sequence.held:
                 outside.append(sequence)
         inside.sort(key=rank)
-        self._run(draft, [each for each in inside if each.missing == 1], inside)
-        self._limit_prompts(draft)
-        self._run(draft, [each for each in inside if each.missing > 1], inside)
+        self._run(plan, [each for each in inside if each.missing == 1], inside)
+        self._limit_prompts(plan)
+        self._run(plan, [each for each in inside if each.missing > 1], inside)
         outside.sort(key=rank)
-        if outside and not draft.preempted:
-            self._admit(draft, outside, inside)
+        if outside and not plan.preempted:
+            self._admit(plan, outside, inside)
         inside = [each for each in inside if each.place is Place.RUNNING]
-        while outside and inside and not draft.rows:
+        while outside and inside and not plan.rows:
             # All that are inside wait for others of their beam search, which find no room.
-            self._preempt(draft, inside.pop())
-            self._admit(draft, outside, inside)
-        if not (draft.rows or self._over):
+            self._preempt(plan, inside.pop())
+            self._admit(plan, outside, inside)
+        if not (plan.rows or self._over):
             return None
-        return self._ready(draft)
+        return self._ready(plan)
 
-    def _limit_prompts(self, draft: Draft) -> None:
+    def _limit_prompts(self, plan: StepPlan) -> None:
         """Cut what prompts may take of this step where tokens are not to be late."""
         target = self.settings.target_itl_ms
-        if target and draft.rows:
-            chunk = self.times.chunk(draft.load, target)
-            draft.prompt_tokens = min(draft.prompt_tokens, chunk)
+        if target and plan.rows:
+            chunk = self.times.chunk(plan.load, target)
+            plan.prompt_tokens = min(plan.prompt_tokens, chunk)
 
-    def _run(self, draft: Draft, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+    def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
         """Rows for sequences that have blocks; whoever is last of those `inside` makes room."""
         for sequence in sequences:
             if sequence.place is not Place.RUNNING or sequence.held:
                 continue  # it was preempted for another, or waits for one
-            count, drafts = self._share_of(draft, sequence)
-            while count and not self._room(draft, sequence, count + drafts):
+            count, drafts = self._share_of(plan, sequence)
+            while count and not self._room(plan, sequence, count + drafts):
                 if drafts:
                     drafts = 0
                     continue
                 victim = next(
                     each
                     for each in reversed(inside)
-                    if each.place is Place.RUNNING and each.number not in draft.rows
+                    if each.place is Place.RUNNING and each.number not in plan.rows
                 )
-                self._preempt(draft, victim)
+                self._preempt(plan, victim)
                 if victim is sequence:
                     break
             else:
                 if count:
-                    self._row(draft, sequence, count, drafts)
+                    self._row(plan, sequence, count, drafts)
 
-    def _share_of(self, draft: Draft, sequence: Sequence[T]) -> tuple[int, int]:
+    def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """How many of its missing tokens fit what is left of the budgets, and how many drafts."""
         missing = sequence.missing - 1 if sequence.forks else sequence.missing
         if missing > 1 or sequence.forks:
-            limit = min(self.settings.prefill_chunk_size, draft.prompt_tokens, draft.tokens)
+            limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if limit < missing:
                 limit -= limit % 16 if limit >= 16 else 0
             return max(min(missing, limit), 0), 0
-        count = min(missing, draft.tokens)
-        return count, min(self._drafts(sequence, draft), max(draft.tokens - count, 0))
+        count = min(missing, plan.tokens)
+        return count, min(self._drafts(sequence, plan), max(plan.tokens - count, 0))
 
-    def _drafts(self, sequence: Sequence[T], draft: Draft) -> int:
+    def _drafts(self, sequence: Sequence[T], plan: StepPlan) -> int:
         """The tokens to propose behind a sequence's last."""
         speculation, generation = self.settings.speculative_decoding, sequence.generation
         if not (speculation.enabled and generation.drafts) or generation.beams is not None:
@@ -260,10 +222,10 @@ class Engine(Generic[T]):
         most = min(speculation.num_spec_tokens, sequence.left - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and most > 0:
-            most = self.times.draft_length(draft.load, acceptance.rate, most)
+            most = self.times.draft_length(plan.load, acceptance.rate, most)
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
-    def _room(self, draft: Draft, sequence: Sequence[T], count: int) -> bool:
+    def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Have a block that may be written for each of the next `count` positions; whether there
         are as many."""
         size, table = self.settings.block_size, sequence.table
@@ -279,7 +241,7 @@ class Engine(Generic[T]):
             return False
         for index in shared:
             for block in self.pool.allocate(1):
-                draft.step.within.extend((table[index], block))
+                plan.step.within.extend((table[index], block))
                 self.pool.release([table[index]])
                 table[index] = block
             self.counts.copied_on_write += 1
@@ -288,10 +250,10 @@ class Engine(Generic[T]):
             table += self.pool.allocate(missing, table[-1] if table else -1)
         return True
 
-    def _row(self, draft: Draft, sequence: Sequence[T], count: int, drafts: int) -> None:
+    def _row(self, plan: StepPlan, sequence: Sequence[T], count: int, drafts: int) -> None:
         samples = count == sequence.missing
         blocks = sequence.table[sequence.told :]
-        draft.add(
+        plan.add(
             sequence,
             Row(sequence.number, sequence.computed, count, sequence.told, blocks, drafts, samples),
         )
@@ -299,14 +261,14 @@ class Engine(Generic[T]):
 
     # --- preemption
 
-    def _preempt(self, draft: Draft, sequence: Sequence[T]) -> None:
-        draft.preempted = True
+    def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
+        plan.preempted = True
         generation = sequence.generation
         generation.preemptions += 1
         if self._swaps(sequence):
             sequence.host = self.host.allocate(len(sequence.table))
             for pair in zip(sequence.table, sequence.host, strict=True):
-                draft.step.out.extend(pair)
+                plan.step.out.extend(pair)
             self.counts.preempted_swap += 1
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
@@ -328,24 +290,24 @@ class Engine(Generic[T]):
 
     # --- admission
 
-    def _admit(self, draft: Draft, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+    def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
         """Take in who is outside, in order, until one finds no room; those are outside still."""
         seats = self.settings.max_batch_size - sum(each.seats for each in inside)
         promised = sum(self._needed(each) for each in inside)
         while outside:
             sequence = outside[0]
             seats -= sequence.seats
-            if seats < 0 or draft.tokens < 1:
+            if seats < 0 or plan.tokens < 1:
                 return
             free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
             enter = self._swap_in if sequence.place is Place.SWAPPED else self._begin_prompt
-            if not enter(draft, sequence, free):
+            if not enter(plan, sequence, free):
                 return
             inside.append(outside.pop(0))
             sequence.place = Place.RUNNING
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
-            self._run(draft, [sequence], [sequence])
+            self._run(plan, [sequence], [sequence])
             promised += self._needed(sequence)
 
     def _needed(self, sequence: Sequence[T]) -> int:
@@ -358,7 +320,7 @@ class Engine(Generic[T]):
         own = sequence.seats * (most - len(generation.prompt) // size)
         return max(len(generation.prompt) // size + own - len(sequence.table), 0)
 
-    def _begin_prompt(self, draft: Draft, sequence: Sequence[T], free: int) -> bool:
+    def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
         """Give a sequence that has nothing the cached blocks of its beginning; whether what it
         needs besides is `free`."""
         size = self.settings.block_size
@@ -381,25 +343,25 @@ class Engine(Generic[T]):
             sequence.generation.cached = sequence.computed
         return True
 
-    def _swap_in(self, draft: Draft, sequence: Sequence[T], free: int) -> bool:
+    def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
         """Have a sequence's blocks copied back from the host; whether as many are `free`."""
         if self._needed(sequence) > free:
             return False
         sequence.table = self.pool.allocate(len(sequence.host))
         for pair in zip(sequence.host, sequence.table, strict=True):
-            draft.step.back.extend(pair)
+            plan.step.back.extend(pair)
         self.counts.swapped_in += len(sequence.host)
         self.host.release(sequence.host)
         sequence.host = []
         return True
 
-    def _ready(self, draft: Draft) -> Step:
-        step = draft.step
+    def _ready(self, plan: StepPlan) -> Step:
+        step = plan.step
         step.begin.extend(self._begin)
         step.over.extend(self._over)
         self._begin, self._over = [], []
         copies = (len(step.out) + len(step.back)) // 2
-        self.running = Running(step.step, draft.rows, draft.load, copies, draft.drafts)
+        self.running = Running(step.step, plan.rows, plan.load, copies, plan.drafts)
         return step
 
     # --- done
