@@ -92,10 +92,16 @@ class GenerativeDispatch(Dispatcher):
 
     def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey | None:
         """As `Dispatcher` says: it belongs to nothing, but there may be too many."""
-        waiting = len(self._queue) + sum(each.waiting for each in self._engines.values())
-        if waiting >= self._engine_settings.max_waiting_requests:
+        if self._waiting >= self._engine_settings.max_waiting_requests:
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         return None
+
+    @property
+    def _waiting(self) -> int:
+        """The requests and sequences that have not run yet."""
+        unprepared = sum(each.generation is None for each in self._ongoing.values())
+        waiting = sum(each.waiting for each in self._engines.values())
+        return len(self._queue) + unprepared + waiting
 
     def flush(self) -> None:
         """As `Dispatcher` says."""

@@ -222,8 +222,8 @@ def searched(prompt: array[int], most: int, search: BeamSearch) -> list[tuple[li
     return [(text, why) for _, text, why in found]
 
 
-@pytest.mark.parametrize("blocks", (20, 64))
-@pytest.mark.parametrize("mode", ("swap", "recompute"))
+@pytest.mark.parametrize("blocks", [20, 64])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_beam_searches_side_by_side(blocks: int, mode: str) -> None:
     rig = Rig(settings(kv_cache_blocks=blocks, preemption_mode=mode))
     search = BeamSearch(3, 0.7, "false", [END, 7, 19])
