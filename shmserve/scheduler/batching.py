@@ -98,7 +98,9 @@ class BatchingCore(Core[ScheduledRequest]):
         parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
         self._dispatch: Dispatcher
         if settings.engine is not None:
-            self._dispatch = GenerativeDispatch(settings, *parts, settings.engine)
+            self._dispatch = GenerativeDispatch(
+                settings, *parts, settings.engine, self.statistics.generation
+            )
         elif settings.sequences is not None:
             self._dispatch = SequenceDispatch(settings, *parts)
         else:
@@ -299,5 +301,6 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "generation": self._dispatch.gauges(),
             "malformed": self._to_workers.malformed + self._executions.misplaced,
         }

@@ -71,6 +71,10 @@ class Dispatcher(ABC):
         """What a dead instance had, without what this kind lets go on elsewhere."""
         return lost
 
+    def gauges(self) -> dict[str, Any]:
+        """What is so now of this kind's own."""
+        return {}
+
     def lost_text(self, request: ScheduledRequest) -> str:
         """Why a request whose worker died in the middle cannot run again; "": it may."""
         return ""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
@@ -33,7 +35,8 @@ from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.sequences import Generation, Sequence
+from shmserve.scheduler.generative.generation_stats import GenerationStats
+from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
 from shmserve.scheduler.instances.executions import work_of
 from shmserve.scheduler.instances.pool import Lost, Slot
 from shmserve.scheduler.requests.client import Client
@@ -81,6 +84,8 @@ class GenerativeDispatch(Dispatcher):
     """Has each instance's engine run step after step."""
 
     _engine_settings: EngineSettings
+    _counts: GenerationStats
+    _clock: Callable[[], int] = time.perf_counter_ns  # for what planning takes
 
     def __post_init__(self) -> None:
         self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
@@ -115,8 +120,10 @@ class GenerativeDispatch(Dispatcher):
         for slot in self._pool.ready():
             engine = self._engine(slot)
             if engine.running is None and slot.idle:
+                began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
+                    self._counts.scheduler_seconds.observe(self._clock() - began_ns)
                     self._executions.run_step(slot, step, now_ns)
         return NEVER
 
@@ -126,7 +133,11 @@ class GenerativeDispatch(Dispatcher):
             here = {each.peer for each in self._pool.ready()}
             self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
             engine = self._engines[slot.peer] = Engine(
-                self._engine_settings, self._numbers, self._sequence_over, self._searched
+                self._engine_settings,
+                self._counts,
+                self._numbers,
+                self._sequence_over,
+                self._searched,
             )
         return engine
 
@@ -223,6 +234,7 @@ class GenerativeDispatch(Dispatcher):
             return
         whole = len(resumed) + len(ongoing.over) == generation.samples
         ongoing.generation = generation
+        self._counts.prompt_tokens.observe(len(generation.prompt))
         if request.timing is None:
             request.timing = Timing(now_ns, 0, 0, 0)
         engine.add(generation, resumed if whole and (resumed or ongoing.over) else None)
@@ -237,17 +249,29 @@ class GenerativeDispatch(Dispatcher):
             logger.error("an instance returned %s", error)
             return False
         self._executions.step_done(slot, message, len(running.rows), now_ns)
-        for sequence, _ in running.rows.values():
+        for sequence, row in running.rows.values():
             request = sequence.generation.owner.request
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
+            if row.samples:
+                self._sampled(sequence, request, now_ns)
         return True
+
+    def _sampled(self, sequence: Sequence[Ongoing], request: ScheduledRequest, now_ns: int) -> None:
+        """A sequence has another token, or several."""
+        if sequence.sampled_ns:
+            self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
+        elif not sequence.sample:
+            self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
+        sequence.sampled_ns = now_ns
 
     def _sequence_over(self, sequence: Sequence[Ongoing], why: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
         generation.owner.over[sequence.sample] = (tokens, why)
+        self._counts.finished[why] += 1
+        self._counts.generation_tokens.observe(len(tokens))
 
     def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
         slot = generation.owner.slot
@@ -257,6 +281,27 @@ class GenerativeDispatch(Dispatcher):
                 for each in beams.found
             ]
             self._executions.post(slot, Choose(generation.key, found))
+
+    # --- counts
+
+    def gauges(self) -> dict[str, Any]:
+        """As `Dispatcher` says: sequences by place, and blocks."""
+        engines = [
+            self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
+        ]
+        places = {str(place): sum(each.at(place) for each in engines) for place in Place}
+        rows = sum(len(each.running.rows) for each in engines if each.running is not None)
+        seats = len(engines) * self._engine_settings.max_batch_size
+        return {
+            "sequences": places,
+            "blocks": {
+                "free": sum(each.pool.available - each.pool.cached for each in engines),
+                "cached": sum(each.pool.cached for each in engines),
+                "used": sum(each.pool.used for each in engines),
+                "host": sum(each.host.used for each in engines),
+            },
+            "utilization": rows / seats if seats else 0.0,
+        }
 
     # --- deaths
 

@@ -20,6 +20,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
+from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.generative.pace import Acceptance, StepTimes
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
@@ -28,36 +29,17 @@ from shmserve.scheduler.generative.step_plan import Running, StepPlan
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Counts:
-    """Everything that was counted of an engine."""
-
-    steps: int = 0
-    preempted_swap: int = 0
-    preempted_recompute: int = 0
-    swapped_in: int = 0
-    swapped_out: int = 0
-    copied_on_write: int = 0
-    generated: int = 0
-    prefilled: int = 0
-    decoded: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-
-
 @dataclass(eq=False)
 class Engine(Generic[T]):
     """One instance's sequences and blocks. `ended` hears of each sequence that needs no more steps,
     with why; `chosen` of a beam search that has its hypotheses."""
 
     settings: EngineSettings
+    counts: GenerationStats
     numbers: Iterator[int]
     ended: Callable[[Sequence[T], str], None]
     chosen: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
-    counts: Counts = field(default_factory=Counts)
     running: Running | None = None
 
     def __post_init__(self) -> None:
@@ -269,14 +251,15 @@ class Engine(Generic[T]):
             sequence.host = self.host.allocate(len(sequence.table))
             for pair in zip(sequence.table, sequence.host, strict=True):
                 plan.step.out.extend(pair)
-            self.counts.preempted_swap += 1
+            self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
             sequence.table = []
             sequence.told = sequence.sealed = 0
             sequence.place = Place.SWAPPED
         else:
-            self.counts.preempted_recompute += 1
+            self.counts.preemptions["recompute"] += 1
+            self.counts.recomputed += sequence.computed
             self._let_go(sequence)
 
     def _swaps(self, sequence: Sequence[T]) -> bool:
@@ -392,7 +375,8 @@ class Engine(Generic[T]):
         if running.drafts:
             self.times.drafted(running.drafts, message.draft_ns / 1e6)
         self.times.observe(load, took_ms - message.draft_ns / 1e6)
-        counts.steps += 1
+        counts.batch_tokens.observe(load.decoded + load.prefilled)
+        counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
         counts.prefilled += load.prefilled
         counts.decoded += load.decoded
 
@@ -423,6 +407,7 @@ class Engine(Generic[T]):
         if result.drafted:
             counts.drafted += result.drafted
             counts.accepted += len(tokens) - 1
+            counts.speculative_steps += 1
             acceptance = self._acceptance.get(sequence.generation.key)
             if acceptance is not None:
                 acceptance.observe(result.drafted, len(tokens) - 1)

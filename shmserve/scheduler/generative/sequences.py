@@ -77,6 +77,7 @@ class Sequence(Generic[T]):
     told: int = 0
     forks: int = 0
     held: bool = False
+    sampled_ns: int = 0  # when it had its last token
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # of its full blocks
     sealed: int = 0  # blocks of its table that the prefix cache was told of

@@ -15,6 +15,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
+from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
 from tests.support.generative_worker import (
     END,
@@ -44,7 +45,7 @@ class Rig:
             s.block_size, s.kv_cache_blocks, s.swap_blocks, self.proposals
         )
         self.engine: Engine[None] = Engine(
-            self.settings, itertools.count(1), self._ended, self._chosen
+            self.settings, GenerationStats(), itertools.count(1), self._ended, self._chosen
         )
         self.generations: dict[int, Generation[None]] = {}
 
@@ -138,7 +139,7 @@ def test_one_request_has_its_tokens() -> None:
     assert rig.ended == {(1, 0): alone(array("i", range(1, 10)), 0, 20)}
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "swap": {"preemption_mode": "swap"},
     "recompute": {"preemption_mode": "recompute"},
@@ -186,7 +187,7 @@ def test_any_schedule_gives_the_tokens_of_each_alone(variant: str, seed: int) ->
                 wanted = alone(generation.prompt, sample, generation.max_tokens)
                 assert rig.ended[key, sample] == wanted, (key, sample)
     if variant in ("swap", "recompute"):
-        assert rig.engine.counts.preempted_swap + rig.engine.counts.preempted_recompute
+        assert any(rig.engine.counts.preemptions.values())
 
 
 def searched(prompt: array[int], most: int, search: BeamSearch) -> list[tuple[list[int], str]]:
