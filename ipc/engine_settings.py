@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from shmserve.errors import InvalidArgument
 
+GENERATIVE = "llm"  # the backend
 PARAMETER = "engine"
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")

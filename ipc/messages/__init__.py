@@ -106,15 +106,12 @@ from shmserve.ipc.messages.supervision import (
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
-SchedulerToWorker = (
-    Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
+SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
+    CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
-GenerativeToWorker = (
-    Prepare | Step | Choose | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
-)
-WorkerToGenerative = (
-    (InstanceReady | ExecutionResponded | MetricsReported) | (Prepared | Stepped | Told | Ended)
+GenerationNews = Prepared | Stepped | Told | Ended
+WorkerToScheduler = (
+    InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending

@@ -56,8 +56,8 @@ class BeamSearch:
 class Prepared:
     """A request is ready to run. `prompt`: its tokens (int32, little endian). Of each of its
     `samples` at most `max_tokens` are generated. `priority`: lower goes first. `whole`: all of the
-    prompt is to be computed, whatever is cached. `drafts`: tokens may be proposed for it. `beams`: one
-    entry where it is a beam search."""
+    prompt is to be computed, whatever is cached. `drafts`: tokens may be proposed for it. `beams`:
+    one entry where it is a beam search."""
 
     key: int
     prompt: bytes

@@ -14,7 +14,7 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
-from shmserve.ipc.messages import SupervisorToBatching
+from shmserve.ipc.messages import GenerationNews, SupervisorToBatching
 from shmserve.ipc.messages.inference import (
     BatchFinished,
     ExecutionResponded,
@@ -35,6 +35,7 @@ from shmserve.scheduler.batchers.dispatcher import Dispatcher
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
+from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
@@ -56,6 +57,8 @@ from shmserve.scheduler.statistics.counters import Reason, Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
 logger = logging.getLogger(__name__)
+
+FromInstance = InstanceReady | BatchFinished | ExecutionResponded | GenerationNews
 
 
 class BatchingCore(Core[ScheduledRequest]):
@@ -93,11 +96,15 @@ class BatchingCore(Core[ScheduledRequest]):
             lambda request: self._dispatch.again(request),
         )
         parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
-        self._dispatch: Dispatcher = (
-            Dispatch(settings, *parts, batcher)
-            if settings.sequences is None
-            else SequenceDispatch(settings, *parts)
-        )
+        self._dispatch: Dispatcher
+        if settings.engine is not None:
+            self._dispatch = GenerativeDispatch(
+                settings, *parts, settings.engine, self.statistics.generation
+            )
+        elif settings.sequences is not None:
+            self._dispatch = SequenceDispatch(settings, *parts)
+        else:
+            self._dispatch = Dispatch(settings, *parts, batcher)
         self._awaits_sequences = False
         self._limit_ns = NEVER  # before this no execution passes its limit
 
@@ -187,21 +194,26 @@ class BatchingCore(Core[ScheduledRequest]):
 
     # --- workers and supervisor -------------------------------------------------------------------
 
-    def from_worker(
-        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
-    ) -> None:
+    def from_worker(self, peer: bytes, message: FromInstance, now_ns: int) -> None:
         """Handle a worker's message."""
         if isinstance(message, ExecutionResponded):
             self._executions.responded(peer, message, now_ns)
-        else:
+        elif isinstance(message, (BatchFinished, InstanceReady)):
             self._executions.handle(peer, message, now_ns)
+        else:
+            slot = self._pool.by_peer(peer)
+            if slot is None:
+                self._executions.misplaced += 1
+            elif not self._dispatch.from_worker(slot, message, now_ns):
+                self._executions.misplaced += 1
+                self._recovery.distrusted(slot, now_ns)
 
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
                 self._pool.expect(message.index, message.pid)
             case InstanceExited():
-                lost = self._pool.exit(message.index)
+                lost = self._dispatch.kept(self._pool.exit(message.index))
                 self._recovery.exited(lost, message.reason, self._dispatch.lost_text, now_ns)
             case RetireInstance():
                 self._pool.retire(message.index)
@@ -214,7 +226,8 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def process_exited(self, pid: int, now_ns: int) -> None:
-        self._recovery.exited(self._pool.exit_process(pid), "", self._dispatch.lost_text, now_ns)
+        lost = self._dispatch.kept(self._pool.exit_process(pid))
+        self._recovery.exited(lost, "", self._dispatch.lost_text, now_ns)
         self._executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
@@ -288,5 +301,6 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "generation": self._dispatch.gauges(),
             "malformed": self._to_workers.malformed + self._executions.misplaced,
         }

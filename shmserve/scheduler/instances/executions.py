@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
+from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
@@ -80,8 +81,24 @@ class Executions:
             self._statistics.executions.padded(padded.elements())
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
-        work = list(map(_work, requests))
+        work = list(map(work_of, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
+
+    def post(self, slot: Slot, message: Any) -> None:
+        """Tell an instance what its backend serves besides batches."""
+        self._workers.post(slot.peer, message)
+
+    def run_step(self, slot: Slot, step: Step, now_ns: int) -> None:
+        """Send a step of a generative model to its instance, which is idle."""
+        self._pool.assign(Execution(step.step, [], Closed.IDLE, now_ns, now_ns), slot)
+        self._workers.post(slot.peer, step)
+
+    def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
+        """An instance has returned its step, which had so many rows."""
+        self._pool.finish(slot, now_ns)
+        times = (message.gather_ns, message.forward_ns, message.sample_ns)
+        timing = Timing(now_ns - sum(times), *times)
+        self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
 
     def cancel(self, request: ScheduledRequest) -> None:
         """Tell the worker that has this request that its outputs are not wanted."""
@@ -251,7 +268,8 @@ class Executions:
             self._responses.close(request, now_ns)
 
 
-def _work(request: ScheduledRequest) -> Work:
+def work_of(request: ScheduledRequest) -> Work:
+    """A request as its worker gets it."""
     submit = request.submit
     return Work(
         request.key,

@@ -7,6 +7,7 @@ from typing import Any
 
 from shmserve.common.counters import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
 from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
@@ -41,7 +42,7 @@ class Statistics(Table):
         *("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns"),
         *("cache_hit", "cache_hit_ns", "cache_miss", "cache_miss_ns"),
         *("request_seconds", "queue_seconds", "first_response_ms"),
-        *("workers_lost", "retried", "overruns", "malformed"),
+        *("generation", "workers_lost", "retried", "overruns", "malformed"),
         *("_name", "_version", "_first_responses", "_responses", "_shown_quantiles"),
         *("_quantiles", "_base", "_ended", "_timed"),
     )
@@ -65,6 +66,8 @@ class Statistics(Table):
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         if settings.decoupled:
             self.first_response_ms = self._first_responses
+        if settings.engine is not None:
+            self.generation = GenerationStats()
         self._responses = ResponseStats()
         self._shown_quantiles = settings.quantiles
         names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
