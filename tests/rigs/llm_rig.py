@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.ipc.messages import generation as g
-from shmserve.ipc.messages.inference import ExecutionResponded, Work
+from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -97,6 +97,7 @@ class Scheduler:
     over: list[int] = field(default_factory=list)
     begin: list[g.Begin] = field(default_factory=list)
     within: list[int] = field(default_factory=list)  # to be copied in the next step
+    reads: bool = True  # clients take all responses at once
     stepped: g.Stepped | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +136,8 @@ class Scheduler:
             self.errors[message.key] = (message.code, message.message)
         elif message.body:
             self.responses.setdefault(message.key, []).append(opened(message.body))
+            if self.reads and not message.final:
+                self.made.instance.link._take(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
             for number in [n for n, each in self.running.items() if each.key == message.key]:
@@ -258,6 +261,13 @@ class Scheduler:
         while self.prepared.keys() - self.ended and time.monotonic() < deadline:
             self.listen(0.2)
         assert not self.prepared.keys() - self.ended
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker has ended all that it was asked."""
+        link = self.made.instance.link
+        with link.lock:
+            return not link.has_open
 
     def text(self, key: int, index: int = 0) -> str:
         """The text that a client has got of a sample."""

@@ -35,10 +35,10 @@ class Transformer:
         self._checkpoint = checkpoint
         self._kind = kind
         self._embedding = self._weight("model.embed_tokens.weight")
-        self._layers = [self._layer(number) for number in range(self.architecture.layers)]
+        self.layers = [self._layer(number) for number in range(self.architecture.layers)]
         self._norm = self._weight("model.norm.weight")
         tied = self.architecture.tied
-        self._head = make_linear(
+        self.head = make_linear(
             self._embedding if tied else self._weight("lm_head.weight"), None, kind
         )
         self._angles = _angles(self.architecture, device)
@@ -54,7 +54,7 @@ class Transformer:
         tokens, positions, slots = rows.tensors()
         states = functional.embedding(tokens, self._embedding)
         cosines, sines = (table[positions].unsqueeze(1) for table in self._angles)
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             queries = self._project(layer, number, states, cosines, sines, slots, cache)
             states = states + layer.output(attention.attend(queries, number, rows))
             inner = layer.gate_up(self._normed(states, layer.after))
@@ -63,7 +63,7 @@ class Transformer:
         if not wanted:
             return states.new_empty(0, self.architecture.vocabulary)
         padded = wanted * FEWEST_ROWS if len(wanted) < FEWEST_ROWS else wanted
-        logits = self._head(self._normed(states[padded], self._norm))
+        logits = self.head(self._normed(states[padded], self._norm))
         return logits[: len(wanted)]
 
     def _project(

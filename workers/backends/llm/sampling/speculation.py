@@ -160,12 +160,13 @@ def verify(
     """The tokens that each sequence goes on with, from processed logits of all its rows: what was
     proposed as far as that is accepted, and one token more."""
     drawn = sample(logits, rows)
+    wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
     found: list[list[int]] = []
     for first, proposal in checks:
         own = drawn[first : first + len(proposal.tokens) + 1]
-        if proposal.chances:
+        if wanted is not None and proposal.chances:
             part = slice(first, first + len(own))
-            found.append(_rejection(logits[part], rows[part], proposal, own[-1]))
+            found.append(_rejection(wanted[part], rows[part], proposal, own[-1]))
             continue
         same = [token == mine for token, mine in zip(proposal.tokens, own, strict=False)]
         accepted = same.index(False) if False in same else len(same)
@@ -174,11 +175,10 @@ def verify(
 
 
 def _rejection(
-    logits: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+    wanted: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
 ) -> list[int]:
     """Accept each token with the probability min(1, p / q); behind the first that is rejected the
     next is drawn from what p has more than q, behind all `bonus` follows."""
-    wanted = distribution(logits, rows)
     tokens: list[int] = []
     for token, chance, mine, row in zip(
         proposal.tokens, proposal.chances, wanted, rows, strict=False

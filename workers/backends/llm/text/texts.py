@@ -150,7 +150,7 @@ class Texts:
         for name in ("stream", "exclude_input_in_output"):
             if name in given:
                 found[name] = given[name]
-        if "exclude_input_in_output" in found:
+        if found.get("exclude_input_in_output") is not None:
             found["echo"] = not found["exclude_input_in_output"]
         elif "echo" not in found:
             # As Triton's vLLM backend: one response begins with its prompt, a stream does not.
