@@ -274,6 +274,7 @@ class GenerativeDispatch(Dispatcher):
         self._counts.generation_tokens.observe(len(tokens))
 
     def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
+        self._counts.generated += sum(len(each.tokens) for each in beams.found)
         slot = generation.owner.slot
         if slot is not None:
             found = [

@@ -424,7 +424,7 @@ class Engine(Generic[T]):
         child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
-        child.keys = parent.keys[:]
+        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
         if parent.place is Place.RUNNING:  # else it has to be computed, too
             child.place = Place.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
