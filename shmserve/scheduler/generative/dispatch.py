@@ -123,7 +123,9 @@ class GenerativeDispatch(Dispatcher):
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
-                    self._counts.scheduler_seconds.observe(self._clock() - began_ns)
+                    planned_ns = self._clock() - began_ns
+                    self._counts.scheduler_seconds.observe(planned_ns)
+                    self._counts.phases["schedule"] += planned_ns
                     self._executions.run_step(slot, step, now_ns)
         return NEVER
 
