@@ -6,10 +6,10 @@ gathered first, which gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,7 +132,8 @@ class Attention:
         found = [self._span(queries, layer, span) for span in rows.spans]
         padding = len(queries) - sum(span.size for span in rows.spans)
         if padding:
-            found.append(torch.zeros(padding, found[0].shape[1], device=queries.device))
+            # They repeat the last row in all, as they write to its slot, too.
+            found.append(found[-1][-1:].expand(padding, -1))
         return torch.cat(found)
 
     def _span(self, queries: torch.Tensor, layer: int, span: Span) -> torch.Tensor:
@@ -184,7 +185,7 @@ class PagedAttention(Attention):
         counts = [span.size for span in spans]
         lengths = torch.tensor([span.length for span in spans], dtype=torch.int32, device=device)
         mine = sum(counts)
-        attend: Callable[..., torch.Tensor] = varlen_attn
+        attend: Any = varlen_attn
         found = attend(
             queries[:mine],
             keys.view(pages),
@@ -198,9 +199,7 @@ class PagedAttention(Attention):
             seqused_k=lengths,
             block_table=self._tables(spans, device),
         )
-        padded = queries.new_zeros(len(queries), *queries.shape[1:])
-        padded[:mine] = found
-        return padded.flatten(1)
+        return torch.cat((found, found[-1:].expand(len(queries) - mine, -1, -1))).flatten(1)
 
     def _tables(self, spans: list[Span], device: torch.device) -> torch.Tensor:
         size = self._cache.block_size
