@@ -15,7 +15,7 @@ from tests.support.servers import Server, running
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "prompt": "the quick brown",
-    "max_tokens": 200,
+    "max_tokens": 60,
     "seed": 11,
     "extra_body": {"ignore_eos": True},
 }
