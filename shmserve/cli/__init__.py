@@ -165,7 +165,7 @@ def _flag_help(flag: Flag) -> list[str]:
 
 
 def _serve_help() -> str:
-    from shmserve.config.options import ACCEPTED, GROUPS
+    from shmserve.config.options import GROUPS, IDLE
 
     lines = [
         "usage: shmserve serve --model-repository DIR [flags]",
@@ -175,9 +175,14 @@ def _serve_help() -> str:
         lines += ["", f"{group}:"]
         for flag in flags:
             lines += _flag_help(flag)
-    names = ", ".join(f"--{flag.name}" for flag in ACCEPTED)
     lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    lines += textwrap.wrap(
-        names, 92, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-    )
+    for instead, flags in IDLE.items():
+        names = ", ".join(f"--{flag.name}" for flag in flags)
+        lines += textwrap.wrap(
+            f"{names}: {instead}",
+            92,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
     return "\n".join(lines)

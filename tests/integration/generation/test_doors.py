@@ -208,7 +208,9 @@ def test_a_client_that_goes_away_ends_its_request(generative: Server) -> None:
     body = json.dumps(
         {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
     ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
     with socket.create_connection(("127.0.0.1", generative.http_port)) as connection:
         connection.sendall(head + body)
         assert connection.recv(64).startswith(b"HTTP/1.1 200")

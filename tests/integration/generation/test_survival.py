@@ -35,9 +35,7 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     """The text of each sample; a process is killed once some of it is here."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for place, event in enumerate(
-            client.completions.create(**ASKED, n=samples, stream=True)
-        ):
+        for place, event in enumerate(client.completions.create(**ASKED, n=samples, stream=True)):
             for choice in event.choices:
                 texts[choice.index] += choice.text
             if kill and place == 8:
