@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ class WorkerInstance:
         self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
-        scatterer = Scatterer(signature, context, backend.strict_outputs)
+        scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)
         failures = Failures(context)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, failures, context)
         padding = signature.padding
@@ -56,7 +57,7 @@ class WorkerInstance:
         )
         # Runs what the configuration asks for before the instance is ready. Raises Internal.
         self.warm_up = partial(
-            warm_up, read(config, context.model_dir), signature, unpacker, self._executor
+            warm_up, read(config, context.model_dir), signature, unpacker, self._executor, context
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
@@ -103,11 +104,13 @@ class WorkerInstance:
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
-                context.control.send(ReadyChecked(number, self._is_ready()))
+                # Beside batches, which go on: it may take long.
+                ask = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
+                ask.start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.drop(memory_id)
-            case ProcessExited(pid=pid):
+            case ProcessExited(process=pid):
                 with self.link.lock:
                     context.mappings.drop_process(pid)
                     self._memory.exited(pid)
@@ -127,12 +130,13 @@ class WorkerInstance:
             case ReaderExited(pid=pid):
                 self._memory.drop_reader(pid)
 
-    def _is_ready(self) -> bool:
+    def _check_ready(self, number: int) -> None:
+        ready = False
         try:
-            return self._backend.is_ready()
+            ready = self._backend.is_ready()
         except BaseException:  # SystemExit too: a model does not end its worker so
             logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
-            return False
+        self._context.control.send(ReadyChecked(number, ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
         """As `SupervisorLink.wait`, awake for a moment where that is worth it."""

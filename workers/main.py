@@ -8,6 +8,7 @@ InstanceReady -> batches -> Stop
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import logging
 import os
@@ -59,7 +60,7 @@ def run(data: bytes) -> None:
     start = decode(WorkerStart, data)
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
-    _set_signals()
+    stacks_fd = _set_signals()
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
     import torch
@@ -71,7 +72,7 @@ def run(data: bytes) -> None:
     identity = f"worker.{start.number}.{index}.{pid}"
     control = SupervisorLink(Dealer(endpoints.control(start.run_dir), identity))
     try:
-        control.send(WorkerStarted(pid))
+        control.send(WorkerStarted(pid, stacks_fd))
         context = _context(start, device, control)
         _Worker(context).run()
     finally:
@@ -178,12 +179,16 @@ def _context(start: WorkerStart, device: str, control: SupervisorLink) -> ModelC
     )
 
 
-def _set_signals() -> None:
+def _set_signals() -> int:
+    """Ignore what ends others; the descriptor to which SIGUSR2 has stacks written."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    stacks_fd = os.memfd_create("stacks", os.MFD_CLOEXEC)
+    fcntl.fcntl(stacks_fd, fcntl.F_SETFL, os.O_APPEND)  # who reads it empties it before
+    faulthandler.register(signal.SIGUSR2, file=stacks_fd, all_threads=True)
     # The supervisor says when to end. A handler, because what a model starts would inherit SIG_IGN.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
+    return stacks_fd
 
 
 def _ignore(number: int, frame: object) -> None:

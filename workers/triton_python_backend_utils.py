@@ -30,6 +30,7 @@ from shmserve.workers.backends.python.server import (
     get_model_dir,
     is_model_ready,
     load_model,
+    shared_memory,
     unload_model,
     workspace,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "load_model",
     "numpy_to_triton_type",
     "serialize_byte_tensor",
+    "shared_memory",
     "triton_string_to_numpy",
     "triton_to_numpy_type",
     "unload_model",

@@ -107,7 +107,10 @@ def described(fd: int) -> SharedObject:
 def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
     """Raise InvalidArgument when [offset, offset + byte_size) is empty or not in the object."""
     if byte_size == 0 or not fits(offset, byte_size, shared.size):
-        raise InvalidArgument(f"failed to register shared memory region '{region}': invalid args")
+        raise InvalidArgument(
+            f"failed to register shared memory region '{region}': invalid args (byte_size "
+            f"{byte_size} at offset {offset}; the object has {shared.size} bytes)"
+        )
 
 
 def unallocated(shared: SharedObject, byte_size: int) -> int:

@@ -54,6 +54,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.local_clients import (
     Hello,
+    OwnerExited,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -79,12 +80,12 @@ from shmserve.ipc.messages.supervision import (
     FindModel,
     GatewayReady,
     HealthChanged,
-    HostReady,
     Loaded,
     Loading,
     LoadRequest,
     Losses,
     ModelPublished,
+    ModelWithdrawn,
     OpenScheduler,
     PoolNews,
     PoolRequest,
@@ -97,6 +98,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerReady,
     SetLogging,
     SnapshotStatistics,
+    Started,
     StatisticsSnapshot,
     Stop,
     TicketGranted,
@@ -116,14 +118,14 @@ WorkerToScheduler = (
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending
 )
-GatewayToSupervisor = (
-    GatewayReady | Acknowledged | Drained | RegionRequest | RegionUse | AdminRequest | AskReady
+GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
+    RegionRequest | RegionUse | AdminRequest | AskReady
 )
 SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
 SupervisorToBatching = PoolNews | TicketGranted
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Stop
-HostToSupervisor = HostReady | SchedulerClosed
+HostToSupervisor = Started | SchedulerClosed
 SchedulerToSupervisor = SchedulerReady | Drained | StatisticsSnapshot | PoolRequest
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
@@ -133,7 +135,9 @@ WorkerToSupervisor = (
     Loaded | MemoryChecked | ReadyChecked | AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
-SupervisorToLocalClient = Welcome | ModelPublished | Losses | HealthChanged | Answer
+SupervisorToLocalClient = (Welcome | ModelPublished | ModelWithdrawn | SchedulerLost) | (
+    OwnerExited | HealthChanged | Answer
+)
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = ModelEvent | ProcessEvent | RegionEvent | HealthChanged

@@ -131,7 +131,8 @@ class RowResult:
 @message
 class Stepped:
     """A step is done, with a result for each row that samples. Its time in ns by part: tables and
-    copies (`gather`), `forward`, `sample`, and within these what the drafts took (`draft`)."""
+    copies (`gather`), `forward`, `sample`, and within these what the drafts took (`draft`); and
+    what went on beside the steps since the last one (`text`)."""
 
     step: int
     results: list[RowResult]
@@ -139,6 +140,7 @@ class Stepped:
     forward_ns: int
     sample_ns: int
     draft_ns: int = 0
+    text_ns: int = 0
 
 
 @message

@@ -40,9 +40,11 @@ class Submit:
 
 @message
 class Cancel:
-    """The cancellation of a request for which nobody waits any more."""
+    """The cancellation of a request for which nobody waits any more; or, `listening`, which its
+    model should end, of which the client takes what comes until it does."""
 
     id: int
+    listening: bool = False
 
 
 @message
@@ -197,9 +199,10 @@ class EndSequences:
 
 @message
 class CancelExecution:
-    """Do not write this request's outputs: nobody waits."""
+    """Do not write this request's outputs: nobody waits. Or, `listening`: as in `Cancel`."""
 
     key: int
+    listening: bool = False
 
 
 @message

@@ -3,6 +3,8 @@ the server."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shmserve.ipc.transport.frames import message
 
 
@@ -20,6 +22,15 @@ class Welcome:
 
     number: int
     token: str
+
+
+@message
+class OwnerExited:
+    """Process `pid` has ended: what it owned of memory is of no use any more."""
+
+    TAG: ClassVar[str] = "ProcessExited"  # the protocol's name for it since its first version
+
+    pid: int
 
 
 @message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport.frames import message
@@ -28,9 +28,17 @@ class Drained:
 
 @message
 class ProcessExited:
-    """A process of the server is gone: forget its memory, cancel its requests."""
+    """A process of the server has ended, whatever it was: forget its memory, cancel its requests,
+    run elsewhere what it had, and expect the next where it was an instance.
 
-    pid: int
+    `process` is its number: its pid, which no other process is given for as long as anybody may
+    remember this one, or a local client's own number. `reason`, for clients, may be empty.
+    """
+
+    TAG: ClassVar[str] = "Exited"  # local clients have another message of its name
+
+    process: int
+    reason: str
 
 
 @message
@@ -89,11 +97,14 @@ class Refused:
 
 
 @message
-class GatewayReady:
-    """The gateway hears: tell it what there is. It accepts connections after the first
-    `HealthChanged`, which is the last of that."""
+class Started:
+    """The process, a gateway or a host of schedulers, runs and hears. A gateway is told what there
+    is, last `HealthChanged`, and opens its ports then."""
 
-    pid: int
+
+@message
+class GatewayReady:
+    """The gateway accepts connections."""
 
 
 @message
@@ -203,13 +214,6 @@ class ChangeLogging:
 
 
 @message
-class HostReady:
-    """The process hosts schedulers from now on."""
-
-    pid: int
-
-
-@message
 class OpenScheduler:
     """Host a scheduler; `start` is an encoded `SchedulerStart`. It says `SchedulerReady` itself."""
 
@@ -233,17 +237,17 @@ class SchedulerReady:
 
 @message
 class InstanceExpected:
-    """An instance is loading or restarting; requests wait for it. `pid` is its process, once there
-    is one (0: not yet): nobody else is taken for it."""
+    """An instance is loading or restarting; requests wait for it. `process` is its number, once
+    there is one (0: not yet): nobody else is taken for it."""
 
     index: int
-    pid: int
+    process: int
 
 
 @message
-class InstanceExited:
-    """An instance's process is gone (or was stopped); its batch must run elsewhere. `reason` is
-    for the client."""
+class InstanceGone:
+    """An instance will not come back after the end of its process. Where that holds of all, what
+    waits is refused, for this `reason`."""
 
     index: int
     reason: str
@@ -263,13 +267,6 @@ class InstanceRetired:
 
     index: int
     pid: int
-
-
-@message
-class PoolFailed:
-    """No instance will come back: refuse what waits. `reason` is for the client."""
-
-    reason: str
 
 
 @message
@@ -308,9 +305,11 @@ class BaseCounters:
 
 @message
 class WorkerStarted:
-    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`)."""
+    """The worker runs and waits for `LoadInstance` (or for `CompleteConfig`). On SIGUSR2 it appends
+    the stacks of its threads to what it has open as `stacks_fd`."""
 
     pid: int
+    stacks_fd: int = -1
 
 
 @message
@@ -429,7 +428,7 @@ Losses = ModelWithdrawn | SchedulerLost | ProcessExited  # what nobody is to cou
 Ending = Drain | Stop
 LoadRequest = LoadModel | UnloadModel
 AdminRequest = LoadRequest | IndexRepository | ChangeLogging
-PoolNews = InstanceExpected | InstanceExited | RetireInstance | PoolFailed
+PoolNews = InstanceExpected | InstanceGone | RetireInstance
 PoolRequest = KillInstance | InstanceRetired | AskTicket | TicketReturned
 Loading = CompleteConfig | LoadInstance | Attach  # a worker's
 Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed

@@ -24,7 +24,7 @@ from shmserve.client.server.listener_link import GONE, ControlRequest, ListenerL
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.local_clients import Welcome, WithdrawMemory
+from shmserve.ipc.messages.local_clients import OwnerExited, Welcome, WithdrawMemory
 from shmserve.ipc.transport.records import MalformedMessage
 
 _MOST_OVER = 1024  # requests that have ended, remembered until their time has come
@@ -104,7 +104,7 @@ class ServerConnection(ServerState):
                     self._acknowledge(acknowledge)
                 case m.SchedulerLost(endpoint, successor):
                     self.lose(endpoint, successor)
-                case m.ProcessExited(pid):
+                case OwnerExited(pid):
                     self.mappings.drop_process(pid)
                 case m.HealthChanged(ready=ready):
                     self.models.ready = ready

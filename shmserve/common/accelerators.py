@@ -51,7 +51,9 @@ def cuda_devices(visible: str | None = None) -> int:
 
 
 def cuda_not_supported(name: str) -> InvalidArgument:
-    """The refusal of region `name` where there is no CUDA device: a CPU-only Triton's text."""
+    """The refusal of region `name` where there is no CUDA device: in the words of a Triton that
+    finds none, and of one that was built for none."""
     return InvalidArgument(
-        f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+        f"{CUDA_INVALID} (failed to register CUDA shared memory region: '{name}', GPUs not "
+        "supported)"
     )

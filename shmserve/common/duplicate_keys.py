@@ -11,9 +11,13 @@ _LONGEST_SHOWN = 64
 
 
 class DoubledName(ValueError):
-    """A JSON object has two members of one name."""
+    """A JSON object has two members of one `name`, None where that is not known."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        if name is None:
+            super().__init__("duplicate keys in an object")
+            return
         shown = name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
         super().__init__(f"duplicate key '{shown}' in an object")
 

@@ -149,10 +149,7 @@ def exposition(families: Families) -> str:
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += (
-                f"# HELP {name} {_escaped(family.description)}",
-                f"# TYPE {name} {family.kind.lower()}",
-            )
+            lines += head(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _samples(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -162,21 +159,26 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
     numbers = value.numbers
     if kind == "HISTOGRAM":
         total, *counts = numbers
-        yield f"{name}_count{_braces(labels)} {_number(sum(counts))}"
-        yield f"{name}_sum{_braces(labels)} {_number(total)}"
+        yield sample(f"{name}_count", labels, sum(counts))
+        yield sample(f"{name}_sum", labels, total)
         cumulative = 0.0
         for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
             cumulative += count
-            within = _braces((*labels, ("le", _number(bound))))
-            yield f"{name}_bucket{within} {_number(cumulative)}"
+            yield sample(f"{name}_bucket", (*labels, ("le", _number(bound))), cumulative)
     else:
         shown = numbers[0] + numbers[2] if kind == "GAUGE" else numbers[0]
-        yield f"{name}{_braces(labels)} {_number(shown)}"
+        yield sample(name, labels, shown)
 
 
-def _braces(labels: Labels) -> str:
-    pairs = ",".join(f'{name}="{_escaped(value, quote=True)}"' for name, value in labels)
-    return f"{{{pairs}}}" if pairs else ""
+def head(name: str, description: str, kind: str) -> tuple[str, str]:
+    """The lines above the samples of a family, of Prometheus' `kind`."""
+    return f"# HELP {name} {_escaped(description)}", f"# TYPE {name} {kind}"
+
+
+def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
+    """The line of one sample, its labels in this order; whole numbers are written as such."""
+    pairs = ",".join(f'{label}="{_escaped(text, quote=True)}"' for label, text in labels)
+    return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
 
 def _escaped(text: str, quote: bool = False) -> str:
@@ -189,4 +191,5 @@ def _number(value: float) -> str:
         return "NaN"
     if value in (float("inf"), float("-inf")):
         return "+Inf" if value > 0 else "-Inf"
-    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(float(value))
+    whole = isinstance(value, int) or (value == int(value) and abs(value) < 1e15)
+    return str(int(value)) if whole else repr(float(value))

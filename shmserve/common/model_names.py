@@ -7,28 +7,25 @@ import re
 
 from shmserve.errors import InvalidArgument, clip
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MOST_BYTES = 255  # of the name of a folder
 CLASS_IN_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][A-Za-z0-9_]*)")
 
 
-def is_model_name(name: str) -> bool:
-    """Whether a model can have this name."""
-    return _NAME.fullmatch(name) is not None
-
-
 def check_model_name(name: str) -> None:
-    """Raise InvalidArgument unless `name` may be a model's; it becomes part of paths."""
-    if not name:
+    """Raise InvalidArgument unless `name` may be a model's: that of one folder, in one line of the
+    log."""
+    if not name.strip():
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
     shown = clip(name, 128)
     if name in (".", "..") or any(mark in name for mark in "/\\\0"):
         raise InvalidArgument(
             f"invalid model name '{shown}', model name must not contain path traversal characters"
         )
-    if not is_model_name(name):
+    # What is no text is not printable, either.
+    if not name.isprintable() or len(name.encode()) > _MOST_BYTES:
         raise InvalidArgument(
-            f"invalid model name '{shown}', model name must be 1 to 128 letters, digits, '.', '_' "
-            "or '-', the first a letter, digit or '_'"
+            f"invalid model name '{shown}', model name must be 1 to {_MOST_BYTES} bytes of "
+            "printable UTF-8 text"
         )
 
 

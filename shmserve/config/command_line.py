@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
             raise InvalidArgument(_unknown(word.partition("=")[0]))
         value = flag.parse(text if equals else flag.following(rest))
         if not flag.effect:
-            parsed.without_effect.append(f"--{name}")
+            parsed.without_effect.append(name)
         elif flag.repeat:
             repeated[flag.name].append(str(value))
         else:

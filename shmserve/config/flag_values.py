@@ -1,11 +1,11 @@
 """Flags whose values have a syntax of their own: the response cache, workspaces, resources of the
-rate limiter, metrics; as Triton has them where it has them.
+rate limiter, metrics, patterns of headers; as Triton has them where it has them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,12 +106,14 @@ def _resource(text: str) -> tuple[str, int | None, int]:
 
 _METRICS = "--metrics-config"
 _SWITCH = Flag("metrics-config", kind=bool)
+# What C++ reads of a text as a number; what follows it is passed over.
+_LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Counters of time, histograms and summaries; `summary_quantiles` are those of the last, each
-    in [0, 1]."""
+    """Counters of time, histograms and summaries; `summary_quantiles` are those of the last: what
+    is below 0 or above 1 is as good as these."""
 
     counter_latencies: bool = True
     histogram_latencies: bool = False
@@ -137,25 +139,25 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
             raise InvalidArgument(f"{_METRICS}: there is no setting '{name}' (there are: {known})")
         try:
             config = replace(config, **{name: parse(value)})
-        except InvalidArgument:
-            wants = "QUANTILE:ERROR,..." if parse is _quantiles else "true or false"
-            raise InvalidArgument(f"{_METRICS}: {name}='{value}' is not {wants}") from None
+        except InvalidArgument as error:
+            why = error.message if parse is _quantiles else "it is not true or false"
+            raise InvalidArgument(f"{_METRICS}: {name}='{value}': {why}") from None
     return config
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """The quantiles of "QUANTILE:ERROR,...". The error is what Triton's estimate may be off by in
-    rank: no quantile here is."""
+    """The quantiles of "QUANTILE:ERROR,...", read as Triton reads them. The error is what Triton's
+    estimate may be off by in rank: no quantile here is."""
     quantiles = []
-    for pair in text.split(","):
+    for pair in text.removesuffix(",").split(","):
         quantile, colon, error = pair.partition(":")
-        try:
-            values = float(quantile), float(error)
-        except ValueError:
-            raise InvalidArgument(pair) from None
-        if not colon or not all(0 <= value <= 1 for value in values):
-            raise InvalidArgument(pair)
-        quantiles.append(values[0])
+        if not colon:
+            wants = "No ':' delimiter found. Expected format is <quantile>:<error>"
+            raise InvalidArgument(f"Invalid option: [{pair}]. {wants}")
+        numbers = [_LEADING_NUMBER.match(part) for part in (quantile, error)]
+        if numbers[0] is None or numbers[1] is None:
+            raise InvalidArgument(f"Invalid option: [{pair}]. Error: stod")
+        quantiles.append(float(numbers[0][0]))
     return tuple(dict.fromkeys(quantiles))
 
 
@@ -165,3 +167,71 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
     "summary_latencies": _SWITCH.parse,
     "summary_quantiles": _quantiles,
 }
+
+
+# What RE2, whose syntax Triton's patterns have, writes in another way than Python.
+_RE2 = re.compile(
+    r"\\Q(?P<verbatim>.*?)(?:\\E|$)"
+    r"|(?P<end>\\z)|\\."
+    r"|\[\^?\]?(?:\[:\w+:\]|\\.|[^\]])*\]"
+    r"|\(\?(?P<flags>[imsU]*(?:-[imsU]+)?)(?P<colon>[:)])"
+    r"|(?P<name>\(\?<(?![=!]))"
+    r"|(?P<open>\()|(?P<close>\))|(?P<bar>\|)|.",
+    re.DOTALL,
+)
+_CLASSES = {
+    "[:alnum:]": "0-9A-Za-z",
+    "[:alpha:]": "A-Za-z",
+    "[:digit:]": "0-9",
+    "[:lower:]": "a-z",
+    "[:upper:]": "A-Z",
+    "[:xdigit:]": "0-9A-Fa-f",
+    "[:punct:]": r"!-/:-@\[-`{-~",
+    "[:space:]": r"\s",
+    "[:word:]": r"\w",
+}
+
+
+def header_pattern(value: Mapping[str, Any], flag: str) -> str:
+    """A pattern of headers' names as Python writes it; raises InvalidArgument naming the flag."""
+    given: str = value[flag] or ""
+    pattern = _in_python(given)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidArgument(f"--{flag}: '{given}' is no regular expression: {error}") from None
+    return pattern
+
+
+def _in_python(re2: str) -> str:
+    """The pattern with each flag that RE2 has hold up to the end of a group, (?-i)b|c, as groups of
+    Python's, (?-i:b)|(?-i:c); whether it is greedy (U) changes nothing for who only asks if it
+    matches."""
+    groups: list[list[str]] = [[]]  # of each that is open, the flags set in it
+    parts: list[str] = []
+    for found in _RE2.finditer(re2):
+        text = found.group()
+        match found.lastgroup:
+            case "verbatim":
+                text = re.escape(found["verbatim"])
+            case "end":
+                text = r"\Z"
+            case "name":
+                text = "(?P<"
+            case "colon":
+                text = f"(?{found['flags'].replace('U', '').rstrip('-')}:"
+                if found["colon"] == ":":
+                    groups.append([])
+                else:
+                    groups[-1].append(text)
+            case "bar":
+                text = ")" * len(groups[-1]) + "|" + "".join(groups[-1])
+            case "close" if len(groups) > 1:
+                text = ")" * len(groups.pop()) + ")"
+            case None if text.startswith("["):
+                for name, members in _CLASSES.items():
+                    text = text.replace(name, members)
+        if found.lastgroup in ("open", "name"):
+            groups.append([])
+        parts.append(text)
+    return "".join(parts) + ")" * sum(map(len, groups))

@@ -96,10 +96,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "repository-poll-secs",
-            "seconds between two looks at the repository in poll mode",
+            "seconds between two looks at the repository in poll mode; 0: it is not looked at",
             int,
             15,
-            low=1,
             high=86400,
         ),
         Flag(
@@ -113,6 +112,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             bool,
             False,
         ),
+        Flag("strict-model-config", "the same: Triton's older name of it", bool, False),
         Flag("backend-config", "BACKEND,SETTING=VALUE given to that backend", repeat=True),
     ),
     "Defaults for models that do not set them": (
@@ -143,6 +143,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "A model's parameter execution_timeout_seconds overrides it",
             float,
             300.0,
+            high=1_000_000,
+        ),
+        Flag(
+            "load-timeout-secs",
+            "seconds an instance may take to complete its configuration, and again to load, with "
+            "its warm-up, also when it starts again; its process is killed then, and the error "
+            "says where it hung; 0: no limit",
+            float,
+            0.0,
             high=1_000_000,
         ),
     ),
@@ -371,24 +380,40 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
-# Flags of tritonserver that have no counterpart here.
-_WITHOUT_EFFECT = """
-model-load-thread-count model-load-retry-count model-namespacing:bool
-enable-peer-access:bool
-reuse-http-port:bool http-thread-count reuse-grpc-port:bool grpc-infer-allocation-pool-size
-grpc-max-response-pool-size grpc-infer-thread-count grpc-infer-max-completion-queue-thread-count
-allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
-allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model
-allow-gpu-metrics:bool allow-cpu-metrics:bool metrics-interval-ms trace-config
-backend-directory repoagent-directory cache-directory
-pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size
-min-supported-compute-capability buffer-manager-thread-count host-policy model-load-gpu-limit
-strict-model-config:bool trace-file trace-level trace-rate trace-count
-trace-log-frequency
-"""
-ACCEPTED: tuple[Flag, ...] = tuple(
-    Flag(name, kind=bool if kind else str, repeat=True, effect=False)
-    for name, _, kind in (word.partition(":") for word in _WITHOUT_EFFECT.split())
-)
+# Flags of tritonserver that have no counterpart here, and what there is instead.
+_WITHOUT_EFFECT = {
+    "models load side by side, in processes of their own": """
+        model-load-thread-count buffer-manager-thread-count""",
+    "load it again, or have --model-control-mode=poll do so": "model-load-retry-count",
+    "--gateways has so many processes share the port": """
+        http-thread-count reuse-http-port:bool reuse-grpc-port:bool""",
+    "one process serves gRPC, and keeps nothing for later": """
+        grpc-infer-allocation-pool-size grpc-max-response-pool-size grpc-infer-thread-count
+        grpc-infer-max-completion-queue-thread-count""",
+    "there is no such listener": """
+        allow-sagemaker:bool sagemaker-port sagemaker-safe-port-range sagemaker-thread-count
+        allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
+    "GET /metrics says what is so when it is asked, of this server's processes": """
+        metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
+    "requests are not traced; `shmserve events` shows the server's own doings": """
+        trace-config trace-file trace-level trace-rate trace-count trace-log-frequency""",
+    "backends are Python packages (pip install), and there are no agents": """
+        backend-directory repoagent-directory""",
+    "the cache is the server's own, --cache-config": "cache-directory",
+    "tensors lie in regions, --arena-byte-size and --workspace-byte-size": """
+        pinned-memory-pool-byte-size cuda-memory-pool-byte-size cuda-virtual-address-size""",
+    "CUDA_VISIBLE_DEVICES says which devices there are": """
+        min-supported-compute-capability enable-peer-access:bool model-load-gpu-limit""",
+    "taskset and numactl place the server's processes": "host-policy",
+    "names are those of all repositories": "model-namespacing:bool",
+}
+IDLE: dict[str, tuple[Flag, ...]] = {
+    instead: tuple(
+        Flag(name, instead, bool if kind else str, repeat=True, effect=False)
+        for name, _, kind in (word.partition(":") for word in words.split())
+    )
+    for instead, words in _WITHOUT_EFFECT.items()
+}
+ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
 FLAGS["model-store"] = FLAGS["model-repository"]  # Triton's older name of it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grp
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from shmserve.config.flag_values import (
     MetricsConfig,
     Resources,
     cache_byte_size,
+    header_pattern,
     parse_metrics_config,
     parse_resources,
     workspace_byte_sizes,
@@ -66,6 +66,7 @@ class ServerConfig:
     max_queue_size: int
     request_timeout_us: int
     execution_timeout_s: float
+    load_timeout_s: float
     http: HttpConfig
     gateways: int
     grpc: GrpcConfig | None
@@ -132,13 +133,14 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         model_files=tuple(files),
         load_models=_load_models(parsed),
         repository_poll_s=value["repository-poll-secs"],
-        auto_complete=not value["disable-auto-complete-config"],
+        auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=_config_name(value["model-config-name"] or ""),
         backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
         model_defaults=ModelDefaults(
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
+        load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
         grpc=grpc.from_values(value),
         metrics_address=value["metrics-address"] or value["http-address"],
@@ -152,8 +154,8 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
             parsed.repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
-        http_header_forward_pattern=_pattern(value, "http-header-forward-pattern"),
-        grpc_header_forward_pattern=_pattern(value, "grpc-header-forward-pattern"),
+        http_header_forward_pattern=header_pattern(value, "http-header-forward-pattern"),
+        grpc_header_forward_pattern=header_pattern(value, "grpc-header-forward-pattern"),
         shm=_shm_policy(value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
@@ -204,15 +206,6 @@ def _config_name(name: str) -> str:
     if "/" in name or "\0" in name:
         raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
     return name
-
-
-def _pattern(value: Mapping[str, Any], flag: str) -> str:
-    pattern: str = value[flag] or ""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidArgument(f"--{flag}: '{pattern}' is no regular expression: {error}") from None
-    return pattern
 
 
 def _tokens(file: str | None) -> Tokens:

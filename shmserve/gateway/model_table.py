@@ -72,7 +72,7 @@ class ModelTable:
         old = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message, scheduler)
         withdrawn = self._withdrawn.get(message.name, set())
-        withdrawn.discard(message.version)
+        withdrawn -= {message.version, ""}
         if not withdrawn:
             self._withdrawn.pop(message.name, None)
         if message.latest or (old is not None and self._latest.get(message.name) is old):
@@ -88,7 +88,8 @@ class ModelTable:
             model.ready = ready
 
     def withdraw(self, name: str, version: str) -> None:
-        """Remove a version; what is in flight on it finishes."""
+        """Remove a version; what is in flight on it finishes. Version "" says that there is such a
+        model, without any."""
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:
@@ -137,7 +138,7 @@ class ModelTable:
         unknown = f"Request for unknown model: '{name}'"
         version = whole_version(version) if version else ""
         was = self._withdrawn.get(name, ())
-        if version in was:
+        if version and version in was:
             raise Unavailable(f"{unknown} version {version} is not at ready state")
         if not was and name not in self._models:
             raise NotFound(f"{unknown} is not found")

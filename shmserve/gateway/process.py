@@ -1,6 +1,6 @@
 """The life of a gateway process, whatever its protocol: start-up, readiness, drain, stop.
 
-GatewayReady ──> the supervisor says what there is, last HealthChanged ──> clients are let in
+Started ──> told what there is, last HealthChanged ──> clients are let in ──> GatewayReady
 Drain ──> connections end with their next response, what is in flight finishes ──> Drained ──> Stop
 """
 
@@ -133,12 +133,13 @@ class _Process:
     async def run(self) -> None:
         """Serve until `Stop`."""
         gateway = self._gateway
-        gateway.supervisor.post(m.GatewayReady(os.getpid()))
+        gateway.supervisor.post(m.Started())
         try:
             # A gateway that takes over from one that died would answer 404 before it knows the
             # models.
             await self._informed.wait()
             await self._front.open()
+            gateway.supervisor.post(m.GatewayReady())
             await self._stopped.wait()
         finally:
             await self._front.close()
@@ -171,7 +172,7 @@ class _Process:
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()
-            case m.ProcessExited(pid):
+            case m.ProcessExited(process=pid):
                 # Responses of it may be here, and still to be read: they lie in its memory.
                 later = asyncio.get_running_loop().call_later
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)

@@ -57,7 +57,10 @@ class GatewayRegion:
         """The place of a range of this region; raises InvalidArgument when it lies outside."""
         offset, size = wanted.offset, wanted.byte_size
         if offset >= self.byte_size:
-            raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
+            raise InvalidArgument(
+                f"Invalid offset for shared memory region: '{self.name}' (offset {offset}; the "
+                f"region has {self.byte_size} bytes)"
+            )
         if size > LARGEST_UNSIGNED - offset:
             raise InvalidArgument(
                 f"Integer overflow detected: byte_size ({size}) + offset ({offset}) exceeds "
@@ -65,7 +68,8 @@ class GatewayRegion:
             )
         if not fits(offset, size, self.byte_size):
             raise InvalidArgument(
-                f"Invalid offset + byte size for shared memory region: '{self.name}'"
+                f"Invalid offset + byte size for shared memory region: '{self.name}' (byte_size "
+                f"{size} at offset {offset}; the region has {self.byte_size} bytes)"
             )
         return Place(self.memory, self.offset + offset, size)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
 from shmserve.errors import InvalidArgument
 from shmserve.model_config.diagnostics import Source, located
-from shmserve.model_config.syntax.json_format import tree_from_json
+from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
 from shmserve.model_config.syntax.text_format import parse
 from shmserve.model_config.syntax.tree import Malformed, MessageValue
@@ -29,13 +28,15 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
-    """As `read_pbtxt`, of proto3 JSON; snake_case or camelCase, integers also as strings.
+    """As `read_pbtxt`, of proto3 JSON, which is taken as leniently as protobuf's reader does:
+    snake_case or camelCase, numbers and booleans also as strings, one value for a list of one,
+    names without quotes, a comma behind the last member.
 
     Positions are those in `value`, and none where that is no text but decoded already.
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded = json.loads(value, object_pairs_hook=members) if isinstance(value, str) else value
+        decoded = decode_json(value, members) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None

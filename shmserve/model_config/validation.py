@@ -146,7 +146,11 @@ def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Itera
     for index, gpu in enumerate(group.gpus):
         if not 0 <= gpu < gpu_count:
             available = ", ".join(map(str, range(gpu_count)))
-            text = f"specifies invalid or unsupported gpu id {gpu}. Available GPUs are: {available}"
+            # Triton's words, and its least capability: what the host has is not asked for its own.
+            text = (
+                f"specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum "
+                f"required CUDA compute compatibility of 6.000000 are: {available}"
+            )
             yield Problem((*gpus_at, index), text)
 
 

@@ -23,10 +23,9 @@ from shmserve.ipc.messages.inference import (
     Submit,
 )
 from shmserve.ipc.messages.supervision import (
-    InstanceExited,
     InstanceExpected,
+    InstanceGone,
     InstanceRetired,
-    PoolFailed,
     RetireInstance,
     TicketGranted,
 )
@@ -144,7 +143,7 @@ class BatchingCore(Core[ScheduledRequest]):
         service_time = self._executions.service_time
         return service_time.drain_s(len(self._queue), self._pool.ready_count)
 
-    def cancel(self, request: ScheduledRequest, now_ns: int) -> None:
+    def cancel(self, request: ScheduledRequest, now_ns: int, listening: bool = False) -> None:
         match request.state:
             case State.QUEUED | State.HELD:
                 self._withdraw(request, now_ns)
@@ -152,8 +151,9 @@ class BatchingCore(Core[ScheduledRequest]):
                     request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns
                 )
             case State.EXECUTING | State.RESPONDING:
-                request.meet(Event.CANCEL)
-                self._executions.cancel(request)
+                if not listening:
+                    request.meet(Event.CANCEL)
+                self._executions.cancel(request, listening)
             case _:
                 pass  # decided already
 
@@ -211,23 +211,20 @@ class BatchingCore(Core[ScheduledRequest]):
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
-                self._pool.expect(message.index, message.pid)
-            case InstanceExited():
-                lost = self._dispatch.kept(self._pool.exit(message.index))
-                self._recovery.exited(lost, message.reason, self._dispatch.lost_text, now_ns)
+                self._pool.expect(message.index, message.process)
+            case InstanceGone():
+                self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
-            case PoolFailed():
-                self._pool.fail(message.reason)
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
             case _:
                 assert_never(message)
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
-        lost = self._dispatch.kept(self._pool.exit_process(pid))
-        self._recovery.exited(lost, "", self._dispatch.lost_text, now_ns)
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
+        lost = self._dispatch.kept(self._pool.process_exited(pid))
+        self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
         self._executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:

@@ -74,8 +74,8 @@ class Core(Protocol[R]):
     def hit(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Take a request whose response is cached; it has passed `check`."""
 
-    def cancel(self, request: R, now_ns: int) -> None:
-        """Its client does not wait for a request any more."""
+    def cancel(self, request: R, now_ns: int, listening: bool = False) -> None:
+        """Its client does not wait for a request any more; `listening`: as in `Cancel`."""
 
     def credit(self, request: R, responses: int, now_ns: int) -> None:
         """Its client has read so many responses."""
@@ -89,7 +89,7 @@ class Core(Protocol[R]):
     def stop(self, request: R, now_ns: int) -> None:
         """Fail a request: the scheduler ends."""
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         """A process of the server is gone, with its memory and what it was running."""
 
     def from_control(self, message: Any, now_ns: int) -> None:
@@ -159,7 +159,7 @@ class Front(Generic[R]):
             case Cancel():
                 request = client.requests.get(message.id)
                 if request is not None:
-                    self._core.cancel(request, now_ns)
+                    self._core.cancel(request, now_ns, message.listening)
             case Credit():
                 request = client.requests.get(message.id)
                 if request is not None:
@@ -207,7 +207,7 @@ class Front(Generic[R]):
         """Handle a message of the supervisor's, a `SupervisorToScheduler` or one of the core's."""
         match message:
             case ProcessExited():
-                self._process_exited(message.pid, now_ns)
+                self._process_exited(message.process, message.reason, now_ns)
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
@@ -224,8 +224,8 @@ class Front(Generic[R]):
             case _:
                 self._core.from_control(message, now_ns)
 
-    def _process_exited(self, pid: int, now_ns: int) -> None:
-        self._core.process_exited(pid, now_ns)
+    def _process_exited(self, pid: int, reason: str, now_ns: int) -> None:
+        self._core.process_exited(pid, reason, now_ns)
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.exited(pid)

@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.messages.supervision import ModelPublished, ModelWithdrawn, ReadinessChanged
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
@@ -28,12 +29,6 @@ from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"
-
-
-def _callers(news: Any) -> tuple[str, ...]:
-    """The roles that are sent a message besides local clients. Ensembles hear of models that serve,
-    not of those that are withdrawn: they finish what they have begun there."""
-    return ("gateway", "ensemble") if isinstance(news, ModelPublished) else ("gateway",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,19 +74,27 @@ class SupervisorContext:
             self.local_clients.tell(message)
         self.control.broadcast(message, *roles)
 
-    def tell(self, message: Any, ensembles: bool = True) -> None:
-        """Send news of models, or of the server's health, to every gateway and local client; those
-        of models that serve to `ensembles`, too."""
-        roles = _callers(message) if ensembles else ("gateway",)
-        self.broadcast(message, *roles, LOCAL_CLIENT)
+    def announce(self, news: ModelPublished | ModelWithdrawn) -> int:
+        """Send news of a model to every gateway and local client; the number that these are to
+        acknowledge, unless they are stopped. Ensembles hear of models that serve, too, but not of
+        the end of one: they finish what they have begun there. Workers, which call models, need
+        not acknowledge it."""
+        serves = isinstance(news, ModelPublished)
+        roles = ("gateway", "ensemble") if serves else ("gateway",)
+        numbered = partial(_numbered, news)
+        number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
+        self.local_clients.announce(numbered(number))
+        if not serves:
+            self.control.broadcast(news, "worker")
+        return number
 
-    async def publish(self, make: Callable[[int], Any]) -> None:
-        """Tell every gateway and local client, and every ensemble of a model that serves, what
-        `make(number)` gives; returns once it holds in each gateway and ensemble that lives, and in
-        the local clients that are not stopped."""
-        roles = _callers(make(0))
-        told = (self.control.publish(make, *roles), self.local_clients.publish(make))
-        await asyncio.gather(*told)
+    def know(self, number: int) -> bool:
+        """Whether everybody who was sent it knows the news of this number."""
+        return self.control.acknowledgements.know(number)
+
+    def tell_readiness(self, news: ReadinessChanged) -> None:
+        """Send every gateway the readiness of a model."""
+        self.control.broadcast(news, "gateway")
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine for as long as the server does not end."""
@@ -106,3 +109,9 @@ class SupervisorContext:
         except TimeoutError:
             child.kill()
             await child.gone()
+
+
+def _numbered(
+    news: ModelPublished | ModelWithdrawn, number: int
+) -> ModelPublished | ModelWithdrawn:
+    return replace(news, acknowledge=number)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.ipc.messages.supervision import HealthChanged
-from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.registry import RegionRegistry
 
@@ -45,18 +45,18 @@ class Snapshot:
 
     def for_gateway(self) -> Iterator[Any]:
         """Models, regions, and the health last."""
-        yield from self._registry.published()
+        yield from self._registry.publications.snapshot()
         yield from self._regions.published()
         yield self._health.current()
 
     def for_local_client(self) -> Iterator[Any]:
         """Models, and the health last."""
-        yield from self._registry.published()
+        yield from self._registry.publications.snapshot()
         yield self._health.current()
 
 
 def announce(context: SupervisorContext, health: Health) -> None:
     """Publish the health, if it has changed: to gateways, local clients and who reads events."""
     if health.update():
-        context.tell(health.current())
+        context.broadcast(health.current(), "gateway", LOCAL_CLIENT)
         context.events.publish(health.current())

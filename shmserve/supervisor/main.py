@@ -240,6 +240,7 @@ def _context(
             capabilities,
             memory,
             snapshot.for_local_client,
+            control.acknowledgements,
             partial(_local_client_left, control, memory),
         ),
         events=events,
@@ -260,9 +261,10 @@ def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
 
 def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
-    control.broadcast(ProcessExited(number), "scheduler", "ensemble")
+    gone = ProcessExited(number, "")
+    control.broadcast(gone, "scheduler", "ensemble")
     memory.release(number)
-    control.broadcast(ProcessExited(number), "worker")
+    control.broadcast(gone, "worker")
 
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:

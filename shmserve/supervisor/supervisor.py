@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.common.tasks import end_all
+from shmserve.config.options import FLAGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.events import ProcessEnded
@@ -109,8 +110,8 @@ class Supervisor:
             self._signals.put_nowait(came)
         # Who starts the server may have some blocked, of which deaths and the end would be unheard.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if context.config.without_effect:
-            logger.warning("without effect here: %s", ", ".join(context.config.without_effect))
+        for name in context.config.without_effect:
+            logger.warning("--%s is without effect here: %s", name, FLAGS[name].help)
         context.worker_zygote.start()  # first: torch takes longest
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
@@ -150,21 +151,23 @@ class Supervisor:
     # --- deaths
 
     def _process_exited(self, child: Child) -> None:
-        context = self.context
-        context.control.dismiss(child.pid)
-        context.events.publish(ProcessEnded(child.pid, child.title, child.reason))
-        context.tickets.exited(child.pid)
-        self.regions.draining.gateway_exited(child.pid)
-        context.background(self.regions.abandoned(child.pid))
-        self.gateways.process_exited(child)
-        self.registry.process_exited(child)
-        self.readiness.exited(child.pid)
-        self.workspace_holders.process_exited(child)
-        context.workspaces.process_exited(child.pid)
-        if child.exited.result() == f"signal {signal.SIGBUS.value}":
+        """Take back, by its role, what a process had, and tell everybody; whoever started it
+        watches its `exited`, and is called next."""
+        context, pid, reason = self.context, child.pid, child.exited.result()
+        match context.control.dismiss(pid):
+            case "gateway":
+                self.regions.draining.gateway_exited(pid)
+                context.background(self.regions.abandoned(pid))
+            case "host":
+                context.tickets.exited(pid)
+            case "worker":
+                self.readiness.exited(pid)
+                context.workspaces.process_exited(pid)
+        context.events.publish(ProcessEnded(pid, child.title, child.reason))
+        if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
         everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
-        context.broadcast(ProcessExited(child.pid), *everybody)
+        context.broadcast(ProcessExited(pid, reason), *everybody)
 
     # --- end
 

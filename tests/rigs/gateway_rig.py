@@ -338,7 +338,7 @@ def publication(
         name=config["name"],
         version=version,
         config=spec,
-        metadata=describe(spec, []),
+        metadata=describe(spec),
         endpoint=scheduler.endpoint,
         ready=ready,
         latest=latest,

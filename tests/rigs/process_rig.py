@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import MagicMock
 
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
@@ -22,7 +22,12 @@ from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
+from shmserve.supervisor.processes.control_socket import (
+    Acknowledgements,
+    Address,
+    SchedulerAddress,
+    pid_of,
+)
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
@@ -35,6 +40,7 @@ CONFIG = {
     "backend": "python",
     "instance_group": [{"name": "m_0", "kind": "KIND_CPU", "count": 1}],
 }
+STACKS_FD = 7  # of every worker
 # The kernel gives no process a higher number: none that there is can be meant.
 _HIGHEST_PID = 1 << 22
 
@@ -70,13 +76,10 @@ class ToldProcesses:
 class Made(Child):
     """A process that dies when it is killed."""
 
-    on_end: Callable[[Child], None]
-
     def kill(self, signal_number: int = signal.SIGKILL) -> None:
         """It ends, and that is known at once."""
         if self.alive:
             self.exited.set_result(f"signal {int(signal_number)}")
-            self.on_end(self)
 
 
 class Processes:
@@ -93,7 +96,7 @@ class Processes:
         self.hanging = False
         self.draining = True
         self._held: list[Address] = []
-        self.on_end: Callable[[Child], None] = lambda child: None
+        self.acknowledgements = Acknowledgements()
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
         folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
@@ -105,7 +108,7 @@ class Processes:
             worker_zygote=fake,
             capabilities=capabilities,
             logging=LogControl(fake, LogSettings()),
-            local_clients=MagicMock(publish=AsyncMock()),
+            local_clients=MagicMock(**{"numbers.return_value": []}),
             events=EventPublisher(),
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, lambda pid, message: None),
@@ -118,10 +121,10 @@ class Processes:
         """As a zygote does."""
         loop = asyncio.get_running_loop()
         child = Made(next(self._pids), title, loop.create_future())
-        child.on_end = lambda child: self.on_end(child)
         self.started.append(child)
-        first = m.HostReady if "scheduler" in entry else m.WorkerStarted
-        loop.call_soon(self._dispatch, child.pid, first(child.pid))
+        hosts = "scheduler" in entry
+        first = m.Started() if hosts else m.WorkerStarted(child.pid, STACKS_FD)
+        loop.call_soon(self._dispatch, child.pid, first)
         loop.call_soon(self.at_start, child)
         return child
 
@@ -175,8 +178,9 @@ class Processes:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody is told."""
 
-    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         """It is known everywhere."""
+        return self.acknowledgements.begin(())
 
     async def end(self) -> None:
         """Nothing goes on."""

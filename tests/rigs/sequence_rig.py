@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import InstanceExited
+from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
+from shmserve.ipc.transport.peercred_router import last_number
 from tests.rigs.scheduler_rig import GATEWAY, Rig
 
 START, END = SEQUENCE_START, SEQUENCE_END
@@ -71,7 +72,8 @@ class SequenceRig(Rig):
         """The process of an instance ends."""
         self._take()
         self._running.pop(self.peers[index], None)
-        self.supervisor(InstanceExited(index, "signal 9"))
+        pid = last_number(self.peers[index])
+        self.supervisor(ProcessExited(pid, "signal 9"))
 
     def outcomes(self) -> dict[int, Any]:
         """What clients were told since the last time, by request: an error's text, or None."""

@@ -85,8 +85,15 @@ class Scheduler:
             core = BatchingCore(settings, clients, peers, control, cache)
             self.from_peer = core.from_worker
         self.front: Front[Any] = Front(core, clients, control, world.wall_clock, cache)
+        self._core = core
         if kept:
             self.front.restore(kept, alive)
+
+    @property
+    def instances(self) -> dict[str, int]:
+        """The number of its instances in each state."""
+        found: dict[str, int] = self._core.gauges()["instances"]
+        return found
 
 
 class _Held:

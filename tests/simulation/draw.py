@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 from shmserve.ipc.messages.start import SchedulingLimits
-from tests.simulation.models import IN, OUT, WHO, Model
-
-KINDS = ("plain", "dynamic", "queue", "ordered", "sequences", "decoupled", "cached", "limited")
+from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
 
 def draw_models(random: Random) -> list[Model]:
     """One to three models of different kinds."""
-    kinds = random.sample(KINDS, random.randint(1, min(3, len(KINDS))))
+    kinds = random.sample(list(_DRAWN), random.randint(1, 3))
     models = [_DRAWN[kind](random, f"m{number}") for number, kind in enumerate(kinds)]
     if random.random() < 0.3:
-        steps = [_step(random, f"s{number}") for number in range(random.randint(2, 3))]
+        steps = [_step(random, f"s{number}") for number in range(random.randint(2, 4))]
         return [*models[:1], *steps, _ensemble(random, "e", steps)]
     return models
 
@@ -32,19 +31,22 @@ def share_process(models: list[Model]) -> None:
 def fix_sizes(models: list[Model], byte_size: int) -> None:
     """Give the tensors of an ensemble fixed sizes: then they lie in its own memory."""
     for model in models:
-        if model.steps:
-            model.input_byte_size = size = byte_size
-            for step in model.steps:
-                tag = len(step.made(b"", "000")[0])
-                step.config.update(_tensors(size, size + tag))
-                size += tag
-            model.config.update(_tensors(byte_size, size))
+        if model.steps and not model.decoupled and model.condition < 0:
+            model.input_byte_size = byte_size
+            sizes = {"IN": byte_size}
+            for step, maps in zip(model.steps, model.maps, strict=True):
+                given = [sizes[maps["input_map"][each["name"]]] for each in step.config["input"]]
+                read = bytes(given[0]) if len(given) == 1 else joined(*map(bytes, given))
+                made = sizes[maps["output_map"]["OUT"]] = len(step.made(read, "000")[0])
+                step.config.update(_tensors(given, made))
+            model.config.update(_tensors([byte_size], made))
 
 
-def _tensors(given: int, made: int) -> dict[str, Any]:
+def _tensors(given: list[int], made: int) -> dict[str, Any]:
     """Inputs and outputs of these sizes."""
+    inputs = [{**each, "dims": [size]} for each, size in zip((IN, IN2), given, strict=False)]
     outputs = [{**OUT, "dims": [made]}, {**WHO, "dims": [len("000")]}]
-    return {"input": [{**IN, "dims": [given]}], "output": outputs}
+    return {"input": inputs, "output": outputs}
 
 
 def _config(name: str, max_batch_size: int, **more: Any) -> dict[str, Any]:
@@ -96,6 +98,13 @@ def _dynamic(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **_behaviour(random))
 
 
+def _padded(random: Random, name: str) -> Model:
+    model = _dynamic(random, name)
+    padding = {"buckets": random.choice(([], [[20], [40], [80]])), "max_waste": random.random()}
+    model.config["parameters"]["padding"] = {"string_value": json.dumps({"IN": padding})}
+    return model
+
+
 def _queue(random: Random, name: str) -> Model:
     policy = {
         "timeout_action": random.choice(("REJECT", "DELAY")),
@@ -143,6 +152,14 @@ def _sequences(random: Random, name: str) -> Model:
     return Model(name, config, _limits(random), **behaviour)
 
 
+def _iterative(random: Random, name: str) -> Model:
+    model = _sequences(random, name)
+    model.config["sequence_batching"]["iterative_sequence"] = True
+    if random.random() < 0.4:
+        model.config["model_transaction_policy"] = {"decoupled": True}
+    return model
+
+
 def _decoupled(random: Random, name: str) -> Model:
     config = _config(name, random.choice((0, 4)), model_transaction_policy={"decoupled": True})
     if random.random() < 0.5:
@@ -175,15 +192,24 @@ def _step(random: Random, name: str) -> Model:
 
 
 def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
-    """A chain: each step reads what the one before it has made."""
+    """A chain, where each step reads what the one before it has made, or a diamond, where the last
+    joins what the two before it have; a step may be decoupled, and a later one have a condition."""
+    last = len(steps) - 1
+    inputs = [{"IN": f"T{number - 1}" if number else "IN"} for number in range(last + 1)]
+    if last >= 2 and random.random() < 0.5:
+        inputs[last - 1] = inputs[last - 2]
+        inputs[last] = {"IN": f"T{last - 2}", "IN2": f"T{last - 1}"}
+        steps[last].joins = True
+        optional = random.random() < 0.5
+        steps[last].config["input"] = [IN, {**IN2, "optional": optional}]
     scheduling = [
         {
             "model_name": step.name,
             "model_version": -1,
-            "input_map": {"IN": f"T{number - 1}" if number else "IN"},
+            "input_map": reads,
             "output_map": {"OUT": f"T{number}"},
         }
-        for number, step in enumerate(steps)
+        for number, (step, reads) in enumerate(zip(steps, inputs, strict=True))
     ]
     scheduling[-1]["output_map"] = {"OUT": "OUT", "WHO": "WHO"}
     most = random.choice((0, 2))
@@ -192,15 +218,42 @@ def _ensemble(random: Random, name: str, steps: list[Model]) -> Model:
     )
     if random.random() < 0.2:
         config["response_cache"] = {"enable": True, "byte_size": 100_000}
-    return Model(name, config, _limits(random), instances=0, steps=tuple(steps))
+    model = Model(name, config, _limits(random), instances=0, steps=tuple(steps))
+    if random.random() < 0.3:
+        _make_decoupled(random, model, steps[max(0, last - 2)])
+    if random.random() < 0.4:
+        _set_condition(random, model, last - random.randint(0, min(1, last - 1)))
+    return model
+
+
+def _make_decoupled(random: Random, ensemble: Model, step: Model) -> None:
+    for model in (ensemble, step):
+        model.config["model_transaction_policy"] = {"decoupled": True}
+        model.config.pop("response_cache", None)
+    step.most_responses = random.choice((2, 5, 60))
+
+
+def _set_condition(random: Random, ensemble: Model, number: int) -> None:
+    """A step runs if the client, or the first step, says so."""
+    ensemble.condition = number
+    ensemble.config["parameters"][f"step[{number}].condition"] = {"string_value": "GO"}
+    first = ensemble.steps[0]
+    if first.decoupled or random.random() < 0.5:
+        ensemble.config["input"] = [IN, GO]
+    else:
+        first.gates = True
+        first.config["output"] = [OUT, WHO, GO]
+        ensemble.maps[0]["output_map"]["GO"] = "GO"
 
 
 _DRAWN = {
     "plain": _plain,
     "dynamic": _dynamic,
+    "padded": _padded,
     "queue": _queue,
     "ordered": _ordered,
     "sequences": _sequences,
+    "iterative": _iterative,
     "decoupled": _decoupled,
     "cached": _cached,
     "limited": _limited,

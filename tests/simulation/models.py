@@ -8,11 +8,16 @@ alone: all outputs of a response are of one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from shmserve.ipc.messages.start import SchedulingLimits
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.padding import Padding
 
 IN = {"name": "IN", "data_type": "TYPE_UINT8", "dims": [-1]}
+IN2 = {**IN, "name": "IN2"}
+GO = {"name": "GO", "data_type": "TYPE_BOOL", "dims": [1]}
 OUT = {"name": "OUT", "data_type": "TYPE_UINT8", "dims": [-1]}
 WHO = {"name": "WHO", "data_type": "TYPE_UINT8", "dims": [-1]}
 
@@ -23,8 +28,10 @@ class Model:
 
     `compute_us`: the least and the most that a batch takes; `large`: its outputs lie in the arena
     of its worker; `errs`: how likely it is to fail a request; `most_responses` of a decoupled one.
-    The `steps` of an ensemble run one behind the other. Models of one `group` are scheduled in one
-    process. `input_byte_size`: that of each request of an ensemble whose tensors have fixed sizes.
+    A model that `joins` reads IN2, too, if it is there; one that `gates` gives GO, a condition. The
+    step of an ensemble with the number `condition` has one; -1: none has. Models of one `group` are
+    scheduled in one process. `input_byte_size`: that of each request of an ensemble whose tensors
+    have fixed sizes.
     """
 
     name: str
@@ -35,7 +42,10 @@ class Model:
     large: bool = False
     errs: float = 0.0
     most_responses: int = 4
+    joins: bool = False
+    gates: bool = False
     steps: tuple[Model, ...] = ()
+    condition: int = -1
     group: str = ""
     input_byte_size: int = 0
     arena_byte_size: int = 1 << 24
@@ -49,6 +59,16 @@ class Model:
     def sequences(self) -> bool:
         """Whether its requests belong to sequences."""
         return "sequence_batching" in self.config
+
+    @property
+    def iterative(self) -> bool:
+        """Whether each of its requests is a sequence, which it asks for again and again."""
+        return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
+
+    @staticmethod
+    def rounds(content: bytes) -> int:
+        """How often an iterative one runs a request with this input."""
+        return 1 + content[-1] % 4
 
     @property
     def decoupled(self) -> bool:
@@ -67,22 +87,90 @@ class Model:
         """Whether its instances execute with a ticket only."""
         return self.limits.rate_limited
 
+    @cached_property
+    def padding(self) -> Padding | None:
+        """Which of its requests of unequal lengths may share a batch; None: none."""
+        return ModelSpec.of(self.config).padding
+
     @property
     def cache_byte_size(self) -> int:
         """What its response cache may have; 0: it has none."""
         return int((self.config.get("response_cache") or {}).get("byte_size", 0))
 
+    @property
+    def maps(self) -> list[dict[str, Any]]:
+        """The tensors of each step, as its configuration has them."""
+        scheduling = self.config.get("ensemble_scheduling") or {}
+        found: list[dict[str, Any]] = scheduling.get("step") or [_ALONE]
+        return found
+
+    @staticmethod
+    def goes(content: bytes) -> bool:
+        """Whether the step runs that has a condition, for a request with this input."""
+        return bool(content.rstrip(b"_")[-1] % 2)
+
+    def lacks(self, content: bytes) -> set[int]:
+        """The steps that do not run for a request with this input: who has the condition, and who
+        needs what such a one makes."""
+        if self.condition < 0 or self.goes(content):
+            return set()
+        found = {self.condition}
+        for number, (step, maps) in enumerate(zip(self.steps, self.maps, strict=True)):
+            needed = {maps["input_map"][name] for name in step.needs}
+            if any(self.maps[other]["output_map"]["OUT"] in needed for other in found):
+                found.add(number)
+        return found
+
+    @property
+    def needs(self) -> list[str]:
+        """The inputs that it cannot do without."""
+        return [each["name"] for each in self.config["input"] if not each.get("optional")]
+
     def made(self, data: bytes, version: str) -> tuple[bytes, bytes]:
-        """OUT and WHO of a version for an input."""
+        """OUT and WHO of a version for an input; for two, these are `joined`."""
         return b"%s|%s.%s" % (data, self.name.encode(), version.encode()), version.encode()
 
     def source(self, out: bytes, who: bytes) -> bytes | None:
-        """What OUT is made of, where a version or, of an ensemble, one of each step made it; None:
-        it is no response of this model."""
-        for number, model in enumerate(reversed(self.steps or (self,))):
-            data, _, tag = out.rpartition(b"|")
-            name, _, version = tag.partition(b".")
-            if name != model.name.encode() or (not number and version != who):
+        """What OUT is made of, where a version or, of an ensemble, one of each step made it; behind
+        it which response of a decoupled step it has come of. None: it is no response of this
+        model."""
+        values = {"OUT": out}
+        which = b""
+        for step, maps in reversed(list(zip(self.steps or (self,), self.maps, strict=True))):
+            made = values.pop(maps["output_map"]["OUT"], None)
+            if made is None:
+                continue  # it did not run
+            data, _, tag = made.rpartition(b"|")
+            maker, _, version = tag.partition(b".")
+            if maker != step.name.encode() or ("WHO" in maps["output_map"] and version != who):
                 return None
-            out = data
-        return out
+            if step.decoupled:
+                data, sign, number = data.rpartition(b"#")
+                which = sign + number
+            for name, part in zip(
+                ("IN", "IN2"), parts(data) if step.joins else [data], strict=False
+            ):
+                if part and values.setdefault(maps["input_map"][name], part) != part:
+                    return None
+        return values["IN"] + which if values.keys() == {"IN"} else None
+
+
+_ALONE = {
+    "input_map": {"IN": "IN", "IN2": "IN2"},
+    "output_map": {"OUT": "OUT", "WHO": "WHO"},
+}
+
+
+def joined(one: bytes, other: bytes) -> bytes:
+    """Two inputs as one; the second may be missing."""
+    return b"[%s&%s]" % (one, other)
+
+
+def parts(data: bytes) -> tuple[bytes, bytes]:
+    """The two that were `joined`."""
+    depth = 0
+    for at, char in enumerate(data):
+        depth += {ord("["): 1, ord("]"): -1}.get(char, 0)
+        if depth == 1 and char == ord("&"):
+            return data[1:at], data[at + 1 : -1]
+    return data, b""

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _CAUGHT_S = 60
 _SEARCHED = (
-    *("shmserve/scheduler", "ipc/inflight.py", "ipc/memory/lent.py"),
+    *("shmserve/scheduler", "ipc/inflight.py", "ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )
 _COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")

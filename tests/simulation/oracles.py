@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
 
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.inflight import ENDED
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.peercred_router import first_number
 from shmserve.scheduler.settings import Settings
@@ -21,7 +24,8 @@ from tests.simulation.world import Violation, World
 class Request:
     """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
     behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
-    input any more."""
+    input any more. `expected` of a decoupled model: how many `responses` it is to have, where one
+    of them has said so."""
 
     uid: str
     model: Model
@@ -34,13 +38,41 @@ class Request:
     ending: Any = None
     freed: bool = False
     responses: int = 0
+    expected: int = 0
+    seen: set[int] = field(default_factory=set)
     client: Any = None
+
+    def is_skipped(self, outputs: dict[str, bytes]) -> bool:
+        """Whether a response has no outputs, because of a condition; raises Violation where a step
+        has run that should not, or has not that should."""
+        model = self.model
+        lacking = model.lacks(self.content)
+        if bool(outputs) == (len(model.steps) - 1 in lacking):
+            self.fail(f"has the outputs {outputs}, and no steps {lacking}")
+        for number in lacking if outputs else ():
+            if b"|%s." % model.steps[number].name.encode() in outputs["OUT"]:
+                self.fail(f"has the outputs {outputs}, and no steps {lacking}")
+        if outputs and not lacking:
+            for step in model.steps:
+                if b"|%s." % step.name.encode() not in outputs["OUT"]:
+                    self.fail(f"has the outputs {outputs}, and all steps")
+        return not outputs
 
     def made_of(self, made: bytes, number: int) -> bytes:
         """What the response with this number must be made of, if it is `made` of that; raises
         Violation for a state that its sequence cannot have."""
         if self.model.decoupled:
-            return b"%s#%d/%s" % (self.content, number, made.rpartition(b"/")[2])
+            which, _, count = made.rpartition(b"#")[2].partition(b"/")
+            if self.model.steps:  # whose further steps overtake one another
+                number = int(which)
+                if number in self.seen:
+                    self.fail(f"has response {number} twice")
+            self.seen.add(number)
+            self.expected = int(count)
+            return b"%s#%d/%d" % (self.content, number, self.expected)
+        if self.model.iterative:
+            rounds = range(self.model.rounds(self.content))
+            return self.content + b"".join(b".%d" % each for each in rounds)
         if self.step < 0:
             return self.content
         steps = made[len(self.content) :].split(b".")[1:]
@@ -60,10 +92,12 @@ class Request:
 
 
 class Ledger:
-    """All requests of a run, by their uid."""
+    """All requests of a run, by their uid. `unloaded`: the names of models that nobody has served
+    for a while."""
 
     def __init__(self, world: World) -> None:
         self.requests: dict[str, Request] = {}
+        self.unloaded: set[str] = set()
         self.endings: Counter[str] = Counter()
         self._world = world
 
@@ -78,10 +112,16 @@ class Ledger:
         if isinstance(message, m.Responded) and not message.final:
             request.responses += 1
             return
+        request.responses += bool(getattr(message, "body", b""))
         request.ending = message
         kind = type(message).__name__
         if isinstance(message, m.Failed) or (isinstance(message, m.Responded) and message.code):
             kind = message.code
+            if request.model.steps and kind == InvalidArgument.code:
+                request.fail(f"told {message}, and its tensors are in order")
+            names = {request.model.name, *(step.name for step in request.model.steps)}
+            if ENDED in message.message and not names & self.unloaded:
+                request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 
     def freed(self, request: Request) -> None:
@@ -89,6 +129,13 @@ class Ledger:
         if request.freed:
             request.fail("its memory was given back twice")
         request.freed = True
+
+    def check_complete(self) -> None:
+        """Decoupled models have given all responses to who has ended well."""
+        for each in self.requests.values():
+            well = isinstance(each.ending, m.Responded) and not each.ending.code
+            if well and not each.cancelled and each.responses < each.expected:
+                each.fail(f"has {each.responses} responses of {each.expected}")
 
     def open(self) -> list[Request]:
         """Those of living clients whose memory is not back, or that somebody still waits for."""
@@ -124,11 +171,12 @@ class SchedulerTrace:
     settings: Settings
     title: str
     entries: dict[tuple[bytes, int], Entry] = field(default_factory=dict)
-    by_uid: dict[tuple[int, str], Entry] = field(default_factory=dict)
+    by_uid: dict[tuple[int, str, bytes], Entry] = field(default_factory=dict)
     waiting: dict[int, OrderedDict[Entry, None]] = field(default_factory=dict)
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    retiring: set[bytes] = field(default_factory=set)
     counted: Counter[str] = field(default_factory=Counter)
 
     def _fail(self, text: str) -> None:
@@ -144,7 +192,7 @@ class SchedulerTrace:
                 return
             level = self.settings.policies.level(message.priority)
             entry = self.entries[key] = Entry(peer, message, level)
-            self.by_uid[first_number(peer), message.request_id] = entry
+            self.by_uid[_uid(first_number(peer), message)] = entry
             self.waiting.setdefault(level, OrderedDict())
         elif isinstance(message, m.Cancel) and key in self.entries:
             self.entries[key].cancelled = True
@@ -171,7 +219,7 @@ class SchedulerTrace:
         running = True  # the first; the others were sent ahead
         for key in [key for key in self.batches if key[0] == peer]:
             for work in self.batches.pop(key).requests:
-                entry = self.by_uid.get((work.client_pid, work.request_id))
+                entry = self.by_uid.get(_uid(work.client_pid, work))
                 if running and entry is not None:
                     entry.died += 1
             running = False
@@ -187,7 +235,7 @@ class SchedulerTrace:
         self.counted["executions"] += message.executed
         ended = {reply.key for reply in message.replies}
         for work in execute.requests:
-            entry = self.by_uid.get((work.client_pid, work.request_id))
+            entry = self.by_uid.get(_uid(work.client_pid, work))
             if entry is not None and (not self.model.decoupled or work.key in ended):
                 entry.at = b""
 
@@ -196,10 +244,13 @@ class SchedulerTrace:
     def executes(self, peer: bytes, message: m.Execute) -> None:
         """A batch begins."""
         self.batches[peer, message.batch] = message
+        if peer in self.retiring and not self.model.sequences:
+            self._fail(f"a batch begins at {peer!r}, which is to retire")
         units = 0
         shapes = set()
+        began: list[Entry] = []
         for work in message.requests:
-            entry = self.by_uid.get((work.client_pid, work.request_id))
+            entry = self.by_uid.get(_uid(work.client_pid, work))
             if entry is None or entry.ended:
                 self._fail(f"request {work.request_id} begins, which nobody waits for")
                 return
@@ -210,10 +261,36 @@ class SchedulerTrace:
             units += entry.submit.batch_size or 1
             entry.begun += 1
             entry.at = peer
-        if len(shapes) > 1:
+            began.append(entry)
+        if self.settings.padding is not None:
+            self._pads([entry.submit for entry in began])
+        elif len(shapes) > 1:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
             self._fail(f"a batch of {units} begins, of at most {self.model.batches}")
+
+    def _pads(self, batch: list[m.Submit]) -> None:
+        """A batch whose requests are padded to the same length begins."""
+        assert self.settings.padding is not None
+        pad = self.settings.padding.pads["IN"]
+        rest = {submit.shape_key[:-8] for submit in batch}
+        lengths = [int.from_bytes(submit.shape_key[-8:], "little") for submit in batch]
+        rows = [submit.batch_size for submit in batch]
+
+        def padded(length: int) -> int | None:
+            fit = [size for (size,) in pad.buckets if size >= length]
+            return min(fit, default=None) if pad.buckets else length
+
+        longest = padded(max(lengths))
+        if len(batch) > 1 and (longest is None or len(rest) > 1):
+            self._fail(f"a batch begins with the lengths {lengths} and the shapes {rest}")
+        total = sum(rows) * (longest or max(lengths))
+        true = sum(map(mul, rows, lengths))
+        apart = sum(map(mul, rows, (padded(length) or length for length in lengths)))
+        if total > apart and total - true > pad.max_waste * total:
+            self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
+        self.counted["elements"] += total
+        self.counted["padding"] += total - true
 
     def _may_begin(self, entry: Entry) -> None:
         uid = entry.submit.request_id
@@ -271,7 +348,7 @@ class SchedulerTrace:
         else:
             if entry.at and not self.model.decoupled and not isinstance(message, m.Finished):
                 worker_has = any(
-                    work.request_id == uid
+                    _uid(work.client_pid, work) == _uid(first_number(peer), entry.submit)
                     for (worker, _), execute in self.batches.items()
                     if worker == entry.at
                     for work in execute.requests
@@ -298,7 +375,7 @@ class SchedulerTrace:
 
     def _forget(self, entry: Entry) -> None:
         self.entries.pop((entry.peer, entry.submit.id), None)
-        self.by_uid.pop((first_number(entry.peer), entry.submit.request_id), None)
+        self.by_uid.pop(_uid(first_number(entry.peer), entry.submit), None)
         self.waiting[entry.level].pop(entry, None)
 
     @property
@@ -328,6 +405,9 @@ class SchedulerTrace:
             "executions": report["execution_count"],
             "inferences": report["inference_count"],
         }
+        if self.settings.padding is not None:
+            padding = report["shmserve"]["padding"].get("IN", (0, 0))
+            found["elements"], found["padding"] = padding
         for name, value in found.items():
             if name == "failed" and self.model.decoupled:
                 continue
@@ -335,3 +415,9 @@ class SchedulerTrace:
                 continue  # each is one of a step's
             if value != self.counted[name]:
                 self._fail(f"counts {value} {name}, and has {self.counted[name]}")
+
+
+def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, bytes]:
+    """Whose request it is, and which: of those that an ensemble makes for the responses of a step,
+    with one id, each has inputs of its own."""
+    return pid, request.request_id, request.work

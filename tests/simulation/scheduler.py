@@ -143,6 +143,11 @@ class SchedulerProcess(Process):
         """The link from here to a client."""
         return self._clients.links[peer]
 
+    def to_worker(self, worker: Process) -> Link:
+        """The link from here to a worker that it has."""
+        (link,) = (link for link in self._workers.links.values() if link.target is worker)
+        return link
+
     def links(self) -> list[Link]:
         """All links from here."""
         return [*self._clients.links.values(), *self._workers.links.values()]
@@ -200,18 +205,19 @@ class SchedulerProcess(Process):
             self.world.note("supervisor", "->", self.title, message)
             if isinstance(message, supervision.ProcessExited):
                 for peer in list(self._workers.links):
-                    if peer.endswith(b".%d" % message.pid):
+                    if peer.endswith(b".%d" % message.process):
                         self.trace.lost(peer)
                         del self._workers.links[peer]
-            elif isinstance(message, supervision.InstanceExited):
-                for peer in self._workers.links:
-                    if peer.startswith(b"%d." % message.index):
-                        self.trace.lost(peer)
+            elif isinstance(message, supervision.InstanceExpected):
+                self.trace.retiring.discard(b"%d.%d" % (message.index, message.process))
+            elif isinstance(message, supervision.RetireInstance):
+                peers = [p for p in self._workers.links if p.startswith(b"%d." % message.index)]
+                self.trace.retiring.update(peers)
             elif isinstance(message, supervision.Stop):
                 self.trace.stopped()
             self.hosted.front.from_control(message, self.world.now_ns)
             if isinstance(message, supervision.ProcessExited):
-                self.trace.process_exited(message.pid)
+                self.trace.process_exited(message.process)
         self.turn()
 
     # --- turns ------------------------------------------------------------------------------------

@@ -86,23 +86,35 @@ class Simulation:
         client, random = self._client(), self._random
         if client is None:
             return
-        if model.sequences:
+        if model.sequences and not model.iterative:
             self._submit_step(client, model, [], random.randint(1, 6), "")
             return
         content = b"x%d" % random.getrandbits(40)
         if model.cache_byte_size:
             content = b"x%d" % random.randrange(6) * random.choice((1, 1, 9000))
+        shape_key = random.choice((b"", b"", b"", b"s"))
+        if model.padding is not None:
+            content = content.ljust(random.randint(1, 100), b"_")
+            shape_key = model.padding.key(shape_key, {"IN": (len(content),)})
         pending = client.submit(
             model,
             content.ljust(model.input_byte_size, b"_"),
-            units=random.randint(1, 2),
+            units=1 if model.iterative else random.randint(1, 2),
             in_arena=random.random() < 0.4,
             timeout_us=0 if random.random() < 0.8 else self.world.between(10, 20_000),
             priority=random.randint(0, 3),
-            shape_key=random.choice((b"", b"", b"", b"s")),
+            shape_key=shape_key,
+            **(self._own_sequence() if model.iterative else {}),
         )
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
+
+    def _own_sequence(self) -> dict[str, Any]:
+        """Some clients name the sequence that a request of an iterative model is."""
+        if self._random.random() < 0.5:
+            return {}
+        self._sequences += 1
+        return {"correlation_id": self._sequences, "flags": SEQUENCE_START}
 
     def _submit_step(
         self, client: Client, model: Model, before: list[Request], length: int, endpoint: str
@@ -150,6 +162,7 @@ class Simulation:
             self._kill_client: 1,
             self._reload: 1,
             self._reconfigure: 1,
+            self._rescale: 4,
             self._stall: 6,
             self._fill: 3,
             self._jump: 2,
@@ -185,11 +198,24 @@ class Simulation:
         self.supervisor.load(model)
 
     def _reconfigure(self) -> None:
-        used = {step.name for model in self.models for step in model.steps}
-        model = self._random.choice([each for each in self.models if each.name not in used])
+        """Unload a model for a while, that of a step among them."""
+        model = self._random.choice(self.models)
         self.world.fault("unload", model.name)
+        self.ledger.unloaded.add(model.name)
         self.supervisor.unload(model)
         self.world.after(self.world.between(MS, 10 * MS), self.supervisor.load, model)
+
+    def _rescale(self) -> None:
+        """Change the number of instances of what serves."""
+        versions = [v for v in self.supervisor.serving.values() if not v.model.steps]
+        if versions:
+            version = self._random.choice(versions)
+            if len(version.indices) < 2 or (len(version.indices) < 4 and self.world.chance(0.5)):
+                self.world.fault("instance added", version.model.name)
+                self.supervisor.add_instance(version)
+            else:
+                self.world.fault("instance retired", version.model.name)
+                self.supervisor.retire_instance(version, self._random.choice([*version.indices]))
 
     def _stall(self) -> None:
         links = self.supervisor.links()
@@ -228,7 +254,8 @@ class Simulation:
         world.run(world.now_ns + _LONGEST_QUIET_NS, over=self._is_over)
         for request in self.ledger.open():
             request.fail(f"has not ended after {_LONGEST_QUIET_NS // SECOND} s of quiet")
-        world.run(world.now_ns + 2 * SECOND)  # for what is released late
+        world.run(world.now_ns + 2 * SECOND)  # for what is read and released late
+        self.ledger.check_complete()
 
     def _is_over(self) -> bool:
         return not self.world.events % 64 and not self.ledger.open()
@@ -245,6 +272,12 @@ class Simulation:
             for where, size, bound in cores.tables(scheduler.hosted):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")
+            idle = scheduler.hosted.instances.get("idle", 0)
+            if not idle == sum(scheduler.hosted.instances.values()) == len(version.indices):
+                raise Violation(
+                    f"{scheduler} of {len(version.indices)} instances has, when all is quiet, "
+                    f"{scheduler.hosted.instances}"
+                )
             for worker in version.workers.values():
                 if worker.slots:
                     raise Violation(f"{worker} has the states {worker.slots} of ended sequences")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmserve.ipc.messages import supervision
@@ -16,17 +16,20 @@ from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.scheduler import Host, SchedulerProcess
 from tests.simulation.worker import Worker
-from tests.simulation.world import MS, SECOND, US, Link, Process, World
+from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 
 
 class Version:
-    """A loaded version of a model: its scheduler and its instances, by index."""
+    """A loaded version of a model: its scheduler and its workers, by the index of their instance.
+    `indices`: the instances that it is to have; `leaving` are those that retire."""
 
     def __init__(self, model: Model, number: str) -> None:
         self.model = model
         self.number = number
         self.scheduler: SchedulerProcess | None = None
         self.workers: dict[int, Worker] = {}
+        self.indices = dict.fromkeys(range(model.instances))
+        self.leaving: set[int] = set()
         self.snapshot: list[Any] = []
         self.serves = False
         self.retiring = False
@@ -115,9 +118,12 @@ class Supervisor(Process):
             case supervision.StatisticsSnapshot():
                 before = version.snapshot[0] if version.snapshot else {}
                 version.snapshot = [{**before, **message.statistics}, message.metrics]
-            case supervision.InstanceRetired(index=index):
-                worker = version.workers.pop(index, None)
-                if worker is not None:
+            case supervision.InstanceRetired(index=index, pid=pid):
+                worker = version.workers.get(index)
+                if worker is not None and worker.pid == pid and index in version.leaving:
+                    scheduler.to_worker(worker).drain()
+                    if worker.alive and worker.busy:
+                        raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
             case supervision.Drained():
                 if version.retiring:
@@ -129,15 +135,44 @@ class Supervisor(Process):
         """Load a version of a model; once it is ready it serves instead of what does now."""
         version = Version(model, f"{next(self._versions):03}")
         self.versions.append(version)
-        if model.limited:
-            (group,) = ModelSpec.of(model.config).instance_group
-            needs = Needs.of(group.rate_limiter, 0)
-            self.tickets.join(id(version), dict.fromkeys(range(model.instances), needs))
+        self._reserve(version, version.indices)
         self._start_scheduler(version)
-        for index in range(model.instances):
+        for index in version.indices:
             self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
             self._start_worker(version, index)
         self.world.after(self.world.between(5 * MS, 20 * MS), self._publish, version)
+
+    def _reserve(self, version: Version, indices: Iterable[int]) -> None:
+        """Enter instances with the rate limiter."""
+        if version.model.limited:
+            (group,) = ModelSpec.of(version.model.config).instance_group
+            needs = Needs.of(group.rate_limiter, 0)
+            self.tickets.join(id(version), dict.fromkeys(indices, needs))
+
+    def add_instance(self, version: Version) -> None:
+        """Have a version that serves have one more."""
+        index = min({*range(9)} - {*version.indices, *version.workers})
+        version.indices[index] = None
+        self._reserve(version, [index])
+        self._start_worker(version, index)
+
+    def retire_instance(self, version: Version, index: int) -> None:
+        """Have an instance finish what it has, and end; at once where it does not serve."""
+        del version.indices[index]
+        worker = version.workers.get(index)
+        if worker is not None and worker.loaded and worker.alive:
+            version.leaving.add(index)
+        else:
+            self._ended(version, index)
+            if worker is not None:
+                self._end(worker)
+        self.tell(version.scheduler, supervision.RetireInstance(index))
+
+    def _ended(self, version: Version, index: int) -> None:
+        """An instance is gone for good."""
+        version.leaving.discard(index)
+        version.workers.pop(index, None)
+        self.tickets.remove_instance(id(version), index)
 
     def _publish(self, version: Version) -> None:
         if version.retiring or version.scheduler is None or not version.scheduler.alive:
@@ -200,7 +235,7 @@ class Supervisor(Process):
         """The scheduler hears of each, and ends last."""
         if scheduler.alive:
             for worker in version.workers.values():
-                self.tell(scheduler, supervision.ProcessExited(worker.pid))
+                self.tell(scheduler, supervision.ProcessExited(worker.pid, ""))
             self.tell(scheduler, supervision.Stop())
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
@@ -247,7 +282,7 @@ class Supervisor(Process):
         return host
 
     def _start_worker(self, version: Version, index: int) -> None:
-        if version not in self.versions:
+        if version not in self.versions or index not in version.indices or index in version.workers:
             return
         pid = self.world.new_pid(reuse=self.world.chance(0.5))
         model = version.model
@@ -294,16 +329,17 @@ class Supervisor(Process):
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:
-                    del version.workers[index]
-                    self.tell(version.scheduler, supervision.InstanceExited(index, "signal 9"))
-                    self._restart(version, index)
-        self._broadcast(supervision.ProcessExited(process.pid))
+                    if index in version.leaving:
+                        self._ended(version, index)
+                    else:
+                        del version.workers[index]
+                        self._restart(version, index)
+        self._broadcast(supervision.ProcessExited(process.pid, "signal 9"))
         if isinstance(process, Worker):
             self.world.after(SECOND // 20, self.world.free_pid, process.pid)
 
     def _restart(self, version: Version, index: int) -> None:
         pause_ns = self.world.between(100 * US, 20 * MS)
-        self.tell(version.scheduler, supervision.InstanceExpected(index, 0))
         self.world.after(pause_ns, self._start_worker, version, index)
 
     def _scheduler_died(self, version: Version) -> None:
@@ -318,12 +354,14 @@ class Supervisor(Process):
             return
         lost = version.endpoint
         self._start_scheduler(version)
-        for index in range(version.model.instances):
+        for index in version.leaving:  # what they run, runs elsewhere
+            self._end(version.workers[index])
+        for index in version.indices:
             worker = version.workers.get(index)
             pid = 0 if worker is None or not worker.alive else worker.pid
             self.tell(version.scheduler, supervision.InstanceExpected(index, pid))
-        for worker in version.workers.values():
-            if worker.loaded:
+        for index, worker in version.workers.items():
+            if worker.loaded and index not in version.leaving:
                 self.tell(worker, version.scheduler)
         lost_news = supervision.SchedulerLost(lost, version.endpoint)
         self._broadcast(lost_news, clients_only=True)

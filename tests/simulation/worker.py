@@ -18,7 +18,7 @@ from shmserve.ipc.tensors.inference import (
     unpack_inference,
 )
 from tests.simulation.memory import SimulatedMemory
-from tests.simulation.models import Model
+from tests.simulation.models import Model, joined
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 
@@ -68,6 +68,11 @@ class Worker(Process):
         self._host: SchedulerProcess | None = None
         self._up: Link | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether it has requests, or states of sequences."""
+        return bool(self._running or self._batches or self._streams or self.slots)
+
     # --- messages ---------------------------------------------------------------------------------
 
     def take(self, messages: list[Any]) -> None:
@@ -85,9 +90,9 @@ class Worker(Process):
                 if host is self._host and self._up is not None and self._up.connected:
                     self._hear(words)
             else:
-                self._dead.add(message.pid)
+                self._dead.add(message.process)
                 if self._up is None or not self._up.connected:
-                    self._drop(message.pid)
+                    self._drop(message.process)
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
@@ -154,8 +159,15 @@ class Worker(Process):
         self.world.after(self.world.between(least * US, most * US), self._finish)
 
     def _input(self, work: m.Work) -> bytes:
-        """The input of a request. While its scheduler lives, nobody has taken its memory back."""
-        (tensor,) = unpack_inference(work.work).inputs[:1]
+        """The input of a request, or both."""
+        tensors = {tensor.name: tensor for tensor in unpack_inference(work.work).inputs}
+        data = self._read(work, tensors["IN"])
+        if not self.model.joins:
+            return data
+        return joined(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
+
+    def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
+        """A tensor. While the scheduler lives, nobody has taken its memory back."""
         if not isinstance(tensor.data, Place):
             return tensor.data
         try:
@@ -172,7 +184,9 @@ class Worker(Process):
         if batch is None or not self.alive:
             return
         made: list[int] = []
-        if self.model.decoupled:
+        if self.model.iterative and self.model.decoupled:
+            replies = [self._reply_in_rounds(work, batch) for work in batch.requests]
+        elif self.model.decoupled:
             replies = self._open_streams(batch)
         else:
             replies = [self._reply(work, batch, made) for work in batch.requests]
@@ -203,17 +217,34 @@ class Worker(Process):
                 return m.Reply(work.key, "CANCELLED", "request cancelled", b"")
             if self.model.errs and self.world.chance(self.model.errs):
                 return m.Reply(work.key, "INTERNAL", "the model failed", b"")
+            if self.model.iterative and state.count(b".") < self.model.rounds(data):
+                return m.Reply(work.key, m.RESCHEDULED, "", b"")
             return m.Reply(work.key, "", "", self._body(work, data + state, made))
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message, b"")
 
+    def _reply_in_rounds(self, work: m.Work, batch: m.Execute) -> m.Reply:
+        """A response a round; behind the last, the end."""
+        number = self._advance(work, batch).count(b".") - 1
+        try:
+            rounds = self.model.rounds(self._input(work))
+            stream = _Stream(work, rounds)
+            stream.sent, stream.left = number, rounds - number
+            self._send(stream, final=False)
+        except ShmserveError as error:
+            return m.Reply(work.key, error.code, error.message, b"")
+        return m.Reply(work.key, m.RESCHEDULED if stream.left else "", "", b"")
+
     def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
         """The state of a request's sequence, which is in its slot."""
         (row,) = (row for row in batch.rows if row.key == work.key)
-        step = work.request_id.rpartition("/")[2].encode()
         if row.flags & SEQUENCE_START:
             self.slots[row.slot] = b""
-        state = self.slots[row.slot] = self.slots.get(row.slot, b"?") + b"." + step
+        state = self.slots.get(row.slot, b"?")
+        step = work.request_id.rpartition("/")[2].encode()
+        if self.model.iterative:
+            step = b"%d" % state.count(b".")
+        state = self.slots[row.slot] = state + b"." + step
         if row.flags & SEQUENCE_END:
             del self.slots[row.slot]
         return state
@@ -222,7 +253,10 @@ class Worker(Process):
         """A packed response; `made` gets the offsets of its outputs in the arena."""
         places = {out.name: out.place for out in unpack_inference(work.work).outputs}
         outputs: list[TensorRef] = []
-        for name, output in zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True):
+        given = dict(zip(("OUT", "WHO"), self.model.made(data, self.version), strict=True))
+        if self.model.gates:
+            given["GO"] = b"%c" % self.model.goes(data)
+        for name, output in given.items():
             if places and name not in places:
                 continue
             where: bytes | Place = output
@@ -236,7 +270,7 @@ class Worker(Process):
                 self._lent[where.offset] = work.client_pid
                 made.append(where.offset)
             shape = (1, len(output)) if self.model.batches else (len(output),)
-            outputs.append(TensorRef(name, "UINT8", shape, where))
+            outputs.append(TensorRef(name, "BOOL" if name == "GO" else "UINT8", shape, where))
         return pack_inferred(Inferred(tuple(outputs)))
 
     # --- responses of a decoupled model -----------------------------------------------------------
@@ -269,7 +303,9 @@ class Worker(Process):
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
                 if self.world.now_ns - stream.waits_since_ns >= _MOST_WAIT_NS:
-                    self._end(stream, "UNAVAILABLE")
+                    raise Violation(
+                        f"{self}: nobody reads the responses to {stream.work.request_id}"
+                    )
                 else:
                     self.world.after(_MOST_WAIT_NS, self._emit, stream)
                 return
@@ -280,6 +316,11 @@ class Worker(Process):
             self._end(stream, "")
 
     def _respond(self, stream: _Stream, final: bool) -> None:
+        if final:
+            self._close(stream)
+        self._send(stream, final)
+
+    def _send(self, stream: _Stream, final: bool) -> None:
         stream.waits_since_ns = 0
         stream.left -= 1
         code = ""
@@ -291,8 +332,6 @@ class Worker(Process):
             code = error.code
         stream.sent += 1
         stream.window.sent(len(body))
-        if final:
-            self._close(stream)
         self._post_response(stream, code, body, final)
 
     def _end(self, stream: _Stream, code: str) -> None:

@@ -127,8 +127,8 @@ class Backend(ABC):
         return None
 
     def is_ready(self) -> bool:
-        """Whether the model says that it is ready, between two batches; only with `checks_ready`.
-        What is raised means no."""
+        """Whether the model says that it is ready; only with `checks_ready`. Called in a thread of
+        its own, beside batches. What is raised means no."""
         return True
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do

@@ -62,7 +62,7 @@ class ResponseWriter:
 class ResponseStream:
     """The way back to the client of one `request`; safe to use from any thread.
 
-    Once the request is cancelled, what is sent is dropped, and only the end is told.
+    Once nobody takes its responses, what is sent is dropped, and only the end is told.
     """
 
     __slots__ = ("_closed", "_open", "_overran", "_sent", "_writer", "request", "rescheduled")
@@ -88,7 +88,7 @@ class ResponseStream:
         return self._closed and not self._overran
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for its responses any more; looks at what has arrived until now."""
+        """Whether its client wants no more responses; looks at what has arrived until now."""
         return self._writer.link.is_cancelled(self._open)
 
     def send(self, response: Response | None = None, final: bool = False) -> None:
@@ -102,7 +102,7 @@ class ResponseStream:
             with link.lock:
                 if self._closed:
                     return
-                if opened.cancelled:
+                if opened.dropped:
                     response = None
                 if response is None or opened.window.is_open:
                     is_first = not self._sent
@@ -119,10 +119,10 @@ class ResponseStream:
     @property
     def may_send(self) -> bool:
         """Whether `send` would not wait now."""
-        return self._closed or self._open.cancelled or self._open.window.is_open
+        return self._closed or self._open.dropped or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
-        """Have `listener` called when nobody waits any more, by whichever thread sees it."""
+        """Have `listener` called when it is cancelled, by whichever thread sees it."""
         with self._writer.link.lock:
             self._open.on_cancel = listener
             if self._open.cancelled:

@@ -10,6 +10,7 @@ is already where it should go is left there: a runner may have had the model com
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +28,22 @@ from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.copying import Copier
 
+logger = logging.getLogger(__name__)
+
 # An array that is smaller than this is copied sooner than it is found where it should go.
 _WORTH_A_LOOK = 16 * 1024
 
 
 @dataclass(eq=False)
 class Scatterer:
-    """Writes responses of one model. `strict`: outputs must agree with the model's configuration.
-    As many threads copy a large one as the instance has."""
+    """Writes responses of one model. `strict`: outputs must agree with the model's configuration;
+    `whole`: a response should have all that were asked for. As many threads copy a large one as the
+    instance has."""
 
     _signature: Signature
     _context: ModelContext
     _strict: bool
+    _whole: bool
 
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
@@ -60,6 +65,8 @@ class Scatterer:
             for output in response.outputs
             if output.name in request.requested and output.name in self._signature.outputs
         ]
+        if len(ready) < len(request.requested):
+            self._lacks(request, {item.name for item in ready})
         if request.aliased and len(ready) > 1:
             ready = [_detached(item, request) for item in ready]
         requested = request.requested
@@ -75,6 +82,24 @@ class Scatterer:
             self._context.output_memory.take_back(taken)
             raise
         return self._packer.pack(ready, data, request, response)
+
+    def _lacks(self, request: Request, made: set[str]) -> None:
+        """The model has not made all that it was asked for, as Triton's Python models may. Where
+        that was to be written, nothing is left that its client could take for an answer."""
+        lacking = [name for name in request.requested if name not in made]
+        for name in lacking:
+            place = request.requested[name].place
+            if place is not None:
+                size = place.byte_size
+                nothing = Ready(name, "UINT8", (size,), bytes(size), size)
+                self._put(nothing, place, True, request.work.client_pid, [])
+        if self._whole:
+            self._whole = False  # once is enough
+            logger.warning(
+                "model '%s' was asked for outputs that it has not made: %s (not said again)",
+                self._signature.name,
+                ", ".join(lacking),
+            )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
         place = request.requested[output.name].place

@@ -7,6 +7,7 @@ nobody's: no scheduler has seen them, nothing is counted, and what they give is 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Request
 from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.context import ModelContext
 from shmserve.workers.user_code import read_data
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = "warmup"
 _MOST_BYTES = 1 << 34  # of a tensor
@@ -110,17 +114,24 @@ def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
 
 
 def warm_up(
-    samples: list[Sample], signature: Signature, unpacker: Unpacker, executor: Executor
+    samples: list[Sample],
+    signature: Signature,
+    unpacker: Unpacker,
+    executor: Executor,
+    context: ModelContext,
 ) -> None:
     """Run all samples in order. Raises Internal, with Triton's text, when a request fails."""
+    where = f"model '{context.model_name}' instance {context.instance_name}"
     for sample in samples:
-        for _ in range(sample.count):
+        for n in range(1, sample.count + 1):
+            logger.debug("%s is running warmup sample '%s' for iteration %d", where, sample.name, n)
             try:
                 requests = list(_requests(sample, signature, unpacker))
                 errors = executor.rehearse(requests)
             except ShmserveError as error:
                 errors = [error]
             if errors:
+                logger.debug("%s failed to run warmup sample '%s'", where, sample.name)
                 told = (
                     f"failed to run warmup sample '{sample.name}': {error.message}; "
                     for error in errors

@@ -153,7 +153,7 @@ class CallRouter:
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
         self._table: InflightTable[Call] = InflightTable()
-        self._left: deque[Call] = deque()  # to be cancelled
+        self._left: deque[tuple[Call, bool]] = deque()  # to be cancelled; whether one listens
         self._doubtful: list[_Doubt] = []
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
@@ -168,6 +168,11 @@ class CallRouter:
             self._links.close_all()
             self.waiting.close()
             os.close(self._wakeup)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the memory for large inputs that no call has."""
+        return self._memory.byte_size - self._memory.used
 
     # --- for the model's code
 
@@ -256,8 +261,8 @@ class CallRouter:
         """Send what is queued: calls, credit, cancellations."""
         with self._lock:
             while self._left:
-                call = self._left.popleft()
-                self._tell(call, Cancel(call.number))
+                call, listening = self._left.popleft()
+                self._tell(call, Cancel(call.number, listening))
             self._links.flush()
 
     def _tell(self, call: Call, message: Cancel | Credit) -> None:
@@ -270,10 +275,11 @@ class CallRouter:
             self._tell(call, Credit(call.number, responses))
         self.flush()
 
-    def cancel_soon(self, call: Call) -> None:
-        """Cancel a call that nobody waits for any more. At any moment, in any thread: an object may
-        be collected in the middle of what needs the lock."""
-        self._left.append(call)
+    def cancel_soon(self, call: Call, listening: bool = False) -> None:
+        """Cancel a call that nobody waits for any more, or, `listening`, whose model should end it.
+        At any moment, in any thread: an object may be collected in the middle of what needs the
+        lock."""
+        self._left.append((call, listening))
         if self._lock.acquire(blocking=False):
             self._lock.release()
             self.flush()
@@ -331,7 +337,7 @@ class CallRouter:
         # Called by whoever reads the supervisor's socket, with its lock held: not to be asked here.
         with self._lock:
             match news:
-                case ProcessExited(pid=pid):
+                case ProcessExited(process=pid):
                     self.mappings.drop_process(pid)
                 case ModelWithdrawn(name=name):
                     self._directory.invalidate(name)

@@ -17,9 +17,9 @@ Item = CallResponse | ShmserveError
 
 class StreamCall(Call):
     """`items` are the responses that have come and were not taken; `over`: no more will come.
-    `begun`, of an event loop, is told of the first."""
+    `abandoned`: nobody takes what may come yet. `begun`, of an event loop, is told of the first."""
 
-    __slots__ = ("begun", "cancelled", "items", "over", "window")
+    __slots__ = ("abandoned", "begun", "items", "over", "window")
     takes_many = True
 
     def __init__(
@@ -28,17 +28,17 @@ class StreamCall(Call):
         super().__init__(router, request)
         self.items: deque[Item] = deque()
         self.over = False
-        self.cancelled = False  # nobody takes what may come yet
+        self.abandoned = False
         self.begun = begun
         self.window = ReadWindow()
 
     def awaited(self) -> bool:
-        return not self.cancelled
+        return not self.abandoned
 
     def respond(self, message: Response) -> None:
         if not isinstance(message, Responded):
             super().respond(message)
-        elif self.cancelled:
+        elif self.abandoned:
             self.router.discard(self.endpoint, message.body)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
@@ -49,7 +49,7 @@ class StreamCall(Call):
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Item) -> None:
-        if not self.cancelled:
+        if not self.abandoned:
             self._add(outcome, True)
 
     def _add(self, item: Item, final: bool) -> None:
@@ -62,7 +62,7 @@ class StreamCall(Call):
 
     def ready(self) -> bool:
         """Whether there is something to take, or nothing will come any more."""
-        return bool(self.items) or self.over or self.cancelled
+        return bool(self.items) or self.over or self.abandoned
 
     def wait(self) -> None:
         """Wait until it is `ready`."""
@@ -72,7 +72,7 @@ class StreamCall(Call):
     @property
     def finished(self) -> bool:
         """Whether all has been taken."""
-        return not self.items and (self.over or self.cancelled)
+        return not self.items and (self.over or self.abandoned)
 
     def take(self) -> Item | None:
         """Wait for the next response; None when there is none any more."""
@@ -88,8 +88,13 @@ class StreamCall(Call):
         return item
 
     def cancel(self) -> None:
+        """Have its model hear that no more is wanted. What it sends until it ends may be taken."""
+        if not self.over and not self.abandoned:
+            self.router.cancel_soon(self, listening=True)
+
+    def abandon(self) -> None:
         """Cancel it: nobody takes more responses. At any moment, in any thread."""
-        if not self.cancelled:
-            self.cancelled = True
+        if not self.abandoned:
+            self.abandoned = True
             if not self.over:
                 self.router.cancel_soon(self)

@@ -44,22 +44,26 @@ _MOST_HELD_NS = 400_000
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: nobody waits for it. `window`: the responses that its client takes now;
-    `on_credit` is called when these may be more.
+    `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `window`:
+    the responses that its client takes now; `on_credit` is called when these may be more.
     """
 
-    __slots__ = ("cancelled", "key", "on_cancel", "on_credit", "window", "work")
+    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "on_credit", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False
+        self.dropped = False
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
         self.window = SendWindow()
 
-    def cancel(self) -> None:
-        """Cancel it: nobody waits any more; `on_cancel` is called, once."""
+    def cancel(self, listening: bool = False) -> None:
+        """Cancel it: nobody waits any more, unless somebody is `listening` for what comes yet;
+        `on_cancel` is called, once."""
+        if not listening:
+            self.dropped = True
         if not self.cancelled:
             self.cancelled = True
             if self.on_cancel is not None:
@@ -190,10 +194,10 @@ class InstanceLink:
             case _ if type(message) in self.served:
                 self.commands.append(self.opened(message))
                 self._control.wake()
-            case CancelExecution(key=key):
+            case CancelExecution(key=key, listening=listening):
                 request = self._open.get(key)
                 if request is not None:
-                    request.cancel()
+                    request.cancel(listening)
                     self._wake(request)
             case CreditExecution(key=key, responses=responses):
                 request = self._open.get(key)
@@ -248,7 +252,7 @@ class InstanceLink:
         return request.cancelled
 
     def wait_for_credit(self, request: WorkerRequest, timeout_s: float) -> bool:
-        """Wait until the client takes another response, or has cancelled; False: neither in time.
+        """Wait until the client takes another response, or none any more; False: neither in time.
 
         One of those who wait reads the socket, unless the loop does (leader and followers).
         """
@@ -261,7 +265,7 @@ class InstanceLink:
                 with self.lock:
                     if not self.loop_reads:
                         self.pump()
-                    if request.window.is_open or request.cancelled:
+                    if request.window.is_open or request.dropped:
                         return True
                     self.flush()
                     self._appoint()

@@ -13,12 +13,12 @@ from shmserve.client.memory.segments import AnySegment
 from shmserve.client.memory.views import MemoryLease, nothing
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.errors import Unavailable, Unsupported
+from shmserve.errors import Internal, Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases, unread
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
 
 
 class Result(Mapping[str, Any]):
@@ -92,17 +92,27 @@ def read(reader: Reader, body: bytes) -> Result:
     """The result in the only response of a request.
 
     The request's memory is given back, or kept by the arrays over it. Raises Unavailable when the
-    worker's memory is gone, Unsupported when only the server's own user may read it; the request
-    has its memory still then.
+    worker's memory is gone, Unsupported when only the server's own user may read it, Internal where
+    the model has not made what was asked for; the request has its memory still then.
     """
     built = reader.built
     lease = None if built.slot is None else MemoryLease(nothing)
     result, placed = _read(reader, body, lease)
+    if len(result) < len(built.model.signature.outputs) and not built.model.may_lack:
+        _check_whole(built, result)
     if lease is None or not placed:
         built.end()
     else:
         lease.on_end = built.end  # it ends with the last array
     return result
+
+
+def _check_whole(built: PackedRequest, result: Result) -> None:
+    asked = [output.name for output in unpack_inference(built.work).outputs]
+    lacking = [name for name in asked or built.model.signature.outputs if name not in result]
+    if lacking:
+        names = ", ".join(f"'{name}'" for name in lacking)
+        raise Internal(f"model '{built.model.name}' has not made what it was asked for: {names}")
 
 
 def read_one_of_many(reader: Reader, body: bytes) -> Result:

@@ -21,7 +21,8 @@ class ClientModel:
 
     `prepared` is what the client remembers of requests it has made, `responses` the templates of
     those it has read; `source` are the models of which it is one. `decoupled`: it gives any number
-    of responses to a request. `closed`: another has taken its place, or none.
+    of responses to a request; `may_lack`: a response may lack outputs that were asked for.
+    `closed`: another has taken its place, or none.
     """
 
     def __init__(self, published: ModelPublished, source: ClientModels | None = None) -> None:
@@ -31,6 +32,7 @@ class ClientModel:
         self.endpoint = published.endpoint
         self.signature = Signature(published.config, published.version)
         self.decoupled = published.config.decoupled
+        self.may_lack = published.config.ensemble_scheduling is not None
         self.prepared: BoundedCache[Any, RequestTemplate] = BoundedCache(
             _MOST_PREPARED, RequestTemplate.close
         )

@@ -39,6 +39,7 @@ _FAMILIES = tuple(
         ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
         ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
         ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
+        ("counter", "step_seconds", "seconds", "Time of steps by phase, and beside them", "phase"),
         ("counter", "finished", "finished", "Sequences by why they ended", "reason"),
     )
 )
@@ -77,6 +78,7 @@ def _derived(report: dict[str, Any]) -> dict[str, Any]:
         **gauges,
         "queued": gauges["sequences"]["waiting"] + report["pending"],
         "requests": {"success": report["success"], "failure": report["fail"]},
+        "seconds": {phase: ns / 1e9 for phase, ns in report["phases"].items()},
         "accept_rate": report["accepted"] / drafted if drafted else 0.0,
         "speedup": 1 + report["accepted"] / rows if rows else 1.0,
     }

@@ -16,6 +16,7 @@ from shmserve.ipc.messages.supervision import AskReady, ChangeLogging
 
 EXTENSIONS = (
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

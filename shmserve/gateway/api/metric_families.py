@@ -164,11 +164,14 @@ def ours(reports: Reports) -> Iterator[Metric]:
 
 
 def summaries(reports: Reports) -> Iterator[Metric]:
-    """Triton's latencies of all that succeeded, with the quantiles of those of the last minute."""
+    """Triton's latencies of all that succeeded, with the quantiles of those of the last minute; of
+    a model with a response cache not those of whole requests."""
+    cached = _with_cache(reports)
+    uncached = [each for each in reports if not each[1].get("cache")]
     for name, text, counter in _LATENCIES:
         full_name = f"nv_inference_{name}_summary_us"
-        yield _summary(full_name, f"Summary of {text}", reports, name, counter)
-    cached = _with_cache(reports)
+        shown = uncached if name == "request" else reports
+        yield _summary(full_name, f"Summary of {text}", shown, name, counter)
     for name in ("cache_hit", "cache_miss") if cached else ():
         text = f"Summary of {name.replace('_', ' ')} duration in microseconds"
         yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
@@ -207,7 +210,7 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
         family.add_sample(f"{family.name}_count", labels, count)
         family.add_sample(f"{family.name}_sum", labels, report[f"{counter}_ns"] // 1000)
         for quantile, value in report.get("quantiles", {}).get(name, ()):
-            number = float("nan") if value is None else value
+            number = float("nan") if value is None else round(value)
             family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
     return family
 

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from shmserve.common import model_metrics
 from shmserve.gateway.api import generation_families, metric_families, statistics
@@ -22,11 +19,8 @@ from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)
 
-# The library names counters NAME_total; Triton does not.
-_SUFFIX = re.compile(rb"^(# (?:HELP|TYPE) nv_\w+)_total ", re.MULTILINE)
-# Whole numbers are written as such, however large.
-_FAMILY = re.compile(rb"^# TYPE (\S+) ", re.MULTILINE)
-_WHOLE = re.compile(rb" ([0-9]+\.0|[0-9](?:\.[0-9]+)?e\+[0-9]+)$", re.MULTILINE)
+# Triton writes these behind the labels that say what was measured, which are sorted.
+_OF_A_DISTRIBUTION = ("le", "quantile")
 
 
 class MetricsExporter:
@@ -40,30 +34,45 @@ class MetricsExporter:
         """The text of a scrape: what the schedulers report now, and the state of this host."""
         gateway = self._gateway
         reports = await statistics.collect(gateway, gateway.models.all())
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(gateway, reports, self._cpu.read()))
-        text = _SUFFIX.sub(rb"\1 ", generate_latest(registry))
-        return _WHOLE.sub(_plain, text) + _models_own(reports, set(_FAMILY.findall(text)))
+        families = list(_Families(gateway, reports, self._cpu.read()).collect())
+        taken = set(map(_full_name, families))
+        return (_text(families) + _models_own(reports, taken)).encode()
 
 
-def _models_own(reports: list[dict[str, Any]], taken: set[bytes]) -> bytes:
+def _full_name(family: Metric) -> str:
+    """The name as it is written: the library drops the suffix of counters, which Triton's have
+    not."""
+    total = family.type == "counter" and not family.name.startswith("nv_")
+    return f"{family.name}_total" if total else family.name
+
+
+def _text(families: Iterable[Metric]) -> str:
+    lines: list[str] = []
+    for family in families:
+        lines += model_metrics.head(_full_name(family), family.documentation, family.type)
+        for name, labels, value, *_ in family.samples:
+            ordered = sorted(labels.items(), key=_place)
+            lines.append(model_metrics.sample(name, ordered, value))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _place(label: tuple[str, str]) -> tuple[bool, str]:
+    return label[0] in _OF_A_DISTRIBUTION, label[0]
+
+
+def _models_own(reports: list[dict[str, Any]], taken: set[str]) -> str:
     parts = [model_metrics.parse(report["shmserve"].get("families", [])) for report in reports]
     families = model_metrics.added(parts)
-    free = {name: family for name, family in families.items() if name.encode() not in taken}
+    free = {name: family for name, family in families.items() if name not in taken}
     if len(free) < len(families):
         logger.warning(
             "models have metrics with names of the server's, which are not shown: %s",
             ", ".join(sorted(families.keys() - free.keys())),
         )
-    return model_metrics.exposition(free).encode()
+    return model_metrics.exposition(free)
 
 
-def _plain(match: re.Match[bytes]) -> bytes:
-    value = float(match[1])
-    return b" %d" % value if value.is_integer() else match[0]
-
-
-class _Families(Collector):
+class _Families:
     """The metric families of one scrape."""
 
     def __init__(

@@ -31,14 +31,17 @@ from shmserve.ipc.messages.memory import (
 from shmserve.ipc.tensors.ranges import LARGEST, whole
 
 _LONGEST_NAME = 255
+_NO_NAME = f"a shared memory region's name must have 1 to {_LONGEST_NAME} printable characters"
 
 
 def check_name(name: str) -> None:
     """Raise InvalidArgument for what cannot be a region's name."""
-    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise InvalidArgument(
-            f"a shared memory region's name must have 1 to {_LONGEST_NAME} printable characters"
-        )
+    if not _can_be_name(name):
+        raise InvalidArgument(_NO_NAME)
+
+
+def _can_be_name(name: str) -> bool:
+    return 0 < len(name) <= _LONGEST_NAME and name.isprintable()
 
 
 def register(
@@ -102,12 +105,6 @@ _NO_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 _UUID = re.compile(r"(?:GPU-)?([0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12})")
 
 
-def require_cuda(gateway: Gateway, name: str) -> None:
-    """Raise InvalidArgument where the server has no CUDA device."""
-    if not gateway.settings.cuda_devices:
-        raise cuda_not_supported(name)
-
-
 def decode_handle(text: str) -> bytes:
     """A handle from its base64; raises InvalidArgument for what is not exactly 64 bytes."""
     try:
@@ -149,11 +146,21 @@ async def register_cuda(
     socket, 0 where that is not known; with it the region ends. Raises InvalidArgument,
     AlreadyExists, or Unavailable where the server lacks what opens handles.
     """
-    require_cuda(gateway, name)
-    if len(handle) != HANDLE_SIZE or not 0 <= device_id < gateway.settings.cuda_devices:
-        raise InvalidArgument(CUDA_INVALID)
+    if not _can_be_name(name):
+        raise InvalidArgument(f"{CUDA_INVALID} ({_NO_NAME})")
+    devices = gateway.settings.cuda_devices
+    if not devices:
+        raise cuda_not_supported(name)
+    if len(handle) != HANDLE_SIZE:
+        raise InvalidArgument(
+            f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle)})"
+        )
+    if not 0 <= device_id < devices:
+        raise InvalidArgument(
+            f"{CUDA_INVALID} (device_id {device_id}; the server has {devices} CUDA devices)"
+        )
     if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
-        raise InvalidArgument(CUDA_INVALID)
+        raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
     await gateway.supervisor.ask(
         *(RegisterCudaRegion, name, handle, device_id, device_uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),

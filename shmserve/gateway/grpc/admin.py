@@ -186,7 +186,6 @@ class AdminCall:
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
         """CudaSharedMemoryRegister."""
         peer = self.client.peer()
-        api.check_name(request.name)
         await api.register_cuda(
             self.gateway,
             peer,

@@ -134,7 +134,7 @@ def correlation_id(value: int | str) -> int | str:
 _RESERVED = frozenset(
     (
         *("sequence_id", "sequence_start", "sequence_end"),
-        *("priority", "timeout", "binary_data_output"),
+        *("priority", "timeout", "headers", "binary_data_output"),
     )
 )
 
@@ -151,9 +151,11 @@ def forwarded_headers(pattern: str, headers: Iterable[tuple[str, str]]) -> dict[
     matches = _compiled(pattern).search
     found = {name: value for name, value in headers if matches(name)}
     for name in found:
-        if name.lower() in _RESERVED or name.lower().startswith("triton_"):
+        lower = name.lower()
+        if lower in _RESERVED or lower.startswith("triton_"):
+            # Parsers write the names that they know in capitals.
             raise InvalidArgument(
-                f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+                f"Header '{lower}' is reserved for Triton usage and cannot be forwarded."
             )
         if not _is_text(found[name]):
             raise InvalidArgument(f"Header '{name}' is not UTF-8 and cannot be forwarded.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any, cast
 
@@ -25,12 +26,51 @@ from shmserve.model_config.syntax.tree import (
 _FLOATS = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
 
+_QUOTED = r'"(?:[^"\\]++|\\.)*+"|\'(?:[^\'\\]++|\\.)*+\''
 # What begins a name or a value in JSON.
-_BEGINNING = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{\[]|[^\s{}\[\]:,"]+', re.DOTALL)
+_BEGINNING = re.compile(rf"{_QUOTED}|[{{\[]|[^\s{{}}\[\]:,\"']+", re.DOTALL)
+# What protobuf's reader takes, and JSON has in other words: texts in single quotes, names without
+# quotes, a comma behind the last member.
+_LENIENT = re.compile(
+    rf"(?P<text>{_QUOTED})|(?<![\w$])(?P<name>[A-Za-z_$][\w$]*+)(?=\s*+:)"
+    r"|(?<![\[{,])(?P<comma>,)(?=\s*+[}\]])",
+    re.DOTALL,
+)
+_TO_QUOTE = re.compile(r'\\.|"', re.DOTALL)
+
+
+def decode_json(text: str, members: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """The value that a JSON text says, read as leniently as by protobuf's reader; `members` makes
+    an object of its members.
+
+    Raises ValueError, with what is wrong by JSON's own rules, and what `members` raises.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=members)
+    except json.JSONDecodeError as error:
+        try:
+            return json.loads(_LENIENT.sub(_in_json, text), object_pairs_hook=members)
+        except json.JSONDecodeError:
+            raise error from None
+
+
+def _in_json(found: re.Match[str]) -> str:
+    text = found.group()
+    match found.lastgroup:
+        case "name":
+            return f'"{text}"'
+        case "comma":
+            return ""
+    return text if text.startswith('"') else f'"{_TO_QUOTE.sub(_requoted, text[1:-1])}"'
+
+
+def _requoted(found: re.Match[str]) -> str:
+    text = found.group()
+    return {"\\'": "'", '"': '\\"'}.get(text, text)
 
 
 def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
-    """The tree of a decoded JSON object; null members are left out.
+    """The tree of a decoded JSON object; null, a member or in a list, is left out.
 
     With the positions in the `text` that it was decoded from, where there is one. Raises Malformed
     for a member that JSON could not have held, for lists of lists and for nesting beyond
@@ -55,13 +95,16 @@ def _block(value: dict[Any, Any], at: str, places: Iterator[str], depth: int) ->
         listed = isinstance(member, list | tuple)
         if listed:
             next(places)
-        values = [_value(item, places, depth) for item in (member if listed else [member])]
+        found = [_value(item, places, depth) for item in (member if listed else [member])]
+        values = [value for value in found if value is not None]
         block.entries.append(Entry(str(name), values, listed, True, name_at))
     return block
 
 
-def _value(value: object, places: Iterator[str], depth: int) -> Scalar | MessageValue:
+def _value(value: object, places: Iterator[str], depth: int) -> Scalar | MessageValue | None:
     at = next(places)
+    if value is None:
+        return None
     if isinstance(value, dict):
         return _block(value, at, places, depth + 1)
     if isinstance(value, bool):
@@ -71,7 +114,7 @@ def _value(value: object, places: Iterator[str], depth: int) -> Scalar | Message
     if isinstance(value, str):
         return Scalar("string", value.encode("utf-8", "surrogatepass"), f'"{value}"', at)
     found = "a list in a list" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise Malformed(at, f"unexpected value: {'null in a list' if value is None else found}")
+    raise Malformed(at, f"unexpected value: {found}")
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
@@ -134,4 +177,4 @@ def _single(value: float) -> bytes | None:
 
 def _number_source(value: int | float) -> str:
     # int's repr refuses thousands of digits; nobody wants to read them either.
-    return repr(value) if abs(value) < 1e100 else "a huge number"
+    return repr(value) if not 1e100 <= abs(value) < math.inf else "a huge number"

@@ -48,6 +48,7 @@ _DATA_TYPES = {
     "LONG": "INT64",
 }
 _JSON_FLOATS = {b"Infinity": math.inf, b"-Infinity": -math.inf, b"NaN": math.nan}
+_JSON_BOOLS: dict[Any, bool] = {b"true": True, b"false": False}
 _JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
 _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
@@ -105,9 +106,6 @@ class Builder:
         repeated = is_repeated(target)
         if entry.listed and not repeated:
             self._problem(entry.at, path, "takes one value, found a list")
-            return
-        if self.json and repeated and not entry.listed:
-            self._problem(entry.at, path, "expected a list")
             return
         for value in entry.values:
             place = path
@@ -206,7 +204,10 @@ class Builder:
     def _bool(self, value: Scalar) -> bool:
         if isinstance(value.value, bool):
             return value.value
-        if not self.json:
+        if self.json:
+            if value.value in _JSON_BOOLS:
+                return _JSON_BOOLS[value.value]
+        else:
             if value.kind == "word" and value.value in _BOOL_WORDS:
                 return _BOOL_WORDS[str(value.value)]
             if value.kind == "number" and value.value in (0, 1) and isinstance(value.value, int):
@@ -217,13 +218,13 @@ class Builder:
         enum = target.enum_type
         assert enum is not None
         if isinstance(value.value, bytes):
-            name = value.value.decode("utf-8", "replace") if self.json else ""
+            name = value.value.decode("utf-8", "replace").upper() if self.json else ""
         else:
             name = str(value.value) if value.kind == "word" else ""
         if name in enum.values_by_name:
             return int(enum.values_by_name[name].number)
-        number = value.value
-        if value.kind == "number" and isinstance(number, int) and number in enum.values_by_number:
+        number = self._numeric(value)
+        if isinstance(number, int) and number in enum.values_by_number:
             return number
         raise _Wrong(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
 

@@ -150,7 +150,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def worded(self, text: str) -> str:
         return self._live.told(text)
 
-    def cancel(self, request: EnsembleRequest, now_ns: int) -> None:
+    def cancel(self, request: EnsembleRequest, now_ns: int, listening: bool = False) -> None:
         self._live.now_ns = now_ns
         self._live.fail(request, "CANCELLED", "request cancelled")
         self._steps.cancel(request)
@@ -207,7 +207,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._targets.publish(message)
         self._planner.plan()
 
-    def process_exited(self, pid: int, now_ns: int) -> None:
+    def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._live.now_ns = now_ns
         self._memory.process_exited(pid)
         self._memory.lent.drop_reader(pid)

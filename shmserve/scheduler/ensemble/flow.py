@@ -91,7 +91,8 @@ class Plan:
 
 
 class Flow:
-    """One request. What is not used any more is in `unused`, for whoever keeps its memory."""
+    """One request. What is not used any more is in `unused`, for whoever keeps its memory;
+    `absent`: the outputs that a step should have made, and has not."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -103,6 +104,7 @@ class Flow:
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
         self.unused: list[Value] = []
+        self.absent: set[str] = set()
 
     @property
     def responded(self) -> bool:
@@ -207,6 +209,7 @@ class Flow:
             return
         self._responded.add(number)
         response = {name: value for name, value in values.items() if value.there}
+        self.absent.update(name for name, value in values.items() if value is ABSENT)
         for value in response.values():
             value.acquire()
         self.responses.append(response)

@@ -68,7 +68,7 @@ class LiveRequests:
         if request.over:
             return
         request.failed(Failed(request.id, code, self.told(text), retry_after_s, False))
-        reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
+        reason = Reason.CANCELED if code == "CANCELLED" else Reason.OTHER
         self._statistics.failed(request.arrived_ns, reason, self.now_ns)
 
     def tell_early(self, request: EnsembleRequest) -> None:

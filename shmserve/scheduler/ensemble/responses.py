@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import (
@@ -30,6 +31,8 @@ from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
 from shmserve.scheduler.statistics.timing import Timing
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(eq=False)
 class EnsembleResponses:
@@ -41,6 +44,7 @@ class EnsembleResponses:
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
+    _warned: set[str] = field(default_factory=set)
 
     def relay(self, request: EnsembleRequest, now_ns: int) -> None:
         """Pass on the responses that there are, as many as the client takes."""
@@ -84,6 +88,9 @@ class EnsembleResponses:
             _release(request.unread.popleft())
 
     def _succeeded(self, request: EnsembleRequest, now_ns: int) -> None:
+        for tensor in request.flow.absent - self._warned:
+            self._warned.add(tensor)  # once is enough
+            logger.warning("Composing models did not output tensor %s", tensor)
         timing = Timing(request.started_ns, *request.times_ns)
         self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
         body = b""

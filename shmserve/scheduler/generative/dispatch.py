@@ -123,7 +123,9 @@ class GenerativeDispatch(Dispatcher):
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
-                    self._counts.scheduler_seconds.observe(self._clock() - began_ns)
+                    planned_ns = self._clock() - began_ns
+                    self._counts.scheduler_seconds.observe(planned_ns)
+                    self._counts.phases["schedule"] += planned_ns
                     self._executions.run_step(slot, step, now_ns)
         return NEVER
 
@@ -274,6 +276,7 @@ class GenerativeDispatch(Dispatcher):
         self._counts.generation_tokens.observe(len(tokens))
 
     def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
+        self._counts.generated += sum(len(each.tokens) for each in beams.found)
         slot = generation.owner.slot
         if slot is not None:
             found = [

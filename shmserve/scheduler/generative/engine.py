@@ -377,6 +377,12 @@ class Engine(Generic[T]):
         self.times.observe(load, took_ms - message.draft_ns / 1e6)
         counts.batch_tokens.observe(load.decoded + load.prefilled)
         counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
+        phases = counts.phases
+        phases["gather"] += message.gather_ns - message.draft_ns
+        phases["forward"] += message.forward_ns
+        phases["sample"] += message.sample_ns
+        phases["draft"] += message.draft_ns
+        phases["text"] += message.text_ns
         counts.prefilled += load.prefilled
         counts.decoded += load.decoded
 
@@ -424,7 +430,7 @@ class Engine(Generic[T]):
         child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
-        child.keys = parent.keys[:]
+        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
         if parent.place is Place.RUNNING:  # else it has to be computed, too
             child.place = Place.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told

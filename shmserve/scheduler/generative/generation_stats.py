@@ -17,7 +17,7 @@ class GenerationStats(Table):
     __slots__ = (
         *("generated", "prefilled", "decoded", "finished", "preemptions", "recomputed"),
         *("swapped_in", "swapped_out", "copied_on_write", "prefix_queries", "prefix_hits"),
-        *("drafted", "accepted", "speculative_steps"),
+        *("phases", "drafted", "accepted", "speculative_steps"),
         *("iteration_seconds", "scheduler_seconds", "batch_tokens"),
         *("first_token_seconds", "inter_token_seconds", "prompt_tokens", "generation_tokens"),
     )
@@ -34,6 +34,8 @@ class GenerationStats(Table):
         self.copied_on_write = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        # ns of steps by part, and of what is done beside them ("text")
+        self.phases = dict.fromkeys(("schedule", "gather", "forward", "sample", "draft", "text"), 0)
         self.drafted = 0
         self.accepted = 0
         self.speculative_steps = 0  # rows of steps for which tokens were proposed

@@ -17,10 +17,10 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
 from shmserve.ipc.messages.supervision import (
-    HostReady,
     OpenScheduler,
     SchedulerClosed,
     SetLogging,
+    Started,
     Stop,
 )
 from shmserve.ipc.transport.dealer import Dealer
@@ -41,10 +41,9 @@ class Host:
         self._schedulers: list[HostedScheduler] = []
         self._touched: dict[HostedScheduler, None] = {}  # in this order they have the next turn
         self._stopped = False
-        pid = os.getpid()
-        self._control = Dealer(endpoints.control(start.run_dir), f"host.{pid}")
+        self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
-        self._control.send(HostReady(pid))
+        self._control.send(Started())
 
     def run(self) -> None:
         """Return after `Stop`."""

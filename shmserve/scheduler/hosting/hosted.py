@@ -129,7 +129,7 @@ class HostedScheduler(ABC):
             if type(message) is Drain:
                 self._catch_up()
             if type(message) is ProcessExited:
-                self._local_clients.forget(message.pid)
+                self._local_clients.forget(message.process)
             if type(message) in self.allowed:
                 front.from_control(message, now_ns)
             else:

@@ -100,10 +100,11 @@ class Executions:
         timing = Timing(now_ns - sum(times), *times)
         self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
 
-    def cancel(self, request: ScheduledRequest) -> None:
-        """Tell the worker that has this request that its outputs are not wanted."""
+    def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
+        """Tell the worker that has this request that its outputs are not wanted, or, `listening`,
+        that its model should end it."""
         if request.worker is not None:
-            self._workers.post(request.worker.peer, CancelExecution(request.key))
+            self._workers.post(request.worker.peer, CancelExecution(request.key, listening))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
         """Tell the worker that has this request that its client has read so many responses; of what
@@ -260,7 +261,8 @@ class Executions:
         self._pool.ended(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
-            self._responses.end(request, last, now_ns)
+            began_ns = now_ns if slot.execution is None else slot.execution.started_ns
+            self._responses.end(request, last, began_ns, now_ns)
         else:
             self._statistics.cancelled(request, now_ns)
             if last.body:

@@ -1,9 +1,10 @@
 """The model's instances as slots: who is there, who is free, what each one runs (pure).
 
-    GONE -> EXPECTED -> IDLE <-> BUSY -> DOOMED -> GONE     (an exit leads to GONE from everywhere)
+    GONE <-> EXPECTED -> IDLE <-> BUSY -> DOOMED -> EXPECTED
 
-The supervisor announces (`InstanceExpected`) and reports ends (`InstanceExited`, `ProcessExited`);
-a worker offers itself (`InstanceReady`). These come on two sockets, in any order: the last offer
+The supervisor announces (`InstanceExpected`) and reports ends: of a process (`ProcessExited`), from
+everywhere back to EXPECTED, for the next is on its way, or of an instance (`InstanceGone`). A
+worker offers itself (`InstanceReady`). These come on two sockets, in any order: the last offer
 is kept until it is announced. Only the process that was announced is taken: the models of others
 run foreign code, which may offer itself too, though under no other's pid.
 
@@ -41,27 +42,27 @@ class SlotState(StrEnum):
 
 
 SLOT: Mapping[SlotState, Mapping[str, SlotState]] = {
-    SlotState.GONE: {"expect": SlotState.EXPECTED, "exit": SlotState.GONE},
+    SlotState.GONE: {"expect": SlotState.EXPECTED, "give_up": SlotState.GONE},
     SlotState.EXPECTED: {
         "expect": SlotState.EXPECTED,
         "offer": SlotState.IDLE,
-        "exit": SlotState.GONE,
+        "give_up": SlotState.GONE,
     },
     SlotState.IDLE: {
         "expect": SlotState.IDLE,
         "assign": SlotState.BUSY,
-        "exit": SlotState.GONE,
+        "exit": SlotState.EXPECTED,
     },
     SlotState.BUSY: {
         "expect": SlotState.BUSY,
         "finish": SlotState.IDLE,
         "doom": SlotState.DOOMED,
-        "exit": SlotState.GONE,
+        "exit": SlotState.EXPECTED,
     },
     SlotState.DOOMED: {
         "expect": SlotState.DOOMED,
         "finish": SlotState.DOOMED,
-        "exit": SlotState.GONE,
+        "exit": SlotState.EXPECTED,
     },
 }
 
@@ -143,8 +144,8 @@ class Pool:
 
     `free` are the instances that can take a batch, the one that has been free for longest first; of
     a decoupled model those alone that have less than `most_open` requests (0: any number).
-    `failure` says why nothing can run and nothing is worth waiting for; it is empty while something
-    may.
+    `failure` says why nothing can run and nothing is worth waiting for, as all are gone; it is
+    empty while something may.
     """
 
     _limit_ns: int
@@ -154,7 +155,7 @@ class Pool:
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
-    _failed: str = ""  # why no instance will come back, if none is here
+    _given_up: str = ""  # why the last one did not come back
     retiring: list[Slot] = field(default_factory=list)
     members: int = 0  # counts who came, who went, and who is to
 
@@ -165,6 +166,7 @@ class Pool:
         slot = self._slot(index)
         slot.meet("expect")
         slot.awaited = pid or slot.awaited
+        self._judge()
         self._take_offer(slot)
 
     def offer(self, index: int, peer: bytes, pid: int) -> None:
@@ -174,12 +176,8 @@ class Pool:
             slot.offer = Worker(peer, pid)
             self._take_offer(slot)
 
-    def exit(self, index: int) -> Lost:
-        """The instance's process is gone; returns what it had."""
-        return self._leave(self._slot(index))
-
-    def exit_process(self, pid: int) -> Lost:
-        """Some process is gone; returns what it had if it was an instance."""
+    def process_exited(self, pid: int) -> Lost:
+        """Some process is gone; returns what it had, if it was an instance: another is expected."""
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer.pid == pid:
                 slot.offer = None
@@ -210,15 +208,15 @@ class Pool:
                 self._leave(slot)
         return over
 
-    def fail(self, reason: str) -> None:
-        """No instance will come back, until one does."""
-        self._failed = reason
-        self._count()
+    def give_up(self, index: int, reason: str) -> None:
+        """An instance, which has no process, will not come back."""
+        self._slot(index).meet("give_up")
+        self._given_up = reason
+        self._judge()
 
-    def _count(self) -> None:
-        """Somebody came, went, or will not come."""
-        self.members += 1
-        self.failure = "" if self._by_peer else self._failed
+    def _judge(self) -> None:
+        gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
+        self.failure = self._given_up if gone else ""
 
     def _slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
@@ -236,11 +234,11 @@ class Pool:
         self._by_peer[slot.peer] = slot
         if not slot.retiring:
             self.free.append(slot)
-        self._failed = ""
-        self._count()
+        self.members += 1
 
     def _leave(self, slot: Slot) -> Lost:
-        slot.meet("exit")
+        if slot.peer:
+            slot.meet("exit")
         if self._tickets is not None:
             self._tickets.gone(slot.index)
         executions = list(slot.executions)
@@ -249,7 +247,7 @@ class Pool:
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
-        self._count()
+        self.members += 1
         if slot in self.free:
             self.free.remove(slot)
         if slot.awaited == slot.pid:
@@ -258,6 +256,7 @@ class Pool:
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]
+            self._judge()
         return lost
 
     # --- work -------------------------------------------------------------------------------------

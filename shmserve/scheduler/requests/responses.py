@@ -71,16 +71,23 @@ class Responses:
             Responded(request.id, message.code, message.message, message.body, False),
         )
 
-    def end(self, request: ScheduledRequest, last: ExecutionResponded | Reply, now_ns: int) -> None:
+    def end(
+        self,
+        request: ScheduledRequest,
+        last: ExecutionResponded | Reply,
+        began_ns: int,
+        now_ns: int,
+    ) -> None:
         """Pass on what ends a decoupled model's request. An error that its model has sent is a
-        response, and its request a success, as in Triton; one that it raised is a failure."""
+        response, and its request a success, as in Triton; one that it raised is a failure. Where
+        its execution has not returned, it began at `began_ns`, and all its time was inference."""
         if last.code and (isinstance(last, Reply) or last.failed):
             reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
         request.meet(Event.FINISH)
-        times_ns = (0, 0, 0) if request.timing is None else request.timing[1:]
+        times_ns = (0, now_ns - began_ns, 0) if request.timing is None else request.timing[1:]
         self._clients.post(
             request.client.peer,
             Responded(request.id, last.code, last.message, last.body, True, *times_ns),

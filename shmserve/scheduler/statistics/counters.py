@@ -164,7 +164,8 @@ class Statistics(Table):
     ) -> None:
         """A decoupled model has given a response, or the end of them."""
         if not request.responses and (response.body or response.code):
-            self._first_responses.observe(now_ns - request.arrived_ns)
+            whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS  # as Triton observes them
+            self._first_responses.observe(whole_ms * _NS_PER_MS)
         self._responses.responded(request, response, now_ns)
 
     def cancelled(self, request: Counted, now_ns: int) -> None:

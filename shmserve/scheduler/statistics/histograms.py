@@ -103,7 +103,7 @@ class Quantiles:
 
 def _at(quantile: float, counts: dict[int, int]) -> float | None:
     """The middle of the bucket that holds this quantile."""
-    rank = quantile * (sum(counts.values()) - 1)
+    rank = min(max(quantile, 0), 1) * (sum(counts.values()) - 1)
     below = 0
     for index in sorted(counts):
         below += counts[index]

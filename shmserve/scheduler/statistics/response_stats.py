@@ -7,13 +7,14 @@ response, and a cancellation, have an index of their own.
     success         compute_infer, compute_output, success
     error           compute_infer, fail; compute_output if it has outputs
     the end alone   compute_infer, empty_response
-    cancelled       cancel
+    cancelled       cancel; also where its model says so, by an error with that code
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.statistics.table import Table
 
@@ -52,6 +53,10 @@ class ResponseStats(Table):
     ) -> None:
         """A request had its response number `request.responses`, or its end without one. Times
         count as far as they can be true."""
+        if response.code == Cancelled.code:
+            self.cancelled(request, now_ns)
+            request.responded_ns = now_ns
+            return
         row = self._row(request.responses)
         began_ns = request.responded_ns
         given_ns = written_ns = now_ns

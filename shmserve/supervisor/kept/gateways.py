@@ -69,6 +69,7 @@ class Gateways(KeptProcesses):
         match message:
             case m.GatewayReady():
                 settle(kept.contact, None)
+            case m.Started():
                 for item in self._snapshot():
                     self._context.control.send(child.pid, item)
             case m.Drained():

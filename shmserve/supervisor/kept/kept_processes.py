@@ -67,18 +67,18 @@ class KeptProcesses(ABC):
         kept.started = time.monotonic()
         child = kept.child = await self._spawn(kept.name, f"{self.role} {kept.name}")
         self._context.enrol(child.pid, self.role, partial(self._received, kept, child))
+        child.exited.add_done_callback(lambda _: self._exited(kept, child))
 
-    def process_exited(self, child: Child) -> None:
-        """Start a process again if `child` was one of these."""
-        for kept in self._kept:
-            if kept.child is not child or self._stopping:
-                continue
-            if not kept.contact.done() and self._is_hopeless(child):
-                kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
-                kept.contact.exception()  # retrieved, also when nobody waits any more
-            else:
-                logger.error("%s ended (%s); starting it again", child.title, child.reason)
-                self._context.background(self._restart(kept))
+    def _exited(self, kept: KeptProcess, child: Child) -> None:
+        """Start a process again that has ended."""
+        if self._stopping:
+            return
+        if not kept.contact.done() and self._is_hopeless(child):
+            kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
+            kept.contact.exception()  # retrieved, also when nobody waits any more
+        else:
+            logger.error("%s ended (%s); starting it again", child.title, child.reason)
+            self._context.background(self._restart(kept))
 
     async def _restart(self, kept: KeptProcess) -> None:
         await asyncio.sleep(kept.backoff.pause_s(time.monotonic() - kept.started))

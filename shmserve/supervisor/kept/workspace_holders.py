@@ -42,12 +42,10 @@ class WorkspaceHolders(KeptProcesses):
                 self._context.workspaces.allocated(kept.name, memory)
                 settle(kept.contact, None)
 
-    def process_exited(self, child: Child) -> None:
-        """Start a holder again if `child` was one."""
-        for kept in self._kept:
-            if kept.child is child and not self._stopping:
-                self._context.workspaces.lost(kept.name)
-        super().process_exited(child)
+    def _exited(self, kept: KeptProcess, child: Child) -> None:
+        if not self._stopping:
+            self._context.workspaces.lost(kept.name)
+        super()._exited(kept, child)
 
 
 def _number(device: str) -> int:

@@ -14,7 +14,6 @@ do not come here: they go to the schedulers, which check them (scheduler/hosting
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.local_clients import (
     Hello,
+    OwnerExited,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -60,6 +60,7 @@ class LocalClientServer:
         capabilities: Capabilities,
         memory: LocalMemory,
         snapshot: Callable[[], Iterable[Any]],
+        acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
     ) -> None:
         """Open the listener: to programs of this user, or also of a group.
@@ -71,7 +72,7 @@ class LocalClientServer:
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
         self._checks: set[asyncio.Task[None]] = set()
-        self._acknowledgements = Acknowledgements()
+        self._acknowledgements = acknowledgements
         self._connections = LocalClientConnections(run_dir, group, self._take, self._disconnected)
         self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
 
@@ -85,15 +86,18 @@ class LocalClientServer:
 
     # --- models and health, to all
 
-    async def publish(self, make: Callable[[int], Any]) -> None:
-        """Send every local client what `make(number)` gives; returns once all have acknowledged it,
-        or a second is over."""
-        number, done = self._acknowledgements.begin(
-            {client.number for client in self._connections.welcomed()}
-        )
-        self.tell(make(number))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done, _PATIENCE_S)
+    def numbers(self) -> list[int]:
+        """Of those who are told."""
+        return [client.number for client in self._connections.welcomed()]
+
+    def announce(self, message: Any) -> None:
+        """Send every local client a message that it is to acknowledge: for a second that is waited
+        for."""
+        told, number = self.numbers(), message.acknowledge
+        self.tell(message)
+        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.acknowledged
+        for client in told:
+            loop.call_later(_PATIENCE_S, acknowledged, client, number)
 
     def tell(self, message: Any) -> None:
         """Send every local client a message."""
@@ -169,6 +173,8 @@ def _for_local_clients(message: Any) -> Any:
             return m.SchedulerLost(
                 endpoints.for_local_clients(endpoint), endpoints.for_local_clients(successor)
             )
+        case m.ProcessExited(process):
+            return OwnerExited(process)
         case _:
             return message
 

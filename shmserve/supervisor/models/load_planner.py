@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import text_format
 
 from shmserve import model_config
-from shmserve.common.model_names import check_model_name, is_model_name
+from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model_config import read_json
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.repository import CONFIG_FILE, NO_VERSION
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ class LoadPlanner:
 
     def fingerprint(self, name: str) -> str:
         """A text that changes with any file of the model; "" when there is no such model."""
-        folder = self._find(name) if is_model_name(name) else None
+        try:
+            folder = self._find(name)
+        except InvalidArgument:  # no model can have this name
+            return ""
         return repository.fingerprint(folder) if folder is not None else ""
 
     def has(self, name: str) -> bool:
@@ -108,7 +111,7 @@ class LoadPlanner:
                 name,
             )
         if not versions:
-            raise Internal(f"failed to load '{name}', no version is available")
+            raise Internal(f"failed to load '{name}', {NO_VERSION}")
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
@@ -226,8 +229,8 @@ def materialise_override(
     """Write a model's folder from a load request and return it: `base_dir`/<unique>/`name`.
 
     `files` maps "1/model.py" to contents; `config_json` becomes its config.pbtxt. `base_dir` is the
-    server's own. Raises InvalidArgument for a path that is absolute, has a ".." or is used twice,
-    and as `read_json` does.
+    server's own. A path begins in that folder, also where a slash is before it. Raises
+    InvalidArgument for one that has a ".." or is used twice, and as `read_json` does.
     """
     check_model_name(name)
     config, _ = read_json(config_json)
@@ -250,8 +253,8 @@ def discard_override(path: Path) -> None:
 
 
 def _write(root: Path, relative: str, content: bytes) -> None:
-    parts = relative.split("/")
-    safe = all(part not in ("", ".", "..") and len(part.encode()) <= 255 for part in parts)
+    parts = [part for part in relative.split("/") if part not in ("", ".")]
+    safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
     if not safe or "\0" in relative or "\\" in relative or len(parts) > 16:
         raise InvalidArgument(f"invalid file override path '{relative}'")
     path = root.joinpath(*parts)

@@ -26,16 +26,14 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.model_loader import ModelLoader
 from shmserve.supervisor.models.registry import (
     FOLDER,
-    UNLOADED,
     Change,
     LoadSource,
     ModelRegistry,
-    Status,
 )
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.rollout import Rollout
+from shmserve.supervisor.models.statuses import UNLOADED, Outcome, statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -84,8 +82,8 @@ class ModelManager:
         except ShmserveError as error:
             progress.phase(name, f"failed: {error.message}")
             model = self._registry.model(name)
-            if not model.status:  # not even there: the server is not ready either
-                model.status[""] = Status(ModelState.UNAVAILABLE, error.message)
+            if not statuses(model):  # not even there: the server is not ready either
+                model.outcomes[""] = Outcome(error.message)
             return False
         finally:
             self._dependencies.loaded(name)
@@ -224,15 +222,10 @@ class ModelManager:
 
     async def _unload_in_turn(self, change: Change) -> None:
         model = change.model
-        await asyncio.gather(*(v.kill() for v in model.coming if not v.ready))
+        await asyncio.gather(*(v.kill() for v in model.coming.values() if not v.ready))
         await change.turn()
         old, model.serving = model.serving, {}
-        model.status.pop("", None)
-        for number, status in model.status.items():
-            if number in old:
-                model.status[number] = Status(ModelState.UNLOADING)
-            elif status.failed:
-                model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
+        model.outcomes = dict.fromkeys({*old, *model.outcomes} - {""}, UNLOADED)
         model.fingerprint = ""
         await self._rollout.dismiss(model, old)
 

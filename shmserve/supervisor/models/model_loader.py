@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.messages import supervision as m
 from shmserve.model_config import GraphProblem
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.registry import LoadSource, ModelEntry, ModelRegistry, Status
-from shmserve.supervisor.models.repository import IN_SEVERAL
+from shmserve.supervisor.models.registry import LoadSource, ModelEntry, ModelRegistry
 from shmserve.supervisor.models.rollout import Rollout, load_failed
+from shmserve.supervisor.models.statuses import DUPLICATE, Outcome, statuses
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState, VersionSpec
+from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -68,50 +67,42 @@ class ModelLoader:
                     "failed to poll model '%s': not unique across all model repositories", name
                 )
             # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
-            if not model.serving and (model.status or self._planner.has(name)):
-                reason = IN_SEVERAL if ambiguous else error.message
-                model.status = {"": Status(ModelState.UNAVAILABLE, reason)}
-                self._on_change()
+            if not model.serving and (statuses(model) or self._planner.has(name)):
+                model.outcomes = {"": DUPLICATE if ambiguous else Outcome(error.message)}
+                self._rollout.publish(model)
             raise
 
     async def _deploy(self, model: ModelEntry, specs: list[VersionSpec]) -> None:
-        model.status.pop("", None)
+        model.outcomes.pop("", None)
         changed = partial(self._rollout.changed, model)
         group = self._group(model.name)
-        new = model.coming = [
-            ModelVersion(self._context, spec, changed, self._registry, group) for spec in specs
-        ]
+        new = [ModelVersion(self._context, spec, changed, self._registry, group) for spec in specs]
+        model.coming = {version.spec.version: version for version in new}
         self._registry.created(new)
-        for version in new:
-            if version.spec.version not in model.serving:
-                model.status[version.spec.version] = Status(ModelState.LOADING)
         self._on_change()
         for spec in specs:
             logger.info("loading: %s:%s", model.name, spec.version)
         try:
             await self._start_all(model, new)
-            await self._rollout.switch(model, {v.spec.version: v for v in new})
+            await self._rollout.switch(model, model.coming)
         finally:
-            model.coming = []
+            model.coming = {}
         logger.info("successfully loaded '%s'", model.name)
 
     async def _start_all(self, model: ModelEntry, new: list[ModelVersion]) -> None:
         """Start every version, or, when one fails, none; raises InvalidArgument then."""
         results = await asyncio.gather(*(v.start() for v in new), return_exceptions=True)
         failures = _failures(model, dict(zip((v.spec.version for v in new), results, strict=True)))
-        for number, reason in failures.items():
-            if number not in model.serving:
-                model.status[number] = Status(ModelState.UNAVAILABLE, reason)
-                self._context.tell(m.ModelWithdrawn(model.name, number, 0))
         graph = next((r for r in results if isinstance(r, GraphProblem)), None)
         if failures:
             failed = [result for result in results if isinstance(result, BaseException)]
             model.may_pass = all(isinstance(error, Unavailable) for error in failed)
             await asyncio.gather(*(v.kill() for v in new))
             self._rollout.remove(new)
-            for number, status in model.status.items():
-                if status.state is ModelState.LOADING:
-                    model.status[number] = Status(ModelState.UNAVAILABLE, "another version failed")
+            model.coming = {}
+            for number in {version.spec.version for version in new} - model.serving.keys():
+                model.outcomes[number] = Outcome(failures.get(number, "another version failed"))
+            self._rollout.publish(model)
             self._on_change()
             logger.info("failed to load '%s'", model.name)
             if graph is not None:

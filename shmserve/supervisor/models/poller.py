@@ -15,6 +15,7 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.statuses import UNLOADED
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,9 @@ class Poller:
 
     async def run(self) -> None:
         """Poll until it is cancelled."""
-        while True:
-            await asyncio.sleep(self._context.config.repository_poll_s)
+        pause_s = self._context.config.repository_poll_s
+        while pause_s:
+            await asyncio.sleep(pause_s)
             try:
                 found = await asyncio.to_thread(self._planner.scan)
             except ShmserveError as error:
@@ -75,7 +77,9 @@ class Poller:
         model = self._registry.get(name)
         if not present:
             self._again.pop(name, None)
-            if model is not None and (model.serving or model.failed or model.coming):
+            if model is not None and (
+                model.serving or model.coming or set(model.outcomes.values()) - {UNLOADED}
+            ):
                 await self._models.unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)

@@ -1,7 +1,7 @@
 """Readiness checks that models make themselves: workers are asked for what `is_ready` returns.
 
-A worker executes before it responds, so it has one check at a time: whoever asks meanwhile waits
-for the response to that one.
+A check may take longer than whoever asked waits for it, so a worker has one at a time: who asks
+meanwhile waits for the response to that one.
 """
 
 from __future__ import annotations

@@ -13,27 +13,11 @@ from typing import Any, NamedTuple
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.publications import Audience, Publications
+from shmserve.supervisor.models.repository import NO_VERSION, ModelFolder
+from shmserve.supervisor.models.statuses import Outcome, index_rows, is_ready, statuses
 from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState, StepModel
-from shmserve.supervisor.processes.table import Child
-
-UNLOADED = "unloaded"
-_RESTARTING = "a process that ended is started again"
-
-
-@dataclass(slots=True)
-class Status:
-    """The state of a version in the repository index; version "" stands for a model that has
-    none."""
-
-    state: ModelState
-    reason: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it should serve and cannot."""
-        return self.state is ModelState.UNAVAILABLE and self.reason != UNLOADED
+from shmserve.supervisor.models.version.spec import StepModel
 
 
 class LoadSource(NamedTuple):
@@ -49,16 +33,19 @@ FOLDER = LoadSource("", {})
 
 @dataclass(slots=True, eq=False)
 class ModelEntry:
-    """Everything about one name; `serving` by version; `source` is what serves, or was to serve
-    last, is loaded of."""
+    """Everything about one name. `serving` by version; `coming` are those of the load that has its
+    turn, which take over once they are `offered` and everybody knows it; `outcomes` are those of
+    what is not there. `source` is what serves, or was to serve last, is loaded of."""
 
     name: str
     serving: dict[str, ModelVersion] = field(default_factory=dict)
-    status: dict[str, Status] = field(default_factory=dict)
+    coming: dict[str, ModelVersion] = field(default_factory=dict)
+    offered: bool = False
+    retiring: list[ModelVersion] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
     fingerprint: str = ""
     source: LoadSource = FOLDER
     changes: list[asyncio.Event] = field(default_factory=list)  # each set once it is over
-    coming: list[ModelVersion] = field(default_factory=list)  # of the load that has its turn
     updates: list[InstanceUpdate] = field(default_factory=list)  # as `coming`, of what serves
     unloaded: asyncio.Event = field(default_factory=asyncio.Event)  # by the next unload
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
@@ -71,24 +58,19 @@ class ModelEntry:
             update.cancel()
 
     @property
-    def failed(self) -> bool:
-        """Whether a version of it could not be loaded, or broke."""
-        return any(status.failed for status in self.status.values())
+    def shown(self) -> dict[str, ModelVersion]:
+        """What is published."""
+        return {**self.serving, **self.coming} if self.offered else self.serving
 
-    def states(self) -> dict[str, Status]:
-        """The status of each version, as it is this moment: one whose last process has just died is
-        not ready, though it was loaded."""
-        return {
-            number: _not_ready(self.serving[number])
-            if status.state is ModelState.READY and not self.serving[number].ready
-            else status
-            for number, status in self.status.items()
-        }
+    @property
+    def leaving(self) -> set[str]:
+        """The versions of which something finishes what it has."""
+        return {version.spec.version for version in self.retiring}
 
     @property
     def latest(self) -> str:
         """The version that serves requests that name none; "" when there is none."""
-        return max(self.serving, key=int, default="")
+        return max(self.coming if self.offered else self.serving, key=int, default="")
 
 
 class Change:
@@ -108,6 +90,7 @@ class ModelRegistry:
     """The models by name."""
 
     def __init__(self) -> None:
+        self.publications = Publications()
         self._models: dict[str, ModelEntry] = {}
         self._live: set[ModelVersion] = set()  # from creation to the end of its last process
 
@@ -135,7 +118,7 @@ class ModelRegistry:
         finally:
             over.set()
             model.changes.remove(over)
-            if not (model.changes or model.status or model.serving):
+            if not (model.changes or statuses(model)):
                 del self._models[name]
 
     # --- processes
@@ -155,11 +138,6 @@ class ModelRegistry:
             self._live.discard(version)
             version.ended.set()
 
-    def process_exited(self, child: Child) -> None:
-        """Pass the end of a process on to its version."""
-        for version in self._live:
-            version.instances.process_exited(child)
-
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""
         return [pid for version in self._live for pid in version.instances.pids_on(device_id)]
@@ -169,11 +147,12 @@ class ModelRegistry:
     def find(self, name: str, version: str) -> dict[str, Any]:
         """The destination of a model's requests, for a model that calls it; raises NotFound."""
         model = self._models.get(name)
-        if model is None or not model.status:
+        if model is None or not statuses(model):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if not model.serving:
+        shown = model.shown
+        if not shown:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        found = model.serving.get(version or model.latest)
+        found = shown.get(version or model.latest)
         if found is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
@@ -186,12 +165,12 @@ class ModelRegistry:
 
     def _serving(self, name: str, version: str) -> ModelVersion | None:
         model = self._models.get(name)
-        return None if model is None else model.serving.get(version or model.latest)
+        return None if model is None else model.shown.get(version or model.latest)
 
     def published_now(self, step: StepModel) -> m.ModelPublished | None:
         """The publication of a model version now, or None where it does not serve."""
         found = self._serving(*step)
-        return None if found is None else self.publication(self._models[step.name], found, 0)
+        return None if found is None else _publication(self._models[step.name], found)
 
     def failure_now(self, step: StepModel) -> str:
         """Why a model version serves no request, and will not; empty: it does, or will."""
@@ -223,7 +202,7 @@ class ModelRegistry:
 
         def add(each: str) -> None:
             for user, model in self._models.items():
-                versions = (*model.serving.values(), *model.coming)
+                versions = (*model.serving.values(), *model.coming.values())
                 if user not in found and any(version.uses(each) for version in versions):
                     add(user)
             found[each] = None
@@ -239,30 +218,20 @@ class ModelRegistry:
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
         """The repository index; `found` is what the repositories hold. Models never loaded have a
         name, and why they cannot be, if so."""
-        rows: list[dict[str, Any]] = []
-        known = {name: model.states() for name, model in self._models.items() if model.status}
-        for name in sorted({*found, *known}):
-            status = known.get(name)
-            problem = found[name].problem if name in found else ""
-            if problem == IN_SEVERAL:  # whatever serves of it: it cannot be loaded again
-                status = None
-            if status is None:
-                status = {"": Status(ModelState.UNAVAILABLE, problem)} if problem else {}
-                if not (problem or ready):
-                    rows.append({"name": name})
-            rows += [
-                _index_row(name, version, status[version])
-                for version in sorted(status, key=_number)
-                if not ready or status[version].state is ModelState.READY
-            ]
-        return rows
+        known = {name: statuses(model) for name, model in self._models.items()}
+        names = sorted({*found, *(name for name, status in known.items() if status)})
+        return [
+            row
+            for name in names
+            for row in index_rows(name, known.get(name), found.get(name), ready)
+        ]
 
     def states(self) -> dict[tuple[str, str], tuple[str, str]]:
         """The state of each version, and the reason for it, by name and version."""
         return {
             (model.name, version): (str(status.state), status.reason)
             for model in self._models.values()
-            for version, status in model.states().items()
+            for version, status in statuses(model).items()
         }
 
     def publish_counters(self) -> None:
@@ -273,44 +242,41 @@ class ModelRegistry:
 
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
-        return all(
-            status.state in (ModelState.READY, ModelState.UNLOADING) or status.reason == UNLOADED
-            for model in self._models.values()
-            for status in model.states().values()
-        )
+        return all(map(is_ready, self._models.values()))
 
-    def published(self) -> Iterator[m.ModelPublished | m.ModelWithdrawn]:
-        """The messages that bring a new gateway up to date."""
-        for model in self._models.values():
-            for number in model.status.keys() - model.serving.keys() - {""}:
-                yield m.ModelWithdrawn(model.name, number, 0)
-            for version in model.serving.values():
-                yield self.publication(model, version, 0)
-
-    def publication(
-        self, model: ModelEntry, version: ModelVersion, number: int
-    ) -> m.ModelPublished:
-        """The message about a version that serves; `number` asks for an acknowledgement."""
-        return m.ModelPublished(
-            name=model.name,
-            version=version.spec.version,
-            config=version.config,
-            metadata={
-                **describe(version.config, sorted(model.serving, key=int)),
-                "labels": version.instances.labels,
-                "checks_ready": version.instances.checks_ready,
-            },
-            endpoint=version.endpoint,
-            ready=version.ready,
-            latest=version.spec.version == model.latest,
-            load_seconds=version.load_seconds,
-            acknowledge=number,
-        )
+    def publish(self, audience: Audience, model: ModelEntry) -> None:
+        """Have everybody know what serves of a model, where that differs from what they know."""
+        published = {number: _publication(model, each) for number, each in model.shown.items()}
+        absent = [
+            number
+            for number, status in statuses(model).items()
+            if number or status.reason.endswith(NO_VERSION)
+        ]
+        self.publications.update(audience, model.name, published, absent)
 
 
-def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
-    """The metadata of a model, as GET /v2/models/NAME shows it; shapes start with -1 where it
-    batches."""
+def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
+    """The message about a version that serves."""
+    return m.ModelPublished(
+        name=model.name,
+        version=version.spec.version,
+        config=version.config,
+        metadata={
+            **describe(version.config),
+            "labels": version.instances.labels,
+            "checks_ready": version.instances.checks_ready,
+        },
+        endpoint=version.endpoint,
+        ready=version.ready,
+        latest=version.spec.version == model.latest,
+        load_seconds=version.load_seconds,
+        acknowledge=0,
+    )
+
+
+def describe(config: ModelSpec) -> dict[str, Any]:
+    """The metadata of a model, as GET /v2/models/NAME shows it, but for its versions; shapes start
+    with -1 where it batches."""
     batch = [-1] if config.max_batch_size >= 1 else []
 
     def shown(tensors: Iterable[TensorSpec]) -> list[dict[str, Any]]:
@@ -321,24 +287,7 @@ def describe(config: ModelSpec, versions: list[str]) -> dict[str, Any]:
 
     return {
         "name": config.name,
-        "versions": versions,
         "platform": config.platform or config.backend,
         "inputs": shown(config.input),
         "outputs": shown(config.output),
     }
-
-
-def _not_ready(version: ModelVersion) -> Status:
-    """The status of a version that was loaded and takes no request now."""
-    if version.instances.problem:
-        return Status(ModelState.UNAVAILABLE, version.instances.problem)
-    return Status(ModelState.LOADING, _RESTARTING)
-
-
-def _number(version: str) -> int:
-    return int(version or 0)
-
-
-def _index_row(name: str, version: str, status: Status) -> dict[str, Any]:
-    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
-    return {key: value for key, value in row.items() if value}

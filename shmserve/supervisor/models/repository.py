@@ -18,12 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shmserve.common.model_names import (
-    CLASS_IN_FILE,
-    check_model_name,
-    is_checkpoint,
-    is_model_name,
-)
+from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, refused
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
@@ -31,9 +26,11 @@ CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # of a model that generates text
 _NAMED_CONFIGS = "configs"
 IN_SEVERAL = "model appears in two or more repositories"
+NO_VERSION = "no version is available"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_NO_MODEL = (".", "__", "lost+found")  # how the names of other folders begin
 _BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
 
 
@@ -65,8 +62,9 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
     """The models of all repositories by name, in order of name; with their configurations of the
     name `config_name`, where they have one.
 
-    Hidden folders are skipped. A model that cannot be loaded (in two repositories, bad name,
-    outside) has its `problem` set. Raises InvalidArgument when a repository cannot be read.
+    Hidden folders, and lost+found of a volume, are skipped. A model that cannot be loaded (in two
+    repositories, bad name, outside) has its `problem` set. Raises InvalidArgument when a repository
+    cannot be read.
     """
     found: dict[str, ModelFolder] = {}
     for repository in repositories:
@@ -215,7 +213,7 @@ def _subfolders(repository: Path) -> list[Path]:
     shown = repository.absolute().name  # no more of the path: clients who ask see it, too
     with refused(f"model repository '{shown}'"), os.scandir(repository) as entries:
         names = sorted(entry.name for entry in entries if os.path.isdir(entry))
-    return [repository / name for name in names if not name.startswith((".", "__"))]
+    return [repository / name for name in names if not name.startswith(_NO_MODEL)]
 
 
 def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
@@ -231,8 +229,6 @@ def _look(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
             config_path = named
         has_config = _is_file(config_path)
     except OSError as error:
-        if not is_model_name(path.name):
-            return None  # lost+found of a volume, for one
         reason = error.strerror or "cannot be read"
         return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
     folder = ModelFolder(

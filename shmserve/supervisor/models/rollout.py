@@ -1,7 +1,7 @@
 """The rollout of versions: new ones take over from old ones without downtime, or are rolled back,
 and those that leave are drained.
 
-switch:   new versions are in -> published until every gateway knows that all are ready -> old ones
+switch:   new versions are published -> every gateway knows them, and all are ready -> old ones
           retire; or, where a new one breaks for good before that, rolled back
 retire:   withdrawn, if nobody serves the version now -> drained and stopped -> what reached it too
           late goes to who serves now
@@ -12,20 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.registry import UNLOADED, ModelEntry, ModelRegistry, Status
+from shmserve.supervisor.models.registry import ModelEntry, ModelRegistry
+from shmserve.supervisor.models.statuses import UNLOADED, Outcome
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import ModelState
 
 logger = logging.getLogger(__name__)
-
-_MOST_ANNOUNCEMENTS = 8
 
 
 def load_failed(model: ModelEntry, reasons: Mapping[str, str]) -> InvalidArgument:
@@ -45,74 +42,72 @@ class Rollout:
     _registry: ModelRegistry
     _planner: LoadPlanner
     _on_change: Callable[[], None]
-    # The publications that were sent last, by model and number.
-    _published: dict[tuple[str, str], m.ModelPublished] = field(init=False, default_factory=dict)
 
     async def switch(self, model: ModelEntry, new: dict[str, ModelVersion]) -> None:
         """Have `new` serve instead of what does now; that comes back when `new` breaks for good
         before every gateway knows that it is ready. Raises InvalidArgument then."""
-        old, model.serving = model.serving, new
-        before = model.status
-        model.status = {
-            number: status
-            for number, status in before.items()
-            # What failed and is not wanted any more is nobody's concern.
-            if number in old or not status.failed
-        }
-        for number in old.keys() - new.keys():
-            model.status[number] = Status(ModelState.UNLOADING)
+        old = model.serving
         for number in old.keys() & new.keys():
             old[number].hand_counts_to(new[number])
-        for number, version in new.items():
-            try:
-                await self._announce(model, version)
-            except Unavailable as error:
-                model.serving, model.status = old, before
-                for former in old.values():
-                    former.hand_counts_to(None)
-                    self.changed(model, former)
-                reason = f"{error.title}: {error.message}"
-                for lost in new.keys() - old.keys():
-                    model.status[lost] = Status(ModelState.UNAVAILABLE, reason)
-                await self.dismiss(model, new)
-                raise load_failed(model, {number: reason}) from None
-        for number in new:
-            model.status[number] = Status(ModelState.READY)
-        self._steps_changed(model)
+        model.offered = True
+        try:
+            await self._offer(model)
+        except Unavailable as error:
+            model.coming, model.offered = {}, False
+            for former in old.values():
+                former.hand_counts_to(None)
+            reason = f"{error.title}: {error.message}"
+            failed = [number for number, version in new.items() if not version.ready]
+            model.outcomes |= dict.fromkeys(new.keys() - old.keys(), Outcome(reason))
+            await self.dismiss(model, new)
+            raise load_failed(model, dict.fromkeys(failed[:1], reason)) from None
+        model.serving, model.coming, model.offered = new, {}, False
+        # What failed and is not wanted any more is nobody's concern.
+        model.outcomes = {
+            number: outcome
+            for number, outcome in model.outcomes.items()
+            if number not in new and not outcome.failed
+        }
+        model.outcomes |= dict.fromkeys(old.keys() - new.keys(), UNLOADED)
         await self.dismiss(model, old)
 
     async def published_again(self, model: ModelEntry) -> None:
-        """Publish what serves again, which has changed; returns once every gateway knows."""
-        for version in model.serving.values():
-            await self._publish(model, version)
+        """Publish what serves, which has changed; returns once every gateway knows."""
+        self.publish(model)
+        await self._known(model)
+
+    def publish(self, model: ModelEntry) -> None:
+        """Have everybody know what serves, as far as that differs from what they know."""
+        self._registry.publish(self._context, model)
+        for ensemble in self._registry.ensembles_of(model.name):
+            ensemble.changed()
         self._on_change()
 
-    async def _publish(self, model: ModelEntry, version: ModelVersion) -> None:
-        """Returns once every gateway and ensemble knows."""
-        publication = partial(self._registry.publication, model, version)
-        self._published[model.name, version.spec.version] = publication(0)
-        await self._context.publish(publication)
+    async def _known(self, model: ModelEntry) -> None:
+        """Returns once every gateway and ensemble knows what was published last."""
+        while not self._registry.publications.known(self._context, model.name):
+            await self._context.control.acknowledgements.news()
 
-    async def _announce(self, model: ModelEntry, version: ModelVersion) -> None:
-        """Returns once it is ready and every gateway knows. Raises Unavailable when it will not
-        be, or is never so for long enough to be published."""
-        for _ in range(_MOST_ANNOUNCEMENTS):
-            await version.until_ready()
-            changes = version.changes
-            await self._publish(model, version)
-            if version.ready and version.changes == changes:
+    async def _offer(self, model: ModelEntry) -> None:
+        """Publish what is offered; returns once all of it is ready, and every gateway knows. Raises
+        Unavailable when it will not be."""
+        self.publish(model)
+        new = model.coming.values()
+        while True:
+            await self._known(model)
+            for version in new:
+                await version.until_ready()
+            if all(v.ready for v in new) and self._registry.publications.known(
+                self._context, model.name
+            ):
                 return
-        raise Unavailable("its processes end as soon as they are ready")
 
     async def dismiss(self, model: ModelEntry, leaving: Mapping[str, ModelVersion]) -> None:
         """Take versions out of service: those that no other serves are withdrawn, and what is in
         flight is finished."""
-        for number in leaving.keys() - model.serving.keys():
-            self._published.pop((model.name, number), None)
-            await self._context.publish(partial(m.ModelWithdrawn, model.name, number))
-            self._context.broadcast(m.ModelWithdrawn(model.name, number, 0), "worker")
-        self._steps_changed(model)
-        self._on_change()
+        model.retiring += leaving.values()
+        self.publish(model)
+        await self._known(model)
         for version in leaving.values():
             self._context.background(self._retire(model, version))
 
@@ -128,13 +123,7 @@ class Rollout:
         self._context.broadcast(_lost(model, version), "gateway", "ensemble")
         self._context.broadcast(m.SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
         self.remove([version])
-        status = model.status.get(number)
-        last = all(
-            (other.spec.name, other.spec.version) != (model.name, number)
-            for other in self._registry.live
-        )
-        if status is not None and status.state is ModelState.UNLOADING and last:
-            model.status[number] = Status(ModelState.UNAVAILABLE, UNLOADED)
+        model.retiring.remove(version)
         self._on_change()
 
     def remove(self, ended: Iterable[ModelVersion]) -> None:
@@ -148,24 +137,8 @@ class Rollout:
 
     def changed(self, model: ModelEntry, version: ModelVersion) -> None:
         """Publish a version whose readiness, endpoint or failure has changed."""
-        if model.serving.get(version.spec.version) is version:
-            news = self._registry.publication(model, version, 0)
-            sent = self._published.get((news.name, news.version))
-            if sent is None or news != replace(sent, ready=news.ready):
-                # Ensembles are many, and want to know where a model is, and no more.
-                moved = sent is None or sent.endpoint != news.endpoint
-                self._context.tell(news, ensembles=moved)
-            elif news.ready != sent.ready:
-                # Alone, so that no gateway forgets the requests that it has prepared.
-                ready = m.ReadinessChanged(news.name, news.version, news.ready)
-                self._context.broadcast(ready, "gateway")
-            self._published[news.name, news.version] = news
-            self._steps_changed(model)
-            self._on_change()
-
-    def _steps_changed(self, model: ModelEntry) -> None:
-        for ensemble in self._registry.ensembles_of(model.name):
-            ensemble.changed()
+        if model.shown.get(version.spec.version) is version:
+            self.publish(model)
 
 
 def _lost(model: ModelEntry, version: ModelVersion) -> m.SchedulerLost:

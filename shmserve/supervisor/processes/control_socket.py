@@ -1,8 +1,8 @@
 """The control socket: typed messages between the supervisor and its processes, by address.
 
 Messages of a process, or of a scheduler that one hosts, are routed to whoever started it (`enrol`),
-requests to the control plane to their service (`serve`), and acknowledgements to whoever waits for
-them (`publish`).
+requests to the control plane to their service (`serve`), and what was announced is known once all
+have acknowledged it (`Acknowledgements`).
 """
 
 from __future__ import annotations
@@ -60,39 +60,42 @@ def pid_of(address: Address) -> int:
 
 
 class Acknowledgements:
-    """Waits until a numbered change holds in each of a set of processes, or they are gone."""
+    """The numbered changes that were sent to processes and programs, and who has not acknowledged
+    each. Nothing is kept of those that all know."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[set[Hashable], asyncio.Future[None]]] = {}
+        self._missing: dict[int, set[Hashable]] = {}
+        self._news = asyncio.Event()
 
-    def begin(self, peers: Iterable[Hashable]) -> tuple[int, asyncio.Future[None]]:
-        """A number to send, and a future that resolves when all `peers` acknowledged it. Nothing is
-        kept of one that nobody waits for any more, and has cancelled."""
+    def begin(self, peers: Iterable[Hashable]) -> int:
+        """A number to send to these peers."""
         number = next(self._numbers)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waited_for = set(peers)
-        if waited_for:
-            self._open[number] = (waited_for, future)
-            future.add_done_callback(lambda _: self._open.pop(number))
-        else:
-            future.set_result(None)
-        return number, future
+        missing = set(peers)
+        if missing:
+            self._missing[number] = missing
+        return number
 
     def acknowledged(self, peer: Hashable, number: int) -> None:
-        """The change holds at `peer`."""
-        entry = self._open.get(number)
-        if entry is None:
-            return
-        missing, future = entry
+        """The change holds at `peer`, or is not waited for any longer."""
+        missing = self._missing.get(number, set())
         missing.discard(peer)
-        if not (missing or future.done()):
-            future.set_result(None)
+        if not missing and self._missing.pop(number, None) is not None:
+            self._news.set()
 
     def exited(self, peer: Hashable) -> None:
         """Nothing is to be waited for from `peer` any more."""
-        for number in list(self._open):
+        for number in list(self._missing):
             self.acknowledged(peer, number)
+
+    def know(self, number: int) -> bool:
+        """Whether the change holds at each peer that it was sent to, or they are gone."""
+        return number not in self._missing
+
+    async def news(self) -> None:
+        """Wait until another change is known everywhere."""
+        self._news.clear()
+        await self._news.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class ControlSocket:
         self._router = PeerCredRouter(endpoint, last_number)
         self._enrolled: dict[Address, _Peer] = {}
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
-        self._acknowledgements = Acknowledgements()
+        self.acknowledgements = Acknowledgements()
         self._identities: dict[Address, bytes] = {}
         self._unknown: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MOST_UNKNOWN)
         self._loop = asyncio.get_running_loop()
@@ -137,17 +140,20 @@ class ControlSocket:
         sends them that may."""
         self._services.update(dict.fromkeys(kinds, handler))
 
-    def dismiss(self, pid: int) -> None:
-        """The process is gone; what it had sent, why it ends for one, is handled first."""
+    def dismiss(self, pid: int) -> str:
+        """The process is gone; what it had sent, why it ends for one, is handled first. Its role,
+        empty where it had none yet."""
         self.receive_all()
+        peer = self._enrolled.get(pid)
         for address in [each for each in self._enrolled if pid_of(each) == pid]:
             self.withdraw(address)
+        return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
         """Route nothing more from or to an address."""
         self._enrolled.pop(address, None)
         self._identities.pop(address, None)
-        self._acknowledgements.exited(address)
+        self.acknowledgements.exited(address)
 
     def connected(self, address: Address) -> bool:
         """Whether something was sent from there."""
@@ -190,7 +196,7 @@ class ControlSocket:
             if type(message) not in _MAY_SEND[peer.role]:
                 logger.warning("a %s said a %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
-                self._acknowledgements.acknowledged(address, message.number)
+                self.acknowledgements.acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
                 service(address, message)
             else:
@@ -216,15 +222,20 @@ class ControlSocket:
         for address in self._addresses(*roles):
             self.send(address, message)
 
+    def announce(
+        self, make: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
+    ) -> int:
+        """Send what `make(number)` gives to everybody with one of these roles; the number, which
+        each that lives is to acknowledge, and so is whoever is told `beside` them."""
+        number = self.acknowledgements.begin([*self._addresses(*roles), *beside])
+        self.broadcast(make(number), *roles)
+        return number
+
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
-        """Send what `make(number)` gives to everybody with one of these roles; returns once each
-        that lives has acknowledged the number."""
-        addresses = self._addresses(*roles)
-        number, done = self._acknowledgements.begin(addresses)
-        message = make(number)
-        for address in addresses:
-            self.send(address, message)
-        await done
+        """`announce`; returns once each that lives has acknowledged it."""
+        number = self.announce(make, *roles)
+        while not self.acknowledgements.know(number):
+            await self.acknowledgements.news()
 
     def _flush(self) -> None:
         self._flushing = False

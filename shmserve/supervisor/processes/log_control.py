@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shmserve import logs
-from shmserve.ipc.messages.supervision import GatewayReady, HostReady, SetLogging, WorkerStarted
+from shmserve.ipc.messages.supervision import SetLogging, Started, WorkerStarted
 from shmserve.logs import LogSettings
 from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 
 logger = logging.getLogger(__name__)
 
-_FIRST_MESSAGES = GatewayReady | HostReady | WorkerStarted
+_FIRST_MESSAGES = Started | WorkerStarted
 
 
 @dataclass(slots=True, eq=False)

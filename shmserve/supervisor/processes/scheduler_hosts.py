@@ -128,7 +128,7 @@ class SchedulerHosts:
     def _from_host(self, host: _Host, message: Any) -> None:
         self._logging.on_message(host.child.pid, message)
         match message:
-            case m.HostReady():
+            case m.Started():
                 if not host.ready.done():
                     host.ready.set_result(None)
             case m.SchedulerClosed(number, reason):

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 # A child that stays stopped longer serves nobody: it is killed, which its owner handles like any
 # death.
 STOPPED_LIMIT_S = 0.4
+# A process is known to others by its pid, which the kernel gives again: what one that has ended
+# sent may be on its way still, and its memory mapped. So many ends later nobody remembers it.
+_MOST_REMEMBERED = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +60,6 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
-    def dump_stacks(self) -> None:
-        """Have a worker write the stack of each of its threads to the log."""
-        self.kill(signal.SIGUSR2)
-
 
 class ProcessTable:
     """All processes of this server. `on_start(child)` is called for each that is entered, and
@@ -73,6 +73,7 @@ class ProcessTable:
         self._watching: list[Callable[[Child], None]] = []
         self._known: dict[int, Child] = {}
         self._early: dict[int, str] = {}
+        self._ended_lately: deque[int] = deque(maxlen=_MOST_REMEMBERED)
         self._spawning = 0
         self._loop = asyncio.get_running_loop()
         processes.adopt_orphans()
@@ -95,6 +96,10 @@ class ProcessTable:
             # Whoever started it enters it first, and hears of its end then.
             self._loop.call_soon(self._ended, pid, self._early.pop(pid))
         return child
+
+    def remembers(self, pid: int) -> bool:
+        """Whether a process that has ended lately had this pid: others would take one for it."""
+        return pid in self._ended_lately
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
@@ -133,6 +138,7 @@ class ProcessTable:
                 self._early[pid] = reason
             return
         self._continued(child)
+        self._ended_lately.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)
         for on_exit in self._watching:

@@ -31,6 +31,11 @@ def _no_process(number: int | None) -> Unavailable:
     return Unavailable(f"no process can be started: {os.strerror(number or 0)}")
 
 
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Zygote:
     """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
 
@@ -121,8 +126,7 @@ class Zygote:
             waiter = self._waiting.pop(number, None)
             if waiter is None or waiter.done():
                 if pid > 0:  # whoever asked for it has been cancelled: nobody else knows of it
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    _kill(pid)
             elif pid > 0:
                 waiter.set_result(pid)
             else:
@@ -162,7 +166,7 @@ class Zygote:
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that runs `entry` ("module:function") with `start`, an encoded start
-        record, and the numbers that `fds` have there.
+        record, and the numbers that `fds` have there. Its pid is none that others may remember.
 
         When the zygote dies meanwhile, the next one does it. Raises Unavailable when there is none,
         and when the host has no room for one process more.
@@ -173,8 +177,11 @@ class Zygote:
             assert zygote is not None
             with self._table.spawning():
                 pid = await self._forked(entry, start, fds)
-                if pid:
+                if pid and not self._table.remembers(pid):
                     return self._table.adopt(pid, title)
+            if pid:
+                _kill(pid)
+                continue
             await zygote.gone()
             await asyncio.sleep(0)  # `_died` runs first
         raise Unavailable("the server is stopping")

@@ -6,12 +6,15 @@ not counted any more; that of a worker is reported by its scheduler.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from shmserve.ipc.messages.supervision import AskTicket, TicketGranted, TicketReturned
 from shmserve.supervisor.processes.control_socket import Address, pid_of
 from shmserve.supervisor.resources import rate_limiter
-from shmserve.supervisor.resources.rate_limiter import Needs, RateLimiter
+from shmserve.supervisor.resources.rate_limiter import GLOBAL, Needs, RateLimiter, Resource
+
+logger = logging.getLogger(__name__)
 
 
 class Tickets:
@@ -27,6 +30,7 @@ class Tickets:
         self.on = on
         self._send = send
         self._limiter = RateLimiter(explicit)
+        self._logged: dict[Resource, int] = {}
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
 
@@ -34,10 +38,12 @@ class Tickets:
         """Add instances of a model version, by index. Raises InvalidArgument when one could never
         run."""
         self._limiter.join(member, needs)
+        self._log()
 
     def remove_instance(self, member: int, index: int) -> None:
         """Drop an instance that has ended."""
         self._send_granted(self._limiter.remove_instance(member, index))
+        self._log()
 
     def bind(self, scheduler: Address, member: int) -> None:
         """Have this scheduler ask for a member from now on, and its predecessor no more."""
@@ -51,6 +57,16 @@ class Tickets:
         """Drop a model version that has ended."""
         self._members.pop(self._schedulers.pop(member, 0), None)
         self._send_granted(self._limiter.remove(member))
+        self._log()
+
+    def _log(self) -> None:
+        """Say how much there is of each resource, where that has changed; in Triton's words."""
+        capacity = self._limiter.capacity()
+        if capacity != self._logged:
+            self._logged = capacity
+            for (name, device), count in sorted(capacity.items()):
+                where = "GLOBAL" if device == GLOBAL else device
+                logger.info("Device: %s Resource: %s\t Count: %d", where, name, count)
 
     def exited(self, pid: int) -> None:
         """Release what the schedulers in a process had that has ended."""

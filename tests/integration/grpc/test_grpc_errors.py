@@ -364,7 +364,8 @@ OTHERS: dict[str, tuple[str, Any, str, str]] = {
         "CudaSharedMemoryRegister",
         pb.CudaSharedMemoryRegisterRequest(name="a", raw_handle=bytes(64), byte_size=1),
         BAD,
-        "failed to register CUDA shared memory region: 'a', GPUs not supported",
+        "failed to register shared memory region: invalid args (failed to register CUDA shared "
+        "memory region: 'a', GPUs not supported)",
     ),
 }
 

@@ -57,11 +57,13 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     """A gateway that listens at a port of this address."""
     gateways: list[bytes] = []
+    opened: list[bytes] = []
 
     def take(peer: bytes, message: Any) -> None:
-        if type(message) is m.GatewayReady:
+        if type(message) is m.Started:
             puppet.router.post(peer, m.HealthChanged(live=True, ready=True, exiting=False))
         gateways.append(peer)
+        opened.extend([peer] if type(message) is m.GatewayReady else [])
 
     puppet = Puppet(endpoints.control(tmp_path), take)
     (held,) = hold_ports(1)
@@ -81,7 +83,8 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(encode(start))
-        until("it is there", lambda: gateways, 20)
+        until("it is there", lambda: opened, 20)
+        socket.create_connection((host, number)).close()
         assert is_served(number)
         yield number
         puppet.call(lambda: puppet.router.post(gateways[0], m.Stop()))

@@ -338,7 +338,10 @@ def test_cuda_memory_is_refused(http: Http) -> None:
     body = {"raw_handle": {"b64": "A" * 86 + "=="}, "device_id": 0, "byte_size": 64}
     reply = http.post("/v2/cudasharedmemory/region/c/register", body)
     assert reply.status == 400
-    assert reply.error == "failed to register CUDA shared memory region: 'c', GPUs not supported"
+    assert reply.error == (
+        "failed to register shared memory region: invalid args (failed to register CUDA shared "
+        "memory region: 'c', GPUs not supported)"
+    )
     assert http.get("/v2/cudasharedmemory/status").ok().json() == []
     assert http.post("/v2/cudasharedmemory/unregister").status == 200
 

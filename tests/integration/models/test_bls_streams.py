@@ -18,7 +18,8 @@ model_transaction_policy { decoupled: true }
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
-# Sends each step as a response; "error TEXT", "final" (with the one before it), "left PATH".
+# Sends each step as a response; "error TEXT", "final" (with the one before it); "left PATH", "obey"
+# and "ignore" wait until it is cancelled.
 STEPS_MODEL = """
 import threading, time
 import numpy as np
@@ -40,10 +41,15 @@ class TritonPythonModel:
             flags = FINAL if last == b"final" and n == len(steps) - 1 else 0
             if word == "error":
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(rest)), flags)
-            elif word == "left":
+            elif word in ("left", "obey", "ignore"):
                 while not sender.is_cancelled():
                     time.sleep(0.001)
-                open(rest, "w").close()
+                if word == "left":
+                    open(rest, "w").close()
+                if word == "obey":
+                    error = pb_utils.TritonError("it was cancelled", pb_utils.TritonError.CANCELLED)
+                    sender.send(pb_utils.InferenceResponse(error=error), FINAL)
+                    return
             elif word == "note":
                 open(rest, "w").close()
             else:
@@ -77,10 +83,10 @@ class TritonPythonModel:
         for request in requests:
             code = pb_utils.get_input_tensor_by_name(request, "CODE").as_numpy()[0].decode()
             steps = pb_utils.get_input_tensor_by_name(request, "STEPS")
-            def call(model="steps", steps=steps, **more):
+            def call(model="steps", steps=steps, outputs=("OUT",), **more):
                 inputs = [pb_utils.Tensor("STEPS", steps.as_numpy())]
                 return pb_utils.InferenceRequest(
-                    model_name=model, inputs=inputs, requested_output_names=["OUT"], **more
+                    model_name=model, inputs=inputs, requested_output_names=outputs, **more
                 )
             names = dict(globals(), call=call, seen=[])
             body = "".join("\\n    " + line for line in code.splitlines())
@@ -107,6 +113,16 @@ class TritonPythonModel:
             for r in requests
         ]
 """
+ENSEMBLE = """
+platform: "ensemble"
+input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
+ensemble_scheduling { step [ {
+    model_name: "steps" model_version: -1
+    input_map { key: "STEPS" value: "STEPS" }
+    output_map { key: "OUT" value: "OUT" }
+} ] }
+"""
 NOT_DECOUPLED = (
     "error: Model steps - Error when running inference: Model steps is using the decoupled. The "
     "current BLS request call doesn't support models using the decoupled transaction policy. "
@@ -126,6 +142,13 @@ def served(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Serv
     repositories.write(repository, "steps", STEPS, STEPS_MODEL)
     repositories.write(repository, "ordinary", ORDINARY, ORDINARY_MODEL)
     repositories.write(repository, "caller", CALLER, CALLER_MODEL % ("def", "def", ""))
+    for name, words in (
+        ("generator", ("def", "Iterator", "time.sleep(0.01)")),
+        ("asynchronous", ("async def", "AsyncIterator", "await asyncio.sleep(0.01)")),
+    ):
+        code = "import asyncio" + STREAMING.format(*words)
+        repositories.write(repository, name, 'backend: "native"', code)
+    repositories.write(repository, "ensemble", ENSEMBLE, "")
     asynchronous = CALLER_MODEL % ("async def", "async def", "await ")
     repositories.write(repository, "async_caller", CALLER, asynchronous)
     return host(repository)
@@ -149,6 +172,10 @@ def ran(http: Http, model: str, code: str, *steps: str) -> list[str]:
     return seen
 
 
+ITERATOR = {
+    "caller": "iterator = call().exec(decoupled=True)\n",
+    "async_caller": "iterator = await call().async_exec(decoupled=True)\n",
+}
 ITERATE = {
     "caller": "for response in call().exec(decoupled=True): seen.append(shown(response))",
     "async_caller": "for response in await call().async_exec(decoupled=True):\n"
@@ -226,14 +253,72 @@ seen.append(shown(next(iterator)))
     until("the model sees it", path.exists)
 
 
-def test_a_cancelled_iterator_has_what_has_come(http: Http) -> None:
-    code = """
-iterator = call().exec(decoupled=True)
-seen.append(shown(next(iterator)))
+CANCELS = {
+    "before": """
 iterator.cancel()
 seen.extend(map(shown, iterator))
+""",
+    "during": """
+for n, response in enumerate(iterator):
+    seen.append(shown(response))
+    if n < 2:
+        iterator.cancel()
+""",
+    "after": """
+responses = list(iterator)
+iterator.cancel()
+seen.extend(map(shown, iterator))
+""",
+}
+STREAMING = """
+import time
+from collections.abc import AsyncIterator, Iterator
+from numpy import ndarray
+from shmserve.model import BYTES
+
+class Model:
+    {} predict(self, STEPS: BYTES[ndarray, -1]) -> {}[BYTES[ndarray, 1]]:
+        while True:
+            yield STEPS[:1]
+            {}
 """
-    assert ran(http, "caller", code, "a", "left /dev/null") == ["a", "a"]
+
+
+@pytest.mark.parametrize("model", ITERATE)
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize(
+    ("steps", "seen"),
+    [
+        (("a", "obey", "b"), ["a", "error: it was cancelled"]),
+        (("a", "ignore", "b", "c"), ["a", "b", "c", "empty"]),
+        (("a", "ignore", *"b" * 100, "final"), ["a", *"b" * 100]),
+    ],
+)
+def test_a_cancelled_model_hears_of_it_and_what_it_still_sends_comes(
+    http: Http, model: str, when: str, steps: tuple[str, ...], seen: list[str]
+) -> None:
+    assert ran(http, model, ITERATOR[model] + CANCELS[when], *steps) == seen
+
+
+@pytest.mark.parametrize("model", ITERATE)
+def test_what_has_ended_cannot_be_cancelled(http: Http, model: str) -> None:
+    assert ran(http, model, ITERATOR[model] + CANCELS["after"], "a", "b") == ["a", "b", "empty"]
+
+
+@pytest.mark.parametrize("called", ["generator", "asynchronous", "ensemble"])
+def test_who_calls_sees_that_it_was_cancelled(http: Http, called: str) -> None:
+    code = f"""
+iterator = call({called!r}, outputs=()).exec(decoupled=True)
+seen.append(shown(next(iterator)))
+iterator.cancel()
+for last in iterator:
+    pass
+assert last.error().code() == pb_utils.TritonError.CANCELLED
+seen.append(shown(last))
+"""
+    first, last = ran(http, "caller", code, "a", "obey")
+    assert first == "a"
+    assert last.endswith("request cancelled")
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
@@ -276,3 +361,25 @@ for _ in range(20):
     del iterator
 """
     assert ran(http, "caller", code, "a") == [str(1 << 20)] * 20
+
+
+def test_a_model_sees_how_much_memory_its_calls_take(http: Http) -> None:
+    """As models look for leaks."""
+    code = """
+import c_python_backend_utils
+free = c_python_backend_utils.shared_memory.free_memory
+before = free()
+large = pb_utils.Tensor("STEPS", np.array(["x" * (1 << 20), "final"], np.object_))
+iterator = call(steps=large).exec(decoupled=True)
+for response in iterator:
+    pass
+seen.append(str(free() >= before > 1 << 20))
+before = free()
+iterator = call(steps=pb_utils.Tensor("STEPS", np.array(["x" * (1 << 20), "obey"], np.object_)))
+iterator = iterator.exec(decoupled=True)
+seen.append(str(before - free() >= 1 << 20))
+iterator.cancel()
+list(iterator)
+seen.append(str(free() >= before))
+"""
+    assert ran(http, "caller", code, "a") == ["True"] * 3

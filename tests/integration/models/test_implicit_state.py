@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import shmserve.client
 from tests.support import repositories
@@ -124,6 +126,17 @@ class Model:
         total = sum_in + x + start * 100
         return Outputs(total, total)
 '''.replace("start: INT32[Tensor, 1]):", "start: INT32[Tensor, 1]) -> Outputs:")
+
+
+class Words(torch.nn.Module):
+    """The words of the sequence until now, as TorchScript has texts."""
+
+    def forward(self, INPUT: list[str], WORDS_IN: list[str]) -> tuple[list[str], list[str]]:
+        """(OUTPUT, WORDS_OUT)"""
+        words = [a + b for a, b in zip(WORDS_IN, INPUT)]  # noqa: B905 - no `strict` there
+        return words, words
+
+
 CONFIG = """
 name: "{name}"
 backend: "{backend}"
@@ -142,7 +155,7 @@ INITIAL = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
 def add(
     repository: Path,
     name: str,
-    code: str,
+    code: str | torch.nn.Module,
     given: str,
     backend: str = "pytorch",
     data_type: str = "TYPE_FP32",
@@ -153,7 +166,12 @@ def add(
     """A model whose states are in `given`; returns its folder."""
     folder = repository / name
     (folder / "1").mkdir(parents=True)
-    (folder / "1" / "model.py").write_text(code)
+    if isinstance(code, str):
+        (folder / "1" / "model.py").write_text(code)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.jit.save(torch.jit.script(code), folder / "1" / "model.pt")
     config = CONFIG.format(
         name=name,
         backend=backend,
@@ -164,7 +182,7 @@ def add(
         idle=IDLE,
         given=given,
     )
-    runtime = 'runtime: "model.py"\n' if backend == "pytorch" else ""
+    runtime = 'runtime: "model.py"\n' if backend == "pytorch" and isinstance(code, str) else ""
     (folder / "config.pbtxt").write_text(config + runtime + instances(1))
     return folder
 
@@ -197,6 +215,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "dims: [ 1 ] } ]"
     )
     add(repository, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
+    add(repository, "script", Words(), words, data_type="TYPE_STRING")
     native = repository / "native" / "1"
     native.mkdir(parents=True)
     (native / "model.py").write_text(NATIVE)
@@ -307,20 +326,23 @@ def test_3_5_the_same_buffer_for_input_and_output(client: shmserve.client.Server
     assert len({where for _, where in found}) == 1
 
 
+def say(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
+    given = {"INPUT": np.array([[word]], object)}
+    result = client.infer(model, given, sequence="w", **flags)  # type: ignore[arg-type]
+    return result["OUTPUT"][0, 0]
+
+
 def test_3_5_strings_and_what_is_not_given_back_stays(client: shmserve.client.Server) -> None:
     """By a Python model, too, which Triton's cannot."""
+    begun = say(client, "words", b"a", start=True)
+    told = [begun, *(say(client, "words", word) for word in (b"b", b"keep"))]
+    assert [*told, say(client, "words", b"c", end=True)] == [b"a", b"ab", b"abkeep", b"abc"]
 
-    def say(word: bytes, **flags: bool) -> Any:
-        given = {"INPUT": np.array([[word]], object)}
-        result = client.infer("words", given, sequence="w", **flags)  # type: ignore[arg-type]
-        return result["OUTPUT"][0, 0]
 
-    assert [say(b"a", start=True), say(b"b"), say(b"keep"), say(b"c", end=True)] == [
-        b"a",
-        b"ab",
-        b"abkeep",
-        b"abc",
-    ]
+def test_3_5_strings_of_a_script(client: shmserve.client.Server) -> None:
+    """List[str], as all of its texts are."""
+    told = [say(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
+    assert [*told, say(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
 
 
 def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:

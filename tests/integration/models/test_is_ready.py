@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import tritonclient.grpc as grpc
 
 from tests.support import repositories
 from tests.support.servers import Server, running
+from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
 MODEL = """
@@ -102,3 +105,38 @@ def test_a_native_model_says_so_too(
             state.write_text(said)
             assert http.get("/v2/models/moody/ready").status == status
     assert "`is_ready` must return a bool, found type '<class 'int'>'" in server.log()[logged:]
+
+
+def test_one_that_takes_long_is_joined_and_holds_up_nothing(
+    explicit: tuple[Server, Path], tmp_path: Path
+) -> None:
+    """Who asks first is told "not ready" in time, who asks next waits for the same call."""
+    server, repository = explicit
+    called, goes_on = tmp_path / "called", tmp_path / "goes_on"
+    slow = f"""
+    def is_ready(self):
+        import os, time
+        with open({str(called)!r}, "a") as file:
+            file.write("once ")
+        while not os.path.exists({str(goes_on)!r}):
+            time.sleep(0.01)
+        return True
+"""
+    config = repositories.identity_config("slow", "INT32", [1])
+    repositories.write(repository, "slow", config, MODEL + slow)
+    ready = "/v2/models/slow/ready"
+    with server.http() as http, server.http() as other:
+        http.post("/v2/repository/models/slow/load").ok()
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(http.get, ready)
+            until("it is asked", called.exists)
+            given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+            began = time.monotonic()
+            with server.http() as third:
+                third.infer("slow", given).ok()
+            assert time.monotonic() - began < 3, "it executes meanwhile"
+            assert first.result().status == 400
+            second = pool.submit(other.get, ready)
+            goes_on.touch()
+            assert second.result().status == 200
+    assert called.read_text() == "once "

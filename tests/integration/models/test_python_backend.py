@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shmserve.client
+from shmserve.errors import Internal
 from tests.support import repositories
 from tests.support.crowd import crowd
+from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -289,3 +292,53 @@ def test_a_model_that_calls_itself(explicit: Explicit) -> None:
         repositories.write(repository, "countdown", two, COUNTDOWN)
         http.post("/v2/repository/models/countdown/load").ok()
         assert [ask(number).status for number in (0, 1, -1)] == [200, 200, 200]
+
+
+PARTIAL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        made = [pb_utils.get_input_tensor_by_name(request, "INPUT0") for request in requests]
+        return [pb_utils.InferenceResponse(
+            [pb_utils.Tensor("OUTPUT0", each.as_numpy())] if each.as_numpy()[0] else []
+        ) for each in made]
+"""
+
+
+def test_an_output_that_is_not_made_is_no_old_answer(explicit: Explicit) -> None:
+    """Triton's clients get a response without it; one of the native client is an error. Where it
+    was to be written, the answer of before is gone."""
+    server, repository = explicit
+    config = repositories.identity_config("partial", "INT32", [-1])
+    repositories.write(repository, "partial", config, PARTIAL)
+    made, absent = np.full(6, 7, np.int32), np.zeros(6, np.int32)
+    lacks = "model 'partial' has not made what it was asked for: 'OUTPUT0'"
+    with server.http() as http, SharedObject(24) as region:
+        http.post("/v2/repository/models/partial/load").ok()
+        register = {"key": region.key, "byte_size": 24}
+        http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
+        place = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}
+        for value, listed in ((made, 1), (absent, 0)):
+            given = {
+                "inputs": [json_input("INPUT0", value)],
+                "outputs": [{"name": "OUTPUT0", "parameters": place}],
+            }
+            answer = http.infer("partial", given).ok().json()
+            assert len(answer["outputs"]) == listed
+            assert (np.frombuffer(region.path.read_bytes(), np.int32) == value).all()
+        http.post("/v2/systemsharedmemory/region/partial/unregister").ok()
+    with shmserve.client.connect(server.run_dir) as client:
+        sizes = {"INPUT0": ((6,), "INT32"), "OUTPUT0": ((6,), "INT32")}
+        with client.allocate(sizes) as region:
+            region["INPUT0"][:] = made
+            assert (client.infer("partial", region)["OUTPUT0"] == made).all()
+            region["INPUT0"][:] = absent
+            for ask in (region, {"INPUT0": absent}):
+                with pytest.raises(Internal, match=lacks):
+                    client.infer("partial", ask)
+            assert not region["OUTPUT0"].any()
+        with pytest.raises(Internal, match=lacks):
+            client.infer("partial", INPUT0=np.zeros(1 << 16, np.int32), outputs=["OUTPUT0"])
+    said = "model 'partial' was asked for outputs that it has not made: OUTPUT0"
+    assert server.log().count(said) == 1

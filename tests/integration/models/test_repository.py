@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.load import Load
-from tests.support.servers import Server, running
+from tests.support.servers import Server, running, wait_gone
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, Reply, json_input
 
@@ -159,12 +159,36 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         server.wait_log("successfully unloaded 'good' version 1")
 
 
+def test_a_model_may_be_called_as_a_folder_can(tmp_path: Path) -> None:
+    """Both doors find it, and the other processes that hear its name have no other way to write it:
+    metrics, the process table, the log."""
+    names = (".a..b", "{é}: x", "m" * 255)
+    for name in names:
+        repositories.add_as(tmp_path, name, "constant")
+    explicit = "--model-control-mode=explicit"
+    with running(tmp_path, explicit, grpc=True) as server, server.http() as http:
+        client = triton_grpc.InferenceServerClient(server.grpc_url)
+        for name in names:
+            client.load_model(name)
+            path = f"/v2/models/{quote(name, safe='')}"
+            assert http.get(path).ok().json()["name"] == name
+            assert client.get_model_metadata(name).name == name
+            one = {"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}
+            reply = http.post(f"{path}/infer", {"inputs": [one]}).ok().json()
+            assert (reply["model_name"], reply["outputs"][0]["data"]) == (name, [1])
+            server.wait_log(f"successfully loaded '{name}'")
+        listed = server.metrics()
+        assert all(f'model="{name}"' in listed for name in names)
+        client.close()
+
+
 def test_names_that_no_model_can_have(tmp_path: Path) -> None:
     """In Triton's words, over both doors; HTTP has no path for the empty one."""
     traversal = "model name must not contain path traversal characters"
     empty = "Model name cannot be empty. Please enter a valid name to deploy."
     texts = {
         "": empty,
+        "  ": empty,
         "..": f"invalid model name '..', {traversal}",
         "../x": f"invalid model name '../x', {traversal}",
         "a/b": f"invalid model name 'a/b', {traversal}",
@@ -230,9 +254,26 @@ def test_a_broken_model_ends_the_server(repository: Path) -> None:
         server.discard()
 
 
+def assert_versionless(server: Server) -> None:
+    """Of the folders without any version only one is a model."""
+    unknown = "Request for unknown model: "
+    with server.http() as http:
+        for path, text in (
+            ("versionless", "'versionless' has no available versions"),
+            ("versionless/versions/1", "'versionless' version 1 is not found"),
+            ("unreadable", "'unreadable' is not found"),
+            ("unreadable/versions/1", "'unreadable' is not found"),
+        ):
+            reply = http.get(f"/v2/models/{path}")
+            assert (reply.status, reply.error) == (404, unknown + text)
+
+
 def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> None:
     repositories.add(repository, "constant", "identity")
     rewrite(repository, BROKEN)
+    for name in ("versionless", "unreadable"):
+        shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
+    (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
     server = Server([repository], ["--exit-on-error=false"])
     try:
         server.wait_ready("/v2/models/identity/ready")
@@ -254,6 +295,11 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
                 reply.error
                 == "Request for unknown model: 'constant' version 1 is not at ready state"
             )
+        assert_versionless(server)
+        gateway = server.one("gateway http 0")
+        gateway.kill()
+        assert wait_gone(gateway, 5)
+        assert_versionless(server)
     finally:
         server.stop()
 

@@ -25,12 +25,12 @@ from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
     HealthChanged,
-    HostReady,
     InstanceExpected,
     OpenScheduler,
     ProcessExited,
     SchedulerClosed,
     SchedulerReady,
+    Started,
     StatisticsSnapshot,
     Stop,
 )
@@ -92,7 +92,7 @@ class Stage:
         self.process = subprocess.Popen([sys.executable, "-c", BOOT, host], env=env)
         self.numbers = itertools.count(1)
         self.host, ready = self.next(self.control)
-        assert ready == HostReady(self.process.pid)
+        assert ready == Started()
         self.control.post(self.host, OpenScheduler(encode(start)))
         self.control.flush()
         self.address, ready = self.next(self.control)
@@ -316,6 +316,6 @@ def test_a_flood_on_one_socket_does_not_silence_the_others(stage: Stage) -> None
     endpoint = endpoints.scheduler(stage.run_dir, NUMBER)
     with subprocess.Popen([sys.executable, "-c", FLOOD, endpoint], stdin=subprocess.PIPE) as flood:
         batch = stage.next(stage.worker)
-        stage.tell(ProcessExited(flood.pid))
+        stage.tell(ProcessExited(flood.pid, ""))
         assert 1 <= len(batch.requests) <= 8
         assert stage.end() == 0

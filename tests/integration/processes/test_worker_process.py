@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
@@ -33,6 +34,9 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Inferred, pack_inference, unpack_inferred
 from shmserve.ipc.transport import zmtp
 from shmserve.ipc.transport.router import Router
+from shmserve.supervisor.models.version.hangs import place, stacks_of
+from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.processes.table import Child
 from tests.rigs.arrivals import arrived, send_raw
 from tests.rigs.forker import WORKER, Forked, forker
 from tests.rigs.worker_rig import Region, inference, model_config, tensor
@@ -99,7 +103,9 @@ class Worker:
         with self.log.open("wb") as log:
             self.process = forker(WORKER).fork(encode(WorkerStart(**args)), log.fileno(), [])
         self.pid = self.process.pid
-        assert self.expect(m.WorkerStarted).pid == self.pid
+        started = self.expect(m.WorkerStarted)
+        assert started.pid == self.pid
+        self.stacks_fd = started.stacks_fd
 
     def expect(self, kind: type[T], router: Router | None = None) -> T:
         """The next message, which must be of this kind."""
@@ -230,7 +236,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router = worker.schedulers["w1"]
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, zmtp.frame(b"garbage") + b"\1\4more\0\6frames")
-    router.post(peer, m.ProcessExited(1))
+    router.post(peer, m.ProcessExited(1, ""))
     router.post(peer, Execute(1, [Work(1, 1, b"garbage")]))
     router.flush()
     worker.batches = 1
@@ -389,8 +395,12 @@ def test_a_hanging_worker_tells_where(worker: Worker) -> None:
     worker.execute(-4)
     until("it hangs", lambda: psutil.Process(worker.pid).status() == psutil.STATUS_SLEEPING)
 
-    def dumped() -> bool:
-        os.kill(worker.pid, signal.SIGUSR2)
-        return "in predict" in worker.log.read_text()
+    async def twice() -> list[str]:
+        child = Child(worker.pid, "it", asyncio.get_running_loop().create_future())
+        instance = Instance(0, "m_0", "cpu", "CPU", 0, child=child, stacks_fd=worker.stacks_fd)
+        return [await stacks_of(instance), await stacks_of(instance)]
 
-    until("its stack is in the log", dumped)
+    hangs = 1 + next(n for n, line in enumerate(MODEL.splitlines()) if "sleep(60)" in line)
+    for stacks in asyncio.run(twice()):
+        assert stacks.count("in predict") == 1
+        assert place(stacks, worker.version_dir) == f"predict, line {hangs} of model.py"

@@ -80,6 +80,35 @@ async def main():
 asyncio.run(main())
 """
 
+# The kernel gives pids in order, and may so again: here those that it gives next.
+_RECYCLED = """
+import asyncio, os, sys
+from pathlib import Path
+from shmserve.ipc import processes
+from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.processes.table import ProcessTable
+from shmserve.supervisor.processes.zygote_client import Zygote
+
+async def main():
+    children = ProcessTable()
+    zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
+    zygote.start()
+    stay = "tests.integration.processes.test_zygote:stay"
+    last = (await zygote.spawn("one", stay, b"")).pid
+    children._ended_lately.extend(range(last + 1, last + 20))
+    another = await zygote.spawn("another", stay, b"")
+    known = {child.pid for child in children.all()}
+    while set(processes.children(os.getpid())) != known:
+        await asyncio.sleep(0.01)
+    print(another.pid in known, another.pid not in range(last + 1, last + 20))
+    another.kill()
+    await another.exited
+    print(children.remembers(another.pid), children.remembers(last))
+    zygote.stop()
+
+asyncio.run(main())
+"""
+
 # A terminal is closed just when a process is being forked: it has another parent for a moment.
 _HUNG_UP = """
 import os, signal, sys
@@ -112,6 +141,11 @@ def test_more_requests_than_its_socket_takes(tmp_path: object) -> None:
 def test_a_process_that_ends_at_once() -> None:
     """Who started it has it by the time of its end, and can start another one."""
     assert output(_SHORT_LIVED) == "True exit status 0\n"
+
+
+def test_a_pid_that_others_remember_is_not_used_again(tmp_path: Path) -> None:
+    """A process that the kernel gave it does not stay, and the next one is another."""
+    assert output(_RECYCLED, f"{tmp_path}/run") == "True True\nTrue False\n"
 
 
 def test_a_terminal_that_is_closed_while_a_process_is_forked(tmp_path: Path) -> None:

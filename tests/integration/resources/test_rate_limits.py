@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -157,3 +158,5 @@ def test_other_instances_in_place(limiting: tuple[Server, Path]) -> None:
                 wait_workers(server, count)
         assert server.one("scheduler simple").pid == scheduler
         assert not stream.troubles()
+    found = re.findall(r"Device: 0 Resource: Q\\t Count: (\d+)", server.log())
+    assert found == ["1", "2"], "how much there is, whenever that changes"

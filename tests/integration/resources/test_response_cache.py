@@ -164,7 +164,7 @@ def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) ->
 
 
 def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Server) -> None:
-    """Section 4: hits, misses and their times, the request summary still there."""
+    """Section 4: hits, misses and their times, and no summary of whole requests."""
     array = np.full(3, 11, np.float32)
     for _ in range(3):
         infer(server, "other", array)
@@ -174,6 +174,9 @@ def test_the_metrics_of_the_cache_are_those_of_models_that_have_one(server: Serv
     assert server.metric("nv_cache_miss_duration_per_model", model="other") > 0
     assert server.metric("nv_cache_hit_summary_per_model_count", model="other") == 2
     assert server.metric("nv_cache_miss_summary_per_model_count", model="other") == 1
+    assert server.metric("nv_inference_queue_summary_us_count", model="other") == 3
+    whole = server.samples("nv_inference_request_summary_us_count")
+    assert [labels["model"] for labels, _ in whole] == ["plain"]
     assert server.metric("shmserve_cache_entries", model="other") == 1
     models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
     assert "plain" not in models and len(models) == 6

@@ -267,8 +267,14 @@ def test_a_sample_that_fails_fails_the_load(
     server, repository = explicit
     add(repository, name, warmup, values=b"1234")
     with server.http() as http:
+        http.post("/v2/logging", {"log_verbose_level": 1}).ok()
         assert says in http.post(f"/v2/repository/models/{name}/load").error
         assert http.get(f"/v2/models/{name}/ready").status == 400
+        http.post("/v2/logging", {"log_verbose_level": 0}).ok()
+    if "failed to run" in says:
+        where = f"model '{name}' instance {name}_0_0"
+        for told in ("is running warmup sample 's' for iteration 1", "failed to run warmup sample"):
+            assert f"{where} {told}" in server.log()
 
 
 def test_an_instance_that_starts_again_is_warm_again(

@@ -42,6 +42,7 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
@@ -94,7 +95,7 @@ class SupervisorContext:
             yield HealthChanged(True, True, False)
 
         local_clients = LocalClientServer(
-            self.folder, NO_GROUP, SEALS, registry, models, registry.release
+            self.folder, NO_GROUP, SEALS, registry, models, Acknowledgements(), registry.release
         )
         self._ready.set()
         await self._over.wait()

@@ -63,7 +63,7 @@ def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     joined = command_line.parse([f"--{name}={value}", "folder"])
     assert joined == command_line.parse([f"--{name}", value, "folder"])
     assert joined.positional == ["folder"]
-    assert joined.without_effect == ([] if options.FLAGS[name].effect else [f"--{name}"])
+    assert joined.without_effect == ([] if options.FLAGS[name].effect else [name])
 
 
 def test_a_boolean_stands_alone_for_true_and_takes_what_triton_takes() -> None:
@@ -90,9 +90,9 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
         "--metrics-config=histogram_latencies=false",
         "--metrics-config",
         "histogram_latencies=true",
-        "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1",
+        "--metrics-config=summary_quantiles=0.5:0.05,1:0,0.5:0.1,2:0.0.1,",
     ).metrics
-    assert found == MetricsConfig(False, True, True, (0.5, 1.0))
+    assert found == MetricsConfig(False, True, True, (0.5, 1.0, 2.0))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,14 @@ def test_latencies_are_shown_as_tritons_metrics_are() -> None:
             "there is no setting 'nope' (there are: counter_latencies, histogram_latencies, "
             "summary_latencies, summary_quantiles)",
         ),
-        ("summary_latencies=maybe", "summary_latencies='maybe' is not true or false"),
-        ("summary_quantiles=x", "summary_quantiles='x' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=0.5", "summary_quantiles='0.5' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=0.5:0.1,", "summary_quantiles='0.5:0.1,' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=1.5:0.1", "summary_quantiles='1.5:0.1' is not QUANTILE:ERROR,..."),
-        ("summary_quantiles=nan:0.1", "summary_quantiles='nan:0.1' is not QUANTILE:ERROR,..."),
+        ("summary_latencies=maybe", "summary_latencies='maybe': it is not true or false"),
+        (
+            "summary_quantiles=0.5:0.1,0.9",
+            "summary_quantiles='0.5:0.1,0.9': Invalid option: [0.9]. No ':' delimiter found. "
+            "Expected format is <quantile>:<error>",
+        ),
+        ("summary_quantiles=a:b", "summary_quantiles='a:b': Invalid option: [a:b]. Error: stod"),
+        ("summary_quantiles=.5:", "summary_quantiles='.5:': Invalid option: [.5:]. Error: stod"),
     ],
 )
 def test_what_is_no_setting_of_metrics_is_refused(text: str, says: str) -> None:
@@ -146,7 +148,7 @@ TRITONS = """
 
 
 def test_the_flags_of_tritonserver_are_all_known() -> None:
-    """Each in both spellings; those that nothing is done about are all in the one warning."""
+    """Each in both spellings; those that nothing is done about say what there is instead."""
     known = TRITONS.split()
     assert set(known) <= set(options.FLAGS)
     idle = [name for name in known if not options.FLAGS[name].effect]
@@ -155,7 +157,8 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
         [f"--{name}={word}" for name, word in words.items()],
         [part for name, word in words.items() for part in (f"--{name}", word)],
     ):
-        assert settings(*arguments).without_effect == tuple(f"--{name}" for name in idle)
+        assert settings(*arguments).without_effect == tuple(idle)
+    assert all(options.FLAGS[name].help for name in known)
     assert len(idle) > 35
 
 
@@ -179,7 +182,23 @@ def test_log_flags_are_the_first_log_settings() -> None:
 def test_flags_without_effect_are_named_once() -> None:
     ports = ("--vertex-ai-port=8001", "--trace-level", "OFF", "--vertex-ai-port", "9")
     found = settings(*ports, "--allow-vertex-ai")
-    assert found.without_effect == ("--vertex-ai-port", "--trace-level", "--allow-vertex-ai")
+    assert found.without_effect == ("vertex-ai-port", "trace-level", "allow-vertex-ai")
+
+
+@pytest.mark.parametrize(
+    ("flags", "completes"),
+    [
+        ((), True),
+        (("--strict-model-config",), False),
+        (("--disable-auto-complete-config",), False),
+        (("--strict-model-config=false", "--disable-auto-complete-config"), False),
+        (("--strict-model-config=false",), True),
+    ],
+)
+def test_what_has_models_complete_their_configurations(
+    flags: tuple[str, ...], completes: bool
+) -> None:
+    assert settings(*flags).auto_complete is completes
 
 
 def test_what_repeats_and_what_the_last_one_decides() -> None:

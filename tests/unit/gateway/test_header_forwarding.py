@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shmserve.config.flag_values import header_pattern
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.inference.request import forwarded_headers
 
@@ -18,10 +19,15 @@ HEADERS = [("X-My-Key", "Value One"), ("Host", "h"), ("my-other", "2"), ("X-My-K
         ("^X-", ["X-My-Key"]),
         ("host|other", ["Host", "my-other"]),
         ("^key$", []),
+        ("(?-i)my", ["my-other"]),
+        ("(?-i)x-|(MY|my)(?i)-O", ["my-other"]),
+        ("(?-i:X)-MY|(?U)(?P<h>hos?t)", ["X-My-Key", "Host"]),
+        (r"\Qx-m\E[[:alpha:]]-.*y\z|(?<n>[^[:alnum:]]oth)", ["X-My-Key", "my-other"]),
+        ("(?-i)|x", ["X-My-Key", "Host", "my-other"]),
     ],
 )
 def test_a_name_matches_in_part_and_in_any_case(pattern: str, names: list[str]) -> None:
-    found = forwarded_headers(pattern, HEADERS)
+    found = forwarded_headers(header_pattern({"flag": pattern}, "flag"), HEADERS)
     assert list(found) == names
     assert found.get("X-My-Key", "Value Two") == "Value Two"
 
@@ -35,10 +41,10 @@ def test_what_is_no_text_is_refused() -> None:
     assert forwarded_headers("x-", [("X-A", "caf\xe9")]) == {"X-A": "caf\xe9"}
 
 
-@pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "triton_x"])
+@pytest.mark.parametrize("name", ["sequence_id", "Priority", "timeout", "headers", "triton_x"])
 def test_what_has_a_meaning_is_refused(name: str) -> None:
     assert forwarded_headers("other", [(name, "1")]) == {}
     with pytest.raises(InvalidArgument) as caught:
         forwarded_headers(".*", [(name, "1")])
-    text = f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+    text = f"Header '{name.lower()}' is reserved for Triton usage and cannot be forwarded."
     assert caught.value.message == text

@@ -32,7 +32,7 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
         worker.view(place)[:] = bytes(range(64))
         mappings.view(place)
         worker.close()  # from here on, only who has it mapped can read it
-        gateway._take(m.ProcessExited(place.memory.pid))
+        gateway._take(m.ProcessExited(place.memory.pid, ""))
         assert bytes(mappings.view(place)) == bytes(range(64))
         await asyncio.sleep(0.1)  # a later timer
         assert not len(mappings)

@@ -69,8 +69,12 @@ def test_pages_are_taken_at_registration(sparse: str) -> None:
 def test_ranges_outside_the_object(sparse: str, offset: int, size: int) -> None:
     shared = posix_shm.open_object(sparse)
     try:
-        with pytest.raises(InvalidArgument, match="invalid args"):
+        with pytest.raises(InvalidArgument) as caught:
             posix_shm.check_range("r", shared, offset, size)
+        assert caught.value.message == (
+            f"failed to register shared memory region 'r': invalid args (byte_size {size} at "
+            f"offset {offset}; the object has 1048576 bytes)"
+        )
     finally:
         os.close(shared.fd)
 

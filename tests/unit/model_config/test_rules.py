@@ -183,7 +183,7 @@ RULES = [
         IO + "instance_group { kind: KIND_GPU @gpus: 3 }",
         "instance_group[0].gpus[0]",
         "instance group m_0 of model m specifies invalid or unsupported gpu id 3. "
-        "Available GPUs are: ",
+        "GPUs with at least the minimum required CUDA compute compatibility of 6.000000 are: ",
     ),
     (
         IO + "instance_group { @count: 2000000000 }",
@@ -322,7 +322,8 @@ def test_gpus_are_checked_against_the_hosts() -> None:
     text = PYTHON + IO + "instance_group { kind: KIND_GPU gpus: [0, 2] }"
     assert problems(text, gpus=3) == ""
     assert problems(text, gpus=2).endswith(
-        "invalid or unsupported gpu id 2. Available GPUs are: 0, 1"
+        "invalid or unsupported gpu id 2. GPUs with at least the minimum required CUDA compute "
+        "compatibility of 6.000000 are: 0, 1"
     )
 
 

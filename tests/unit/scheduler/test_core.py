@@ -12,10 +12,9 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    InstanceExited,
     InstanceExpected,
+    InstanceGone,
     KillInstance,
-    PoolFailed,
     ProcessExited,
     StatisticsSnapshot,
     Stop,
@@ -180,7 +179,8 @@ def test_requests_that_were_given_up_behind_a_long_one_are_forgotten() -> None:
     (first,) = rig.submit()
     _, batch = rig.execute()
     for _ in range(3000):
-        rig.client(m.Cancel(*rig.submit()))
+        (cancelled,) = rig.submit()
+        rig.client(m.Cancel(cancelled))
     (last,) = rig.submit()
     assert len(rig.core._responses._order) < 2000
     rig.answers()
@@ -202,7 +202,7 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     given = rig.workers.take()
     assert given[:2] == [(peer, m.ReleaseOutputs(7000, [at])) for at in (64, 0)]
     assert len(given) == 4096
-    rig.supervisor(ProcessExited(101))
+    rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
     assert rig.workers.take() == [] and rig.core._executions._early == {}
@@ -245,7 +245,7 @@ def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
     rig = Rig()
     rig.supervisor(InstanceExpected(0, 100))
     (waiting,) = rig.submit()
-    rig.supervisor(PoolFailed("model 'm' failed"))
+    rig.supervisor(InstanceGone(0, "model 'm' failed"))
     assert rig.answers() == [failed(waiting, "UNAVAILABLE", "model 'm' failed")]
     (new,) = rig.submit()
     assert rig.answers() == [failed(new, "UNAVAILABLE", "model 'm' failed")]
@@ -311,7 +311,7 @@ def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()
     assert [each.work for each in batch.requests] == [b"w%d" % number for number in ahead]
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     ran = []
     while executes := rig.executes():
@@ -345,7 +345,7 @@ def test_a_lone_request_over_the_execution_limit_fails_at_once() -> None:
     assert isinstance(kill, KillInstance) and (kill.index, kill.pid) == (0, 100)
     (waiting,) = rig.submit()
     rig.pass_time(1_000 * MS)
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
     assert rig.control.take() == [] and rig.executes() == []
     peer = rig.start(0, 101)
@@ -361,7 +361,7 @@ def test_members_of_a_batch_over_the_limit_run_again_alone() -> None:
     rig.execute()
     rig.pass_time(2_000 * MS)
     assert rig.answers() == []
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(first, b"done")]
@@ -410,7 +410,7 @@ def test_a_client_that_is_gone_is_owed_nothing() -> None:
     rig.submit(2, peer=OTHER)
     (mine,) = rig.submit(1)
     _, batch = rig.execute()
-    rig.supervisor(ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001, ""))
     rig.finish(peer, batch)
     assert [message.id for message in rig.answers()] == [1]
     _, batch = rig.execute()
@@ -428,7 +428,7 @@ def test_a_client_goes_while_its_requests_execute() -> None:
     _, batch = rig.execute()
     keys = [each.key for each in batch.requests]
     rig.client(m.Cancel(first))
-    rig.supervisor(ProcessExited(7000))
+    rig.supervisor(ProcessExited(7000, ""))
     told = [message for _, message in rig.workers.take()]
     assert m.ReaderExited(7000) in told
     assert {each.key for each in told if isinstance(each, m.CancelExecution)} == set(keys)
@@ -445,7 +445,7 @@ def test_after_a_death_each_member_of_the_batch_runs_again_alone_and_first() -> 
     numbers = rig.submit(3)
     rig.execute()
     (later,) = rig.submit()
-    rig.supervisor(InstanceExited(0, "signal 11"))
+    rig.supervisor(ProcessExited(100, "signal 11"))
     peer = rig.start(0, 101)
     for number in [*numbers, later]:
         _, batch = rig.execute()
@@ -462,10 +462,10 @@ def test_a_request_that_kills_two_workers_fails_and_the_others_do_not() -> None:
     rig.start(0, 100)
     bad, good = rig.submit(2)
     rig.execute()
-    rig.supervisor(InstanceExited(0, "signal 11"))
+    rig.supervisor(ProcessExited(100, "signal 11"))
     rig.start(0, 101)
     rig.execute()
-    rig.supervisor(InstanceExited(0, "signal 11"))
+    rig.supervisor(ProcessExited(101, "signal 11"))
     text = "the model's worker died while running this request (signal 11)"
     assert rig.answers() == [failed(bad, "INTERNAL", text)]
     peer = rig.start(0, 102)
@@ -480,7 +480,7 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     begun = rig.submit(2, work=work_in_place())
     rig.execute()
     (waiting,) = rig.submit(work=work_in_place())
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     text = (
         "the model's worker died while running this request (signal 9); its outputs go over its "
         "inputs, which may be changed"
@@ -489,17 +489,6 @@ def test_what_a_dead_worker_may_have_written_over_its_own_input_does_not_run_aga
     peer = rig.start(0, 101)
     rig.finish(peer, rig.execute()[1])
     assert rig.answers() == [m.Finished(waiting, b"done")]
-
-
-def test_a_death_that_only_its_pid_tells_is_a_death() -> None:
-    rig = Rig()
-    rig.start(0, 100)
-    (number,) = rig.submit()
-    rig.execute()
-    rig.supervisor(ProcessExited(100), InstanceExited(0, "signal 9"))
-    peer = rig.start(0, 101)
-    rig.finish(peer, rig.execute()[1])
-    assert rig.answers() == [m.Finished(number, b"done")]
 
 
 def test_who_does_not_wait_any_more_is_not_run_again() -> None:
@@ -511,7 +500,7 @@ def test_who_does_not_wait_any_more_is_not_run_again() -> None:
     rig.pass_time(6 * MS)
     rig.client(m.Cancel(2))
     rig.answers()
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(1), failed(2, "CANCELLED", "request cancelled")]
     rig.start(0, 101)
     assert [each.work for each in rig.execute()[1].requests] == [b"w3"]
@@ -556,7 +545,7 @@ def test_a_worker_that_returns_a_batch_it_was_not_given_is_replaced() -> None:
     assert rig.answers() == [failed(number, "INTERNAL", "internal error", early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
 
 
@@ -672,7 +661,7 @@ def test_metrics_are_an_instances_own_and_stay_counted() -> None:
     for number, peer in enumerate(peers, 1):
         rig.worker(peer, m.MetricsReported([["c", "", "COUNTER", [[[], [number], []]]]]))
     assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
-    rig.supervisor(ProcessExited(100))
+    rig.supervisor(ProcessExited(100, ""))
     rig.worker(peers[0], m.MetricsReported([["c", "", "COUNTER", [[[], [50], []]]]]))
     assert families(rig) == [["c", "", "COUNTER", [[[], [3], []]]]]
 

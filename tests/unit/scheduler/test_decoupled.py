@@ -12,7 +12,6 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    InstanceExited,
     KillInstance,
     ProcessExited,
     Stop,
@@ -55,6 +54,16 @@ def test_responses_go_to_the_client_as_they_come_and_the_last_one_ends_the_reque
     rig.respond(peer, key, b"late")
     assert rig.answers() == []
     assert rig.report()["shmserve"]["malformed"] == 1
+
+
+def test_an_end_before_execute_has_returned_says_how_long_it_took() -> None:
+    """An ensemble adds up the times of its steps."""
+    rig, peer, _, key = started()
+    rig.pass_time(3 * MS)
+    rig.respond(peer, key, b"", final=True)
+    (end,) = rig.answers()
+    assert isinstance(end, m.Responded)
+    assert (end.input_ns, end.infer_ns, end.output_ns) == (0, 3 * MS, 0)
 
 
 def test_an_end_may_come_alone_and_without_any_response() -> None:
@@ -221,7 +230,7 @@ def test_a_client_that_is_gone_costs_its_requests_only() -> None:
     rig.respond(peer, key)
     rig.returned(peer, m.Execute(1, []))
     rig.answers()
-    rig.supervisor(ProcessExited(7000))
+    rig.supervisor(ProcessExited(7000, ""))
     assert to_worker(rig) == [m.ReaderExited(7000), m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.scheduler.live == 1
@@ -258,7 +267,7 @@ def test_a_deadline_holds_until_the_last_response(returned: bool) -> None:
 def test_what_has_had_a_response_never_runs_again() -> None:
     rig, peer, number, key = started()
     rig.respond(peer, key)
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
         part(number),
         m.Failed(number, "INTERNAL", f"{DIED} (signal 9)", 0, False),
@@ -270,7 +279,7 @@ def test_what_has_had_a_response_never_runs_again() -> None:
 def test_what_was_open_never_runs_again() -> None:
     rig, peer, number, _ = started()
     rig.returned(peer, m.Execute(1, []))
-    rig.supervisor(ProcessExited(100), InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, ""))
     assert rig.answers() == [m.Failed(number, "INTERNAL", DIED, 0, False)]
     assert rig.report()["shmserve"]["workers_lost"] == 1
 
@@ -283,7 +292,7 @@ def test_what_has_had_none_runs_again_alone_while_others_of_its_batch_end() -> N
     keys = [each.key for each in batch.requests]
     rig.respond(peer, keys[0], final=True)
     rig.respond(peer, keys[1])
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
         part(ended, final=True),
         part(begun),
@@ -313,7 +322,7 @@ def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:
     assert isinstance(kill, KillInstance)
     text = "execution of the request exceeded the limit of 1 seconds"
     assert rig.answers()[1:] == [m.Failed(number, "INTERNAL", text, 0, True)]
-    rig.supervisor(InstanceExited(0, "signal 9"))
+    rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [m.Settled(number)]
 
 

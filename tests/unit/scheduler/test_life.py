@@ -14,10 +14,9 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    InstanceExited,
     InstanceExpected,
+    InstanceGone,
     KillInstance,
-    PoolFailed,
     ProcessExited,
 )
 from shmserve.scheduler.requests.client import Client
@@ -158,7 +157,7 @@ class Life(RuleBasedStateMachine):
     def client_dies(self, who: int) -> None:
         """A gateway dies; another one takes its place."""
         gone = self.peers[who]
-        self.rig.supervisor(ProcessExited(int(gone.partition(b".")[0])))
+        self.rig.supervisor(ProcessExited(int(gone.partition(b".")[0]), ""))
         self.peers[who] = b"%d.a" % next(self.pids)
         self.look(gone)
 
@@ -212,16 +211,16 @@ class Life(RuleBasedStateMachine):
         self.look()
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), known=st.booleans())
-    def worker_dies(self, data: st.DataObject, known: bool) -> None:
-        """A worker dies; it is reported by index and pid, or by its pid alone."""
-        self.exit(data.draw(st.sampled_from(sorted(self.workers))), known)
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        """A worker dies."""
+        self.exit(data.draw(st.sampled_from(sorted(self.workers))))
 
-    @rule()
-    def pool_fails(self) -> None:
+    @rule(index=st.integers(0, 1))
+    def instance_is_given_up(self, index: int) -> None:
         """The supervisor gives up."""
-        if not self.workers:
-            self.rig.supervisor(PoolFailed("no instance could be started"))
+        if index not in self.workers:
+            self.rig.supervisor(InstanceGone(index, "no instance could be started"))
             self.look()
 
     # --- what time does ---------------------------------------------------------------------------
@@ -243,12 +242,10 @@ class Life(RuleBasedStateMachine):
         """Workers with a batch."""
         return [worker for worker in self.workers.values() if worker.batch is not None]
 
-    def exit(self, index: int, known: bool) -> None:
+    def exit(self, index: int) -> None:
         """A worker's process ends."""
         worker = self.workers.pop(index)
-        if known:
-            self.rig.supervisor(InstanceExited(index, "signal 9"))
-        self.rig.supervisor(ProcessExited(worker.pid))
+        self.rig.supervisor(ProcessExited(worker.pid, "signal 9"))
         self.look()
 
     def finish(self, worker: FakeWorker, errors: bool) -> None:
@@ -289,7 +286,7 @@ class Life(RuleBasedStateMachine):
             if isinstance(message, Drained):
                 self.drained = True
             elif isinstance(message, KillInstance) and message.index in self.workers:
-                self.exit(message.index, True)
+                self.exit(message.index)
 
     def check_batch(self, peer: bytes, batch: m.Execute) -> None:
         """A batch is legal, its worker free and its requests wanted."""

@@ -57,7 +57,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
     pool.assign(batch)
     pool.offer(0, b"0.101", 101)
     assert not pool.free
-    assert pool.exit(0) == Lost([batch], [])
+    assert pool.process_exited(100) == Lost([batch], [])
     pool.expect(0, 101)
     slot = pool.by_peer(b"0.101")
     assert slot is not None and pool.free
@@ -66,7 +66,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept() -> None:
 def test_an_offer_of_a_process_that_is_gone_is_forgotten() -> None:
     pool = Pool(0)
     pool.offer(0, b"0.100", 100)
-    assert pool.exit_process(100) == NOTHING
+    assert pool.process_exited(100) == NOTHING
     pool.expect(0, 100)
     assert not pool.free
 
@@ -85,11 +85,11 @@ def test_only_who_was_announced_is_taken() -> None:
     assert pool.by_peer(b"0.100") is not None
     # Nor when the one that was taken, or the one that was to come, is gone.
     pool.offer(0, b"0.502", 502)
-    pool.exit(0)
+    pool.process_exited(100)
     pool.expect(0, 0)
     assert not pool.free
     pool.expect(0, 101)
-    pool.exit_process(101)
+    pool.process_exited(101)
     pool.offer(0, b"0.101", 101)
     assert not pool.free
 
@@ -120,16 +120,16 @@ def test_an_exit_returns_the_batch_and_frees_nothing() -> None:
     peer = ready(pool)
     batch = execution()
     pool.assign(batch)
-    assert pool.exit_process(999) == NOTHING
-    assert pool.exit_process(100) == Lost([batch], [])
-    assert pool.exit(0) == NOTHING
-    assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"gone": 1}
+    assert pool.process_exited(999) == NOTHING
+    assert pool.process_exited(100) == Lost([batch], [])
+    assert pool.process_exited(100) == NOTHING
+    assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
 
 
 def test_an_idle_instance_that_exits_gets_nothing_more() -> None:
     pool = Pool(0)
     ready(pool)
-    assert pool.exit(0) == NOTHING and not pool.free
+    assert pool.process_exited(100) == NOTHING and not pool.free
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
@@ -160,17 +160,25 @@ def test_without_a_limit_nothing_is_overdue() -> None:
     assert pool.overdue(NEVER) == [] and pool.next_limit_ns() == NEVER
 
 
-def test_failure_lasts_until_an_instance_is_ready() -> None:
+def test_it_has_failed_while_every_instance_is_gone() -> None:
     pool = Pool(0)
     assert pool.failure == ""
-    pool.fail("broken")
-    assert pool.failure == "broken"
-    pool.expect(0, 100)
-    assert pool.failure == "broken"
-    pool.offer(0, b"0.100", 100)
+    ready(pool, 0, 100)
+    ready(pool, 1, 101)
+    pool.process_exited(100)
+    pool.process_exited(101)
+    assert pool.failure == "" and counts(pool) == {"expected": 2}
+    pool.give_up(0, "broken")
     assert pool.failure == ""
-    pool.exit(0)
+    pool.give_up(1, "broken, too")
+    assert pool.failure == "broken, too" and counts(pool) == {"gone": 2}
+    pool.expect(0, 102)
     assert pool.failure == ""
+    pool.give_up(0, "again")
+    pool.expect(2, 103)
+    pool.retire(2)
+    assert pool.failure == "" and retired(pool) == [(2, 103)]
+    assert pool.failure == "again"
 
 
 def test_requests_and_pids_are_found() -> None:
@@ -184,9 +192,9 @@ def test_requests_and_pids_are_found() -> None:
     assert pool.by_pid(100) is slot and pool.by_pid(0) is None
 
 
-@pytest.mark.parametrize("state", list(SlotState))
-def test_an_exit_is_possible_from_everywhere(state: SlotState) -> None:
-    assert SLOT[state]["exit"] is SlotState.GONE
+@pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
+def test_whatever_had_a_process_is_expected_again(state: SlotState) -> None:
+    assert SLOT[state]["exit"] is SlotState.EXPECTED
 
 
 def test_a_busy_instance_has_room_for_what_it_has_credits_for() -> None:
@@ -221,7 +229,7 @@ def test_an_exit_returns_everything_the_running_one_first() -> None:
     batches = [execution(1), execution(2), execution(3)]
     for batch in batches:
         pool.assign(batch, pool.room(4))
-    assert pool.exit(0) == Lost(batches, [])
+    assert pool.process_exited(100) == Lost(batches, [])
 
 
 def test_an_exit_returns_what_was_open_apart() -> None:
@@ -231,7 +239,7 @@ def test_an_exit_returns_what_was_open_apart() -> None:
     pool.finish(pool.assign(first), NOW)
     pool.assign(second)
     assert pool.executing == 2
-    assert pool.exit_process(100) == Lost([second], first.requests)
+    assert pool.process_exited(100) == Lost([second], first.requests)
     assert pool.executing == 0
 
 
@@ -273,7 +281,7 @@ def test_one_that_dies_while_it_retires_is_gone() -> None:
     batch = execution()
     pool.assign(batch)
     pool.retire(0)
-    assert pool.exit_process(100) == Lost([batch], [])
+    assert pool.process_exited(100) == Lost([batch], [])
     assert not pool.retiring and counts(pool) == {}
     pool.expect(0, 101)
     pool.offer(0, b"0.101", 101)

@@ -79,6 +79,13 @@ def test_a_cancelled_request_counts_once_where_it_was() -> None:
     assert stats(rig)["1"] == {"cancel": (1, MS)}
 
 
+def test_a_model_may_say_itself_that_it_was_cancelled() -> None:
+    rig, peer, _, key = begun()
+    give(rig, peer, key, MS, 0)
+    give(rig, peer, key, MS, 0, text=b"", code="CANCELLED", message="no more", final=True)
+    assert stats(rig)["1"] == {"cancel": (1, MS)}
+
+
 def test_requests_add_up_by_index() -> None:
     rig, peer, _, key = begun()
     for batch, count in ((1, 3), (2, 2)):

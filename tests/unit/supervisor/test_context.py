@@ -43,7 +43,7 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
             (m.IndexRepository, m.FindModel), lambda pid, message: asked.append((pid, message))
         )
         gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
-        gateway.send(m.GatewayReady(os.getpid()))
+        gateway.send(m.Started())
         gateway.send(m.IndexRepository(1, False))
         control.receive_all()
         assert not (heard or asked), "nobody has started it"
@@ -59,7 +59,7 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
         return heard, asked
 
     heard, asked = asyncio.run(listen())
-    assert heard == [m.GatewayReady(os.getpid())]
+    assert heard == [m.Started()]
     assert asked == [(os.getpid(), m.IndexRepository(1, False))]
 
 
@@ -74,7 +74,7 @@ def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:
         worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
         for message in (
             m.ChangeLogging(1, {"log_verbose_level": 7}),
-            m.GatewayReady(1),
+            m.Started(),
             m.Acknowledged(1),
             m.FindModel(1, "m", ""),
         ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.kept.gateways import Gateways
 from tests.rigs.process_rig import Processes, turns
@@ -23,3 +25,26 @@ def test_a_gateway_that_does_not_listen_yet_is_not_waited_for() -> None:
         return await child.exited
 
     assert asyncio.run(live()) == "signal 9"
+
+
+def test_the_server_is_up_once_its_gateways_accept_connections() -> None:
+    """One that is started is told what there is; only then it opens its ports, and says so."""
+
+    async def live() -> list[bool]:
+        processes = Processes()
+        told: list[Any] = []
+        gateways = Gateways(processes.context, Listeners(), lambda: ["what there is"])
+        starting = asyncio.ensure_future(gateways.start())
+        await turns()
+        (child,) = processes.started
+        processes.context.control.send = (  # type: ignore[method-assign]
+            lambda address, message: told.append(message)
+        )
+        seen = []
+        for message in (m.Started(), m.GatewayReady()):
+            processes._dispatch(child.pid, message)
+            await turns()
+            seen += [starting.done(), "what there is" in told]
+        return seen
+
+    assert asyncio.run(live()) == [False, True, True, True]

@@ -25,6 +25,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer, _for_local_clients
+from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
 
@@ -49,7 +50,13 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
         left = asyncio.Event()
         capabilities = Capabilities(os.urandom(32))
         local_clients = LocalClientServer(
-            folder, NO_GROUP, capabilities, nobody, lambda: (), lambda _: left.set()
+            folder,
+            NO_GROUP,
+            capabilities,
+            nobody,
+            lambda: (),
+            Acknowledgements(),
+            lambda _: left.set(),
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.close)
@@ -78,7 +85,9 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
             registry.release(number)
             left.set()
 
-        local_clients = LocalClientServer(folder, NO_GROUP, capabilities, registry, list, gone)
+        local_clients = LocalClientServer(
+            folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), gone
+        )
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
             program.connect(str(endpoints.listener(folder)))
             words = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
@@ -102,20 +111,21 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
     nobody: Any = None
 
     async def serve() -> None:
+        known = Acknowledgements()
         local_clients = LocalClientServer(
-            folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, lambda _: None
+            folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, known, lambda _: None
         )
         with contextlib.ExitStack() as stack:
             stack.callback(local_clients.close)
             there = stack.enter_context(come(folder))
             assert _names(await _told(there, 3)) == {"plain"}
-            published = asyncio.create_task(
-                local_clients.publish(lambda n: replace(wide, acknowledge=n))
-            )
+            number = known.begin(local_clients.numbers())
+            local_clients.announce(replace(wide, acknowledge=number))
             (news,) = await _told(there, 1, hello=False)
             assert isinstance(news, m.ModelPublished if told else m.ModelWithdrawn)
             there.send(frames.pack([m.Acknowledged(news.acknowledge)]))
-            await published
+            while not known.know(number):
+                await known.news()
             models.insert(0, wide)
             later = stack.enter_context(come(folder))
             assert _names(await _told(later, 4)) == ({"plain", "wide"} if told else {"plain"})

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from dataclasses import fields
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import AsyncMock, MagicMock, call
 
 import pytest
 
 from shmserve.common.tasks import in_background
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
+from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.supervisor import Supervisor
 
 
@@ -55,6 +57,28 @@ def test_a_start_that_fails_when_it_is_cut_short(
     assert asyncio.run(ending.run()) == 0
     assert "so it is" in caplog.text
     ending.processes.close.assert_called()
+
+
+@pytest.mark.parametrize("role", ["gateway", "host", "worker", "workspace", ""])
+def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> None:
+    async def live() -> Any:
+        hears = supervisor()
+        context = hears.context
+        context.control.dismiss.return_value = role
+        child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
+        child.exited.set_result("signal 9")
+        hears._process_exited(child)
+        context.broadcast.assert_called_once()
+        assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
+        return {
+            "gateway": hears.regions.draining.gateway_exited.mock_calls,
+            "host": context.tickets.exited.mock_calls,
+            "worker": hears.readiness.exited.mock_calls,
+        }
+
+    assert asyncio.run(live()) == {
+        known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")
+    }
 
 
 def test_what_fails_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:

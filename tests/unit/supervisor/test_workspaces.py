@@ -96,7 +96,6 @@ def live(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any
     async def run() -> Any:
         processes = Processes(*flags)
         holders = WorkspaceHolders(processes.context)
-        processes.on_end = holders.process_exited
         try:
             return await test(processes, holders)
         finally:
@@ -116,6 +115,7 @@ def test_a_holder_that_dies_is_started_again() -> None:
         await holders.start()
         assert [child.title for child in processes.started] == ["workspace cuda:1"]
         processes.started[0].kill()
+        await turns(1)
         processes.context.workspaces.handle(10, ask(1, MB))
         assert told.messages == []
         await turns()

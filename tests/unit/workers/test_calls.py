@@ -449,7 +449,7 @@ def test_a_process_that_exits_takes_its_memory_along(calls: CallRouter, others: 
 
     running = others.run(call, calls, request())
     submit = scheduler.next(m.Submit)
-    others.supervisor.say(ProcessExited(theirs.memory.pid))
+    others.supervisor.say(ProcessExited(theirs.memory.pid, ""))
     until("it is heard", lambda: not calls.mappings)
     scheduler.say(doubled(submit))
     running.result(10)

@@ -197,7 +197,7 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
         model.begin(7)
         assert model.responses(1, 1) == [[7]]
         model.cancel(1)
-        assert model.responses(1) == [[7], "end"]
+        assert model.responses(1) == [[7], "request cancelled", "end"]
         until("it is closed", lambda: model.said == ["closed"])
 
 
@@ -223,7 +223,7 @@ def load(self, context):
         assert model.responses(1, 1) == [[7]]
         until("it goes on", lambda: model.said == ["computes"])
         model.cancel(1)
-        assert model.responses(1) == [[7], "end"]
+        assert model.responses(1) == [[7], *["request cancelled"] * ("async" in kind), "end"]
         until("it is seen", lambda: model.said == ["computes", "seen"])
     assert not model.backend._model.context.cancelled, "outside of a request"
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
@@ -512,10 +512,80 @@ def test_a_configuration_that_an_exported_program_contradicts(
     assert shown in refuses(worker, config)
 
 
-def test_strings_are_refused_at_load(worker: Rig) -> None:
-    save_script(Affine(), worker, torch.zeros(2, 4))
-    message = refuses(worker, vectors({"x": 1}, {"y": 1}, data_type="STRING"))
-    assert "TYPE_STRING" in message
+class Pair(torch.nn.Module):
+    def forward(self, a: list[str], b: list[str]) -> tuple[list[str], list[str]]:
+        both = [x + y for x, y in zip(a, b)]  # noqa: B905 - TorchScript has no `strict`
+        return both, [str(len(x)) for x in both]
+
+
+class Upper(torch.nn.Module):
+    def forward(self, a: list[str]) -> list[str]:
+        return [x.upper() for x in a]
+
+
+def texts(*rows: str) -> Any:
+    return np.array([row.split() for row in rows], np.object_)
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("INPUT__0", "INPUT__1")])
+def test_a_script_takes_and_gives_lists_of_texts(worker: Rig, names: tuple[str, str]) -> None:
+    """As Triton's: all rows of a batch in one list, of which each is UTF-8 there."""
+    a, b = names
+    save_script(Pair(), worker)
+    outputs = {"OUTPUT__0": 2, "OUTPUT__1": 2}
+    serve(worker, vectors({a: 2, b: 2}, outputs, data_type="STRING"))
+    replies = worker.batch(
+        inference(tensor(a, texts("1 2")), tensor(b, texts("x y"))),
+        inference(tensor(a, texts("3 ä", "5 6")), tensor(b, texts("z z", "z zz"))),
+    )
+    found = [[decoded(reply, name) for name in outputs] for reply in replies]
+    assert found == [
+        [[["1x", "2y"]], [["2", "2"]]],
+        [[["3z", "äz"], ["5z", "6zz"]], [["2", "3"], ["2", "3"]]],
+    ]
+
+
+def decoded(reply: Any, name: str) -> Any:
+    assert reply.answer is not None, reply.message
+    ref = next(ref for ref in reply.answer.outputs if ref.name == name)
+    array = decode_bytes(ref.data, ref.shape, name, "m")
+    return np.vectorize(bytes.decode, otypes=[object])(array).tolist()
+
+
+def test_a_script_may_give_one_list_of_texts(worker: Rig) -> None:
+    save_script(Upper(), worker)
+    serve(worker, vectors({"a": -1}, {"y": -1}, data_type="STRING", most=0))
+    (reply,) = worker.batch(inference(tensor("a", np.array(["a", "bc"], np.object_))))
+    assert decoded(reply, "y") == ["A", "BC"]
+    (reply,) = worker.batch(inference(tensor("a", np.array([b"\xff"], np.object_))))
+    assert reply.message.startswith("input 'a' has text that is not UTF-8: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "data_type", "dims", "says"),
+    [
+        (
+            *(Affine, "STRING", [1]),
+            "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor",
+        ),
+        (
+            *(Upper, "FP32", [1]),
+            "input 'a' of model 'm' has data_type TYPE_FP32, but the model takes List[str]",
+        ),
+        (
+            *(Upper, "STRING", [2, 2]),
+            "Triton only supports 1 dimensional List of String as input for 'a' for model 'm'",
+        ),
+    ],
+)
+def test_texts_are_lists_of_one_dimension(
+    worker: Rig, module: Any, data_type: str, dims: list[int], says: str
+) -> None:
+    save_script(module(), worker)
+    config = model_config(
+        [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
+    )
+    assert says in refuses(worker, config)
 
 
 def test_devices_that_are_not_there(worker: Rig) -> None:

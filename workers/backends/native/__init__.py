@@ -153,7 +153,7 @@ class NativeBackend(Backend):
     def is_ready(self) -> bool:
         """Readiness by the model's `is_ready`. Raises what it raises, Internal for what is no
         bool."""
-        run = self._run if self._streams is None else self._streams.wait
+        run = asyncio.run if self._streams is None else self._streams.wait
         with torch.inference_mode():
             return says_ready(self._model, run)
 

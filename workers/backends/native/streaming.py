@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
+from shmserve.errors import Cancelled
 from shmserve.model import IS_CANCELLED
 from shmserve.workers.backends import Request, Response, ResponseStream
 from shmserve.workers.backends.event_loop import EventLoopThread
+
+_CANCELLED = Cancelled("request cancelled")
 
 Respond = Callable[[Request, Any], Response]
 
@@ -77,8 +80,7 @@ class GeneratorStreams:
                 return
             stream, inputs = self._waiting.popleft()
         if stream.is_cancelled():
-            stream.abandon()
-            self._free_place()
+            self._end(stream)
         else:
             self._begin(stream, inputs)
 
@@ -98,7 +100,8 @@ class GeneratorStreams:
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, stream: ResponseStream) -> None:
-        stream.abandon()  # where it was cancelled before its end
+        if stream.is_cancelled():
+            stream.fail(_CANCELLED)  # unless it had ended before
         self._free_place()
 
     def _serve(self, iterator: Iterator[Any], stream: ResponseStream) -> None:
@@ -115,7 +118,7 @@ class GeneratorStreams:
             for yielded in iterator:
                 stream.send(self._respond(stream.request, yielded))
                 if stream.is_cancelled():
-                    break
+                    return
         finally:
             close = getattr(iterator, "close", None)
             if close is not None:
@@ -133,7 +136,7 @@ class GeneratorStreams:
                     else:
                         await loop.run_in_executor(self._senders, stream.send, response)
                     if stream.is_cancelled():
-                        break
+                        return
             finally:
                 close = getattr(iterator, "aclose", None)
                 if close is not None:

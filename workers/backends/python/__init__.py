@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.machinery
 import importlib.util
@@ -111,7 +112,8 @@ class PythonBackend(Backend):
         """Readiness by the model's `is_ready`, plain or a coroutine. Raises what it raises,
         Internal for what is no bool."""
         assert self._execution is not None
-        return says_ready(self._model, self._execution.run)
+        decoupled = isinstance(self._execution, DecoupledExecution)
+        return says_ready(self._model, self._execution.run if decoupled else asyncio.run)
 
     def metrics(self) -> list[list[Any]] | None:
         """The families that the model has made with `pb_utils.MetricFamily`."""

@@ -216,7 +216,7 @@ class InferenceRequest:
 
                 def cancel(over: asyncio.Future[Any]) -> None:
                     if over.cancelled():
-                        call.cancel()
+                        call.abandon()
 
                 task.add_done_callback(cancel)
                 return task

@@ -121,13 +121,14 @@ class ResponseIterator:
         )
 
     def cancel(self) -> None:
-        """Ask for no more responses: those that have not come yet will not."""
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
+        """Have the called model hear that no more responses are wanted. What it sends until it ends
+        comes: most often an error with the code CANCELLED. Once all have come it does nothing."""
+        if self._call is not None:
+            self._call.cancel()
 
     def __del__(self) -> None:
-        self.cancel()
+        if self._call is not None:
+            self._call.abandon()
 
 
 RESPONSE_COMPLETE_FINAL = 1

@@ -202,6 +202,17 @@ def get_model_dir() -> str:
     return str(current().context.version_dir)
 
 
+class SharedMemory:
+    """The shared memory that the inputs of this model's calls of others take."""
+
+    def free_memory(self) -> int:
+        """Bytes of it that are free: as many as before, once the calls have ended."""
+        return current().calls.free_bytes
+
+
+shared_memory = SharedMemory()
+
+
 def workspace(byte_size: int) -> _Workspace:
     """So many bytes of the device's shared workspace in the with block, as a numpy array of uint8,
     or on a GPU as a torch tensor; it waits until the pool has them. What is in them at first is

@@ -4,6 +4,7 @@
     model.pt2   torch.export.save: inputs, outputs and batch size need no configuration
     model.py    a class; weights beside it in model.safetensors, model.pt or model.pth
 
+TYPE_STRING is List[str] of TorchScript, the texts of all rows one after the other, as in Triton.
 The first of these in the version folder is taken unless `default_model_filename` names one, or
 `runtime` model.py, as a class with its weights in model.pt needs.
 Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
@@ -26,6 +27,7 @@ import torch
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.described import Description, complete
@@ -80,15 +82,10 @@ class PytorchBackend(Backend):
     def load(self, config: ModelSpec) -> None:
         """Load the file and match it with the configuration."""
         signature = Signature(as_model_sees(config), self.context.version)
-        strings = [s.name for s in signature.inputs.values() if s.datatype == "BYTES"]
-        if strings:
-            raise InvalidArgument(
-                f"input '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
-                "which torch has no tensors for"
-            )
         _set_options(config.parameters)
         program, description = self._program(config)
         self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
+        _check_strings(signature, self._arguments.strings)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
             export.check(signature, description, self._arguments.by_position)
@@ -109,6 +106,8 @@ class PytorchBackend(Backend):
 
     def _call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._serving
+        for name in self._arguments.strings & inputs.keys():
+            inputs = {**inputs, name: _texts(name, inputs[name])}
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
         return self._results.name(program.call(*args, **kwargs))
 
@@ -155,6 +154,34 @@ class PytorchBackend(Backend):
         named = config.default_model_filename or config.runtime
         names = [named] if named.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
         return self.context.model_file(names, named or " or ".join(_FILES))
+
+
+def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
+    """Raise InvalidArgument for a BYTES input that the model does not take as a list of texts, or
+    the other way, and, with Triton's text, for BYTES of other than one dimension."""
+    for spec in signature.inputs.values():
+        if (spec.datatype == "BYTES") != (spec.name in strings):
+            takes = "List[str] in TorchScript" if spec.name in strings else "a tensor"
+            raise InvalidArgument(
+                f"input '{spec.name}' of model '{signature.name}' has data_type "
+                f"{TO_CONFIG[spec.datatype]}, but the model takes {takes}: only List[str] takes "
+                "TYPE_STRING"
+            )
+    for what, specs in (("input", signature.inputs), ("output", signature.outputs)):
+        for spec in specs.values():
+            if spec.datatype == "BYTES" and len(spec.model_dims) != 1:
+                raise InvalidArgument(
+                    f"Triton only supports 1 dimensional List of String as {what} for "
+                    f"'{spec.name}' for model '{signature.name}'"
+                )
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    """The elements of a BYTES input, in order. Raises InvalidArgument for what is no UTF-8."""
+    try:
+        return [element.decode() for element in given.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"input '{name}' has text that is not UTF-8: {error}") from None
 
 
 def _set_options(given: dict[str, str]) -> None:

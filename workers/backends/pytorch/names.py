@@ -27,19 +27,22 @@ _INDEXED = re.compile(r".*__(\d+)")
 class Argument:
     """One argument of a model's forward, in order.
 
-    `required`: it has no default; `by_name`: it may be given only so.
+    `required`: it has no default; `by_name`: it may be given only so; `strings`: it is a list of
+    texts.
     """
 
     name: str
     required: bool = True
     by_name: bool = False
+    strings: bool = False
 
 
 class ArgumentBinding:
     """The mapping of a configuration's inputs to the arguments of a call.
 
     `arguments` None: the model does not say what it takes (`*args`), so only position or order can
-    be meant. Raises InvalidArgument when the two do not fit.
+    be meant. `strings`: the inputs that it takes as a list of texts. Raises InvalidArgument when
+    the two do not fit.
     """
 
     def __init__(
@@ -66,6 +69,9 @@ class ArgumentBinding:
                     f"configuration has no input for it; the inputs are {_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
+        self.strings = frozenset(
+            name for at, name in self.by_position if arguments is not None and arguments[at].strings
+        )
 
     @staticmethod
     def _check_count(model: str, inputs: Sequence[str], arguments: Sequence[Argument]) -> None:

@@ -75,16 +75,28 @@ def load_script(path: Path, device: Device) -> Program:
     module.eval()
     schema = module.forward.schema
     taken = schema.arguments[1:]
-    arguments = [Argument(item.name, not item.has_default_value()) for item in taken]
+    arguments = [
+        Argument(item.name, not item.has_default_value(), strings=_is_strings(item.type))
+        for item in taken
+    ]
     single_dict = len(taken) == 1 and isinstance(taken[0].type, torch._C.DictType)
-    count = None
+    call, count = module, None
     if len(schema.returns) == 1:
         kind = schema.returns[0].type
         if isinstance(kind, torch._C.TupleType):
             count = len(kind.elements())
         elif isinstance(kind, torch._C.TensorType):
             count = 1
-    return Program(module, None if single_dict else arguments, count, single_dict, module=module)
+        elif _is_strings(kind):  # one output, not a list of them
+            call, count = (lambda *args, **kwargs: (module(*args, **kwargs),)), 1
+    return Program(call, None if single_dict else arguments, count, single_dict, module=module)
+
+
+def _is_strings(kind: Any) -> bool:
+    """Whether a type of TorchScript is List[str], as Triton's BYTES tensors are there."""
+    return isinstance(kind, torch._C.ListType) and isinstance(
+        kind.getElementType(), torch._C.StringType
+    )
 
 
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:

@@ -219,7 +219,7 @@ class Runner:
         if self._device.remote:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        states = [self._state(name, outputs) for name in requests[0].states]
+        states = [self._state(name, outputs, requests) for name in requests[0].states]
         if len(requests) == 1:
             return [Response([self._parts(item, requests)[0] for item in made], states=states)]
         parts = [self._parts(item, requests) for item in made]
@@ -267,10 +267,10 @@ class Runner:
                 self._copied.outputs += value.nbytes
                 host = self._device.fetch(value)
             return BatchOutput(name, datatype, host, value)
-        name, datatype, data = self._fetch_host(name, value)
+        name, datatype, data = self._fetch_host(name, value, requests)
         return BatchOutput(name, datatype, data, None)
 
-    def _fetch_host(self, name: str, value: Any) -> Output:
+    def _fetch_host(self, name: str, value: Any, requests: Sequence[Request]) -> Output:
         if isinstance(value, torch.Tensor):
             datatype = PROTOCOL.get(value.dtype)
             if datatype is None:
@@ -279,19 +279,26 @@ class Runner:
                     "can receive"
                 )
             return Output(name, datatype, self._device.fetch(value))
-        datatype = self._signature.outputs[name].datatype
+        spec = self._signature.outputs[name]
+        datatype = spec.datatype
         if datatype == "BYTES":
-            return Output(name, datatype, np.asarray(value, dtype=np.object_))
+            array = np.asarray(value, dtype=np.object_)
+            rows = sum(request.batch_size for request in requests)
+            # A flat list of texts has those of one row after the other.
+            flat = array.ndim == len(spec.model_dims) == 1 and isinstance(value, list)
+            if flat and self._batched and rows and not array.size % rows:
+                array = array.reshape(rows, -1)
+            return Output(name, datatype, array)
         if isinstance(value, np.ndarray):
             return Output(name, _datatype(value, datatype), value)
         raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
 
-    def _state(self, name: str, outputs: Mapping[str, Any]) -> Output:
+    def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
         """A state as the model has left it, where it is."""
         value = outputs[name]
         if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
             return Output(name, PROTOCOL[value.dtype], value)
-        return self._fetch_host(name, value)
+        return self._fetch_host(name, value, requests)
 
     def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """An output as each request gets it."""

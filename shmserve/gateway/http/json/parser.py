@@ -45,11 +45,19 @@ class JsonFault(Internal):
     server_fault = False
 
 
+class DuplicateKey(InvalidArgument):
+    """A `name` that stands twice in one object of a client's text."""
+
+    def __init__(self, fault: DoubledName) -> None:
+        super().__init__(f"{_UNREADABLE}{fault}")
+        self.name = fault.name
+
+
 def loads(raw: bytes) -> Any:
     """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
 
-    Raises JsonFault for what is not JSON, InvalidArgument for nesting deeper than 100, for a name
-    that stands twice in one object and for far too many members.
+    Raises JsonFault for what is not JSON, DuplicateKey for a name that stands twice in one object,
+    InvalidArgument for nesting deeper than 100 and for far too many members.
     """
     if len(raw) > 2 * MOST_MEMBERS and any(_too_many(raw, mark) for mark in (b"{", b":")):
         raise InvalidArgument(_UNREADABLE + _TOO_MANY)
@@ -62,7 +70,7 @@ def loads(raw: bytes) -> Any:
     if objects + raw.count(b"[") > MOST_DEEP and _too_deep(raw):
         raise InvalidArgument(_TOO_DEEP)
     if not plain and (fault := doubled(raw, value)) is not None:
-        raise InvalidArgument(_UNREADABLE + fault)
+        raise DuplicateKey(fault)
     return value
 
 
@@ -97,7 +105,7 @@ def _loads_lenient(raw: bytes, strict: orjson.JSONDecodeError) -> Any:
         )
         orjson.dumps(value)  # half a surrogate pair is not text
     except DoubledName as found:
-        raise InvalidArgument(f"{_UNREADABLE}{found}") from None
+        raise DuplicateKey(found) from None
     except json.JSONDecodeError as error:
         raise JsonFault(f"{_UNREADABLE}{error.msg}. at {error.pos}") from None
     except (ValueError, TypeError, RecursionError):
@@ -206,16 +214,16 @@ def members_of_request(value: Any) -> int:
     return count
 
 
-def doubled(raw: bytes, value: Any) -> str | None:
-    """The fault of the text of `value`, "duplicate key 'id' in an object"; None: there is none."""
+def doubled(raw: bytes, value: Any) -> DoubledName | None:
+    """The fault of the text of `value`; None: there is none."""
     if _colons(raw) == _members(value):
         return None
     if len(raw) <= _LONGEST_NAMED:
         try:
             json.loads(raw, object_pairs_hook=members)
         except DoubledName as found:
-            return str(found)
-    return "duplicate keys in an object"
+            return found
+    return DoubledName(None)
 
 
 def _members(value: Any) -> int:

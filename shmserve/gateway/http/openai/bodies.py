@@ -147,9 +147,8 @@ def _asked(model: GatewayModel, prompts: list[InferInput], parameters: dict[str,
 
 def _prompts(given: Any) -> list[InferInput]:
     """A text, a list of texts, tokens, or a list of tokens each."""
-    found = given if type(given) is list else [given]
-    if found and all(type(each) is int for each in found):
-        found = [found]
+    tokens = type(given) is list and given and all(type(each) is int for each in given)
+    found = [given] if tokens or type(given) is not list else given
     if len(found) > _MOST_PROMPTS:
         raise InvalidArgument(f"prompt: {len(found)} prompts are more than {_MOST_PROMPTS}")
     made = [_prompt(each) for each in found]

@@ -28,7 +28,7 @@ from shmserve.gateway.http.json.infer_request import (
     tensor_bytes,
 )
 from shmserve.gateway.http.json.infer_response import SentOutput, output_text
-from shmserve.gateway.http.json.parser import JsonFault, loads
+from shmserve.gateway.http.json.parser import DuplicateKey, JsonFault, loads
 from shmserve.gateway.http.request import CONTENT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
@@ -45,6 +45,8 @@ _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that "
     "generates various number of responses"
 )
+
+_DOUBLED = "[request id: <id_unknown>] input '{name}' already exists in request"
 
 
 async def generate(
@@ -97,7 +99,12 @@ async def _begin(
         tensor["name"]: (tensor["datatype"], tensor["shape"])
         for tensor in model.metadata.get("inputs", ())
     }
-    infer_request = parse_generate(loads(body), inputs, model.stateful)
+    try:
+        infer_request = parse_generate(loads(body), inputs, model.stateful)
+    except DuplicateKey as fault:
+        if fault.name in inputs:
+            raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
+        raise
     built, _ = build(gateway, model, infer_request, b"", 0)
     return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
 

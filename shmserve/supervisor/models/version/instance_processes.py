@@ -24,6 +24,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import WorkerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
 from shmserve.supervisor.models.version.instances import (
     Instance,
     InstanceChange,
@@ -130,7 +131,7 @@ class Instances:
         first = self._all[0]
         await self._spawn(first, self._spec.config, len(self._all))
         self._send(first, m.CompleteConfig(self._spec.config))
-        self.completed = (await self._response(first, m.ConfigCompleted)).config
+        self.completed = (await self._watched(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
         known, *others = expand_instances(self.config)
         first.rate_limit = known.rate_limit
@@ -153,7 +154,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._response(instance, m.InstanceLoaded)
+        message = await self._watched(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
         current = self._scheduler.instances_endpoint
@@ -184,15 +185,22 @@ class Instances:
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
         instance.child = child
+        child.exited.add_done_callback(lambda _: self._exited(instance, child))
 
         def receive(message: Any) -> None:
             if instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
-        await self._response(instance, m.WorkerStarted)
+        instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
         self._refuse_if_over(instance)
         instance.transition("started")
+
+    async def _watched(self, instance: Instance, kind: type[T]) -> T:
+        """`_response` of what runs a model's code, which may hang."""
+        limit_s = self._context.config.load_timeout_s
+        response = self._response(instance, kind)
+        return await watched(response, instance, self._spec.model_dir, limit_s)
 
     async def _response(self, instance: Instance, kind: type[T]) -> T:
         """The worker's next message, which is of this kind; raises why it is not, or Unavailable
@@ -227,7 +235,7 @@ class Instances:
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _announce(self, instance: Instance) -> None:
-        """Tell the scheduler of an instance, and which process it is once that is known."""
+        """Tell the scheduler to expect an instance, and which process once that is known."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.tell(m.InstanceExpected(instance.index, pid))
 
@@ -297,15 +305,15 @@ class Instances:
         """Tell a scheduler that was started with the processes `known` what happened since, and
         what it should expect."""
         for pid in set(known) - set(self.pids()):
-            self._scheduler.tell(m.ProcessExited(pid))
+            self._scheduler.tell(m.ProcessExited(pid, ""))
         for instance in self._all:
             if instance.state is InstanceState.RETIRING:
                 # What it runs, nobody waits for: it runs elsewhere.
                 self._context.background(self._end(instance))
-            elif instance.state not in (InstanceState.FAILED, InstanceState.STOPPED):
+            elif instance.state is InstanceState.FAILED:
+                self._tell_gone(instance)
+            elif instance.state is not InstanceState.STOPPED:
                 self._announce(instance)
-        if self.failure:
-            self._tell_pool_failed()
 
     def attach(self) -> None:
         """Have every instance that is ready offer itself to the scheduler that serves now."""
@@ -322,20 +330,19 @@ class Instances:
         child = instance.child if instance is not None else None
         # It may have ended by itself meanwhile, and another process be on its way to its place.
         if instance is not None and child is not None and child.pid == pid:
-            logger.error("instance '%s' is killed: %s", instance.name, reason)
             child.cause = reason
-            child.dump_stacks()
-            # The dump is written by the dying process itself; give it a moment, not more.
-            asyncio.get_running_loop().call_later(0.1, child.kill)
+            self._context.background(self._kill(instance, child, reason))
 
-    def process_exited(self, child: Child) -> None:
-        """Start the instance again whose process has ended, if it was one of these."""
-        for instance in self._all[:]:
-            if instance.child is child:
-                self._exited(instance, child)
+    @staticmethod
+    async def _kill(instance: Instance, child: Child, reason: str) -> None:
+        stacks = in_a_line(await stacks_of(instance))
+        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, reason, stacks)
+        child.kill()
 
     def _exited(self, instance: Instance, child: Child) -> None:
-        reason = child.exited.result()
+        """Start an instance again whose process has ended; its scheduler has been told."""
+        if instance.child is not child or instance not in self._all:
+            return
         before = instance.state
         instance.transition("exited")
         if self._lifetime.stopping:
@@ -346,8 +353,7 @@ class Instances:
         if before not in (InstanceState.READY, InstanceState.RETIRING):
             return  # whoever stops or starts it sees it end
         instance.child = None
-        logger.error("%s ended (%s)", child.title, reason)
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
             self._context.background(self._restart(instance))
@@ -360,7 +366,6 @@ class Instances:
         while self._wanted(instance):
             pause = instance.backoff.pause_s(lived_s)
             lived_s = 0.0  # of what does not load
-            self._announce(instance)
             if pause:
                 await asyncio.sleep(pause)
             if not self._wanted(instance):
@@ -393,15 +398,14 @@ class Instances:
         logger.error(
             "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
         )
-        self._scheduler.tell(m.InstanceExited(instance.index, reason))
+        self._tell_gone(instance)
         if all(other.state in _DOWN for other in self._all):
             self.failure = reason
-            self._tell_pool_failed()
         self._on_change()
 
-    def _tell_pool_failed(self) -> None:
+    def _tell_gone(self, instance: Instance) -> None:
         reason = f"model '{self._spec.name}' failed: no instance could be started"
-        self._scheduler.tell(m.PoolFailed(reason))
+        self._scheduler.tell(m.InstanceGone(instance.index, reason))
 
     # --- end
 

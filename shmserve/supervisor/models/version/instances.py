@@ -38,6 +38,7 @@ class Instance:
     rate_limit: RateLimit = field(default_factory=RateLimit)
     state: InstanceState = InstanceState.STARTING
     child: Child | None = None
+    stacks_fd: int = -1  # of the child, as WorkerStarted says
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
     ready_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)

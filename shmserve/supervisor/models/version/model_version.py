@@ -76,7 +76,7 @@ class InstanceUpdate:
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes (`changes` counts it); `models` are those that serve, for an ensemble's steps. Its
+    changes; `models` are those that serve, for an ensemble's steps. Its
     scheduler is hosted with those of its `group`.
 
     `loaded`: it was ready once; `ended`: it has no process any more.
@@ -92,7 +92,6 @@ class ModelVersion:
     ) -> None:
         self.spec = spec
         self.loaded = False
-        self.changes = 0
         self.load_seconds = 0.0
         self._context = context
         self._on_change = on_change
@@ -117,6 +116,11 @@ class ModelVersion:
         return self.scheduler.endpoint
 
     @property
+    def problem(self) -> str:
+        """Why it will take no request any more, or empty."""
+        return self.instances.problem
+
+    @property
     def ready(self) -> bool:
         """Whether a request submitted now would find an instance."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready
@@ -137,7 +141,6 @@ class ModelVersion:
 
     def changed(self) -> None:
         """Note that it, or a model that is a step of it, may be ready now, or not any more."""
-        self.changes += 1
         self._news.set()
         self._on_change(self)
 

@@ -1,5 +1,5 @@
-"""A model version: what to load, as the repository and its configuration have it; its states; and
-the state machine of an instance as a table, {state: {event: state}}. An event that a state does not
+"""A model version: what to load, as the repository and its configuration have it; and the state
+machine of an instance as a table, {state: {event: state}}. An event that a state does not
 know raises."""
 
 from __future__ import annotations
@@ -53,15 +53,6 @@ def steps_of(config: ModelSpec) -> list[StepModel]:
     ensemble = config.ensemble_scheduling
     steps = ensemble.step if ensemble is not None else ()
     return [StepModel(step.model_name, step.version) for step in steps]
-
-
-class ModelState(StrEnum):
-    """The state of a version in the repository index."""
-
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
 
 
 class InstanceState(StrEnum):

@@ -22,7 +22,8 @@ PATIENCE_S = 5.0
 def commands(pid):
     """What changes something, from whoever may say it; `pid` is the process that it is about."""
     return [
-        m.GatewayReady(pid),
+        m.Started(),
+        m.GatewayReady(),
         m.SchedulerReady(pid),
         m.WorkerStarted(pid),
         UnregisterRegion(1, "", 0, []),
@@ -35,9 +36,8 @@ def commands(pid):
         InstanceReady(0, pid),
         BatchFinished(1, 0, 0, 0, 0, []),
         Release(pid, list(range(0, 1 << 20, 4096))),
-        m.ProcessExited(pid),
-        m.InstanceExited(0, "it was asked for"),
-        m.PoolFailed("it was asked for"),
+        m.ProcessExited(pid, "it was asked for"),
+        m.InstanceGone(0, "it was asked for"),
         m.Drain(),
         m.Drained(),
         m.Stop(),

@@ -610,7 +610,7 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
     request = {"inputs": [{"name": "IN", "datatype": "FP32", "shape": [1], "data": [0]}]}
     gateway.http.infer("m", request).ok()
     assert arenas() > before
-    gateway.tell(ProcessExited(os.getpid()))
+    gateway.tell(ProcessExited(os.getpid(), ""))
     until("the mapping is dropped", lambda: arenas() == before)
 
 
@@ -664,11 +664,23 @@ def test_tensors_in_regions_are_passed_on_as_places(
 @pytest.mark.parametrize(
     ("size", "offset", "text"),
     [
-        (40, 1000, "Invalid offset for shared memory region: 'r'"),
-        (40, 2**40, "Invalid offset for shared memory region: 'r'"),
-        (40, 961, "Invalid offset + byte size for shared memory region: 'r'"),
-        (2**63, 2**64 - 8, "Invalid offset for shared memory region: 'r'"),
-        (2**63, 0, "Invalid offset + byte size for shared memory region: 'r'"),
+        (
+            40,
+            1000,
+            "Invalid offset for shared memory region: 'r' (offset 1000; the region has 1000 bytes)",
+        ),
+        (
+            40,
+            961,
+            "Invalid offset + byte size for shared memory region: 'r' (byte_size 40 at offset 961; "
+            "the region has 1000 bytes)",
+        ),
+        (
+            2**63,
+            2**64 - 8,
+            f"Invalid offset for shared memory region: 'r' (offset {2**64 - 8}; the region has "
+            "1000 bytes)",
+        ),
         (
             2**64 - 1,
             2,

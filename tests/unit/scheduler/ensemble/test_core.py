@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
 from shmserve.ipc.tensors.descriptors import Place
-from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
+from shmserve.ipc.tensors.inference import (
+    Inferred,
+    pack_inferred,
+    unpack_inference,
+    unpack_inferred,
+)
 from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, made, model, step
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
@@ -60,6 +67,7 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     rig.finish("b", runs["b"])
     failed = only(rig.told(), m.Failed)
     assert (failed.code, failed.message) == ("INTERNAL", "in ensemble 'e', boom")
+    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
     assert rig.runs() == {}
 
 
@@ -111,6 +119,21 @@ def test_an_output_that_never_comes_is_a_deadlock() -> None:
         "in ensemble 'e', [request id: <id_unknown>] unexpected deadlock, at least one output is "
         "not set while no more ensemble steps can be made"
     )
+
+
+def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")])
+    for _ in range(2):
+        rig.submit()
+        rig.step_says("a", m.Finished(rig.runs()["a"], pack_inferred(Inferred(()))))
+        assert only(rig.told(), m.Finished)
+    assert caplog.messages == ["Composing models did not output tensor OUT"]
+
+
+def test_an_output_that_a_condition_left_out_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    rig = EnsembleRig([step("a", {"X": "IN"}, "OUT")], [model("a")], conditions={0: "IN"})
+    rig.submit(data=b"")
+    assert only(rig.told(), m.Finished) and not caplog.messages
 
 
 def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None:
@@ -170,7 +193,7 @@ def test_what_waits_for_room_is_bounded() -> None:
 def test_what_a_dead_client_had_sent_runs_for_nobody() -> None:
     """Its frames may come after the news of its end."""
     rig = EnsembleRig(CHAIN, MODELS)
-    rig.control_says(ProcessExited(7000))  # the gateway
+    rig.control_says(ProcessExited(7000, ""))  # the gateway
     rig.submit()
     assert (rig.runs(), rig.told(), rig.core.live) == ({}, [], 0)
 
@@ -229,7 +252,7 @@ def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:
     (output,) = unpack_inference(first.work).outputs
     assert output.place is not None
     rig.step_says("a", m.Finished(first.id, placed(output.place)))
-    rig.control_says(ProcessExited(7000))
+    rig.control_says(ProcessExited(7000, ""))
     assert rig.memory.used == 0
 
 

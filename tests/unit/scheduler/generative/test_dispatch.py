@@ -15,9 +15,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    InstanceExited,
+    InstanceGone,
     KillInstance,
-    PoolFailed,
     ProcessExited,
 )
 from tests.rigs.scheduler_rig import GATEWAY, MS, Rig
@@ -196,7 +195,7 @@ def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int)
     for _ in range(turns):
         llm.turn()
     before = ended(rig)
-    rig.supervisor(InstanceExited(0, "killed"), ProcessExited(100))
+    rig.supervisor(ProcessExited(100, "killed"))
     successor = Llm(rig, settings, pid=101, samples=samples)
     resumed = [each for each in successor.receive() if isinstance(each, g.Prepare)]
     if not before:
@@ -221,7 +220,7 @@ def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
         assert not codes
         llm = Llm(rig, settings, pid=pid)
         llm.turn()
-        rig.supervisor(InstanceExited(0, "killed"), ProcessExited(pid))
+        rig.supervisor(ProcessExited(pid, "killed"))
         codes = ended(rig)
     assert codes == {number: "INTERNAL"}
 
@@ -232,7 +231,7 @@ def test_without_an_instance_to_come_who_was_at_work_is_refused() -> None:
     llm = Llm(rig, settings)
     (number,) = submit(rig)
     llm.turn()
-    rig.supervisor(InstanceExited(0, "killed"), ProcessExited(100), PoolFailed("it cannot load"))
+    rig.supervisor(ProcessExited(100, "killed"), InstanceGone(0, "it cannot load"))
     assert ended(rig) == {number: "UNAVAILABLE"}
     assert rig.snapshot()["executing"] == 0
 
@@ -245,7 +244,7 @@ def test_a_client_that_vanishes_costs_the_others_nothing() -> None:
     (stays,) = submit(rig, peer=GATEWAY)
     llm.turn()
     llm.turn()
-    rig.supervisor(ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001, ""))
     while llm.turn():
         pass
     assert ended(rig) == {stays: ""}

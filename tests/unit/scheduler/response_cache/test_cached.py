@@ -178,7 +178,7 @@ def test_a_reader_that_is_gone_gives_everything_back(arena: Arena) -> None:
     run(rig, peer, work(), body(placed(arena, b"l" * LARGE)))
     hit(rig, work(), peer=b"7001.cd")
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] >= LARGE
-    rig.supervisor(ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001, ""))
     assert rig.report()["shmserve"]["cache"]["lent_bytes"] == 0
 
 

@@ -10,8 +10,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
+    InstanceGone,
     InstanceRetired,
-    PoolFailed,
     ProcessExited,
     RetireInstance,
 )
@@ -299,7 +299,7 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along(rig: SequenceRig)
     rig.ask(2, START, peer=other)
     rig.ask(3, START, peer=other)
     rig.ask(3, peer=other)
-    rig.supervisor(ProcessExited(7001))
+    rig.supervisor(ProcessExited(7001, ""))
     while rig.runs():
         rig.done()
     assert rig.scheduler.live == 0
@@ -374,7 +374,7 @@ def test_without_any_instance_sequences_wait_and_fail_with_it() -> None:
     rig = SequenceRig(rows=1)
     rig.die()
     numbers = [rig.ask(1, START), rig.ask(1), rig.ask(2, START)]
-    rig.supervisor(PoolFailed("it cannot load"))
+    rig.supervisor(InstanceGone(0, "it cannot load"))
     assert rig.outcomes() == dict.fromkeys(numbers, "it cannot load")
     rig.peers = [rig.start(0, 300)]
     rig.ask(1, START)

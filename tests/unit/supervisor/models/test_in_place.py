@@ -154,7 +154,6 @@ async def serving(processes: Processes, count: int) -> ModelVersion:
         NoModels(),
         ALONE,
     )
-    processes.on_end = made.instances.process_exited
     await made.start()
     return made
 

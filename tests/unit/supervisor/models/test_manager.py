@@ -70,7 +70,6 @@ def server(processes: Processes, repository: Repository) -> tuple[ModelManager, 
     registry = ModelRegistry()
     nobody = MagicMock()
     made = ModelManager(processes.context, planner, registry, nobody)
-    processes.on_end = registry.process_exited
     return made, Poller(processes.context, planner, registry, made)
 
 
@@ -185,7 +184,7 @@ def test_the_end_of_a_server_waits_for_no_load() -> None:
         processes.hanging = True
         served = models(processes, Repository())
         loading = asyncio.ensure_future(served.load("m"))
-        await until(lambda: len(processes.started) == 2)
+        await until(lambda: processes._held)
         loading.cancel()
         await asyncio.wait({loading})
         await served.stop()

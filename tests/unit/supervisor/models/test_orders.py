@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -46,6 +47,7 @@ class Repository:
 
     def __init__(self, **models: list[str]) -> None:
         self.models = models
+        self.versions = ["1"]
 
     def scan(self) -> dict[str, ModelFolder]:
         """As `LoadPlanner.scan`."""
@@ -84,35 +86,43 @@ class Repository:
                 raise InvalidArgument("a step's model is not available")
             return config
 
-        return [VersionSpec(name, "1", Path("/"), Path("/"), config, complete)]
+        folder = Path("/")
+        return [
+            VersionSpec(name, version, folder, folder, config, complete)
+            for version in self.versions
+        ]
 
     def discard(self, plan: VersionSpec) -> None:
         """As `LoadPlanner.discard`."""
 
 
 class Server(Processes):
-    """Models of a repository; what gateways are told waits for `known`."""
+    """Models of a repository, and a gateway, which acknowledges nothing while it is `deaf`."""
 
     def __init__(self, **models: list[str]) -> None:
         super().__init__("--model-control-mode=explicit")
-        self.known = asyncio.Event()
-        self.known.set()
+        self.deaf = False
         self.told: list[Any] = []
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
+        self.repository: Repository = planner
         parts = (self.context, planner, self.registry)
         self.models = ModelManager(*parts, MagicMock())
         self.poller = Poller(*parts, self.models)
-        self.on_end = self.registry.process_exited
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """As the supervisor's socket does."""
         self.told += [message] if "gateway" in roles else []
 
-    async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
+    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         """As the supervisor's socket does."""
         self.told.append(make(0))
-        await self.known.wait()
+        return self.acknowledgements.begin(["gateway"] if self.deaf else [])
+
+    def hears_again(self) -> None:
+        """The gateway acknowledges all that it was told."""
+        self.deaf = False
+        self.acknowledgements.exited("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, note: str = "") -> None:
         """Load a model, by an override if it has a note."""
@@ -166,13 +176,13 @@ def test_who_loads_a_step_that_is_being_unloaded_is_answered() -> None:
     async def story() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.known.clear()
+        server.deaf = True
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
         load = asyncio.ensure_future(server.load("s"))
         await turns()
         assert not (unload.done() or load.done())
-        server.known.set()
+        server.hears_again()
         await asyncio.gather(unload, load)
         assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
         await server.end()
@@ -186,12 +196,12 @@ def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
     async def story() -> None:
         server = Server(s=[], e=["s"])
         await server.load("s")
-        server.known.clear()
+        server.deaf = True
         load = asyncio.ensure_future(server.load("e"))
-        await until(lambda: server.registry.model("e").serving)
+        await until(lambda: server.registry.model("e").shown)
         unload = asyncio.ensure_future(server.unload("s"))
         await turns()
-        server.known.set()
+        server.hears_again()
         await unload
         await asyncio.gather(load, return_exceptions=True)
         await until(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
@@ -292,6 +302,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
         await server.load("e")
         server.at_start = lambda child: child.kill()
         server.worker("s").kill()
+        await turns(1)
         assert server.state("e") == ("LOADING", "a process that ended is started again")
         await until(lambda: server.state("s")[0] == "UNAVAILABLE")
         state, reason = server.state("e")
@@ -310,7 +321,7 @@ def test_nothing_is_published_that_does_not_differ() -> None:
     async def story() -> None:
         server = Server(s=[])
         two = {"name": "s_0", "kind": "KIND_CPU", "count": 2}
-        planner: Any = server.models._planner
+        planner: Any = server.repository
         planner._config = lambda name, override: ModelSpec.of(
             {**CONFIG, "name": "s", "instance_group": [two]}
         )
@@ -327,11 +338,61 @@ def test_nothing_is_published_that_does_not_differ() -> None:
         assert server.told == []
         workers[1].kill()
         server.worker("s").kill()
+        await turns(1)
         await until(lambda: version.ready)
         assert server.told == [
             m.ReadinessChanged("s", "1", False),
             m.ReadinessChanged("s", "1", True),
         ]
+        await server.end()
+
+    live(story)
+
+
+def test_a_gateway_that_comes_in_the_middle_of_a_switch_knows_what_the_others_know() -> None:
+    """What is there still serves, though it will not for long; what comes does, too."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        await server.load("s")
+        server.repository.versions = ["2"]
+        server.deaf = True
+        load = asyncio.ensure_future(server.load("s"))
+        await until(lambda: server.registry.model("s").offered)
+        snapshot = list(server.registry.publications.snapshot())
+        assert [(type(news), news.version) for news in snapshot] == [
+            (m.ModelPublished, "1"),
+            (m.ModelPublished, "2"),
+        ]
+        assert [news.latest for news in snapshot] == [False, True]
+        server.hears_again()
+        await load
+        snapshot = list(server.registry.publications.snapshot())
+        assert [type(news) for news in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
+        await server.end()
+
+    live(story)
+
+
+def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
+    """However often its process ends: that it is ready and known is asked at one moment."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        await server.load("s")
+        server.deaf = True
+        load = asyncio.ensure_future(server.load("s", [], "new"))
+        await until(lambda: server.registry.model("s").offered)
+        (version,) = server.registry.model("s").coming.values()
+        for _ in range(10):
+            (instance,) = version.instances._all
+            instance.backoff = MagicMock(**{"pause_s.return_value": 0.0})
+            server.worker("s").kill()
+            await until(lambda: version.ready)
+        assert not load.done()
+        server.hears_again()
+        await load
+        assert server.note("s") == "new"
         await server.end()
 
     live(story)
@@ -401,3 +462,10 @@ def test_who_cannot_be_waited_for_is_said_to_be_unavailable() -> None:
         await server.end()
 
     live(story)
+
+
+def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:
+    """As by Triton."""
+    context: Any = SimpleNamespace(config=SimpleNamespace(repository_poll_s=0))
+    nothing: Any = None
+    asyncio.run(asyncio.wait_for(Poller(context, nothing, nothing, nothing).run(), 1))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.supervisor.models.version import instance_processes
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import InstanceState, StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -32,9 +34,7 @@ class NoModels:
 
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    made = ModelVersion(processes.context, plan(), lambda changed: None, NoModels(), ALONE)
-    processes.on_end = made.instances.process_exited
-    return made
+    return ModelVersion(processes.context, plan(), lambda changed: None, NoModels(), ALONE)
 
 
 def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
@@ -51,6 +51,7 @@ def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
 
         processes.at_start = once
         processes.started[0].kill()
+        await turns(1)
         assert not model.ready
         async with asyncio.timeout(10):
             await model.until_ready()
@@ -74,17 +75,52 @@ def test_only_the_process_is_killed_that_its_scheduler_means(
         await model.start()
         first = processes.started[0]
         first.kill()
+        await turns(1)
         async with asyncio.timeout(10):
             await model.until_ready()
         second = processes.started[-1]
         monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
         for child in (first, second):
             model._scheduler_said(m.KillInstance(0, "it takes too long", child.pid))
+        await turns()
         await processes.end()
         return second
 
     meant = asyncio.run(live())
     assert signalled == [meant]
+
+
+def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of its death everybody is told, whatever it was; one that takes over hears who is gone."""
+    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 1)
+
+    async def live() -> None:
+        processes = Processes()
+        model = deployment(processes)
+        told: list[Any] = []
+        monkeypatch.setattr(model.scheduler, "tell", told.append)
+        await model.start()
+        first = processes.started[0]
+        first.kill()
+        await turns(1)
+        async with asyncio.timeout(10):
+            await model.until_ready()
+        second = processes.started[-1]
+        assert told == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
+        told.clear()
+        processes.at_start = lambda child: child.kill()
+        second.kill()
+        await turns()
+        text = "model 'm' failed: no instance could be started"
+        assert told == [m.InstanceGone(0, text)] and model.instances.failure
+        told.clear()
+        model.instances.introduce([second.pid])
+        assert told == [m.ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
+        await processes.end()
+
+    asyncio.run(live())
 
 
 def test_who_waits_for_an_end_is_cancelled() -> None:

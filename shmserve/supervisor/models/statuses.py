@@ -1,0 +1,138 @@
+"""The status of each version in the repository index, derived from facts: what serves, what loads,
+what is on its way out, and how what is not there any more ended (pure).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+
+_RESTARTING = "a process that ended is started again"
+
+
+class ModelState(StrEnum):
+    """The state of a version in the repository index."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class Status(NamedTuple):
+    """The state of a version, and the reason for it."""
+
+    state: ModelState
+    reason: str = ""
+
+
+class Outcome(NamedTuple):
+    """The end of a version, or of a load that had none: it was unloaded, or for which `reason` it
+    failed."""
+
+    reason: str
+    failed: bool = True
+
+
+UNLOADED = Outcome("unloaded", failed=False)
+# The repositories are at fault, and no load is.
+DUPLICATE = Outcome(IN_SEVERAL, failed=False)
+
+
+class Generation(Protocol):
+    """A model version that has been started."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request submitted now would find an instance."""
+
+    @property
+    def problem(self) -> str:
+        """Why it will take no request any more, or empty."""
+
+
+class Facts(Protocol):
+    """The facts about one model, by version; "" stands for a model that has none."""
+
+    @property
+    def serving(self) -> Mapping[str, Generation]:
+        """What serves."""
+
+    @property
+    def shown(self) -> Mapping[str, Generation]:
+        """What is published: in the place of what serves, what is to take over from it."""
+
+    @property
+    def coming(self) -> Iterable[str]:
+        """What loads."""
+
+    @property
+    def leaving(self) -> Iterable[str]:
+        """What finishes what it has."""
+
+    @property
+    def outcomes(self) -> Mapping[str, Outcome]:
+        """How what is not there ended."""
+
+
+def statuses(model: Facts) -> dict[str, Status]:
+    """The status of each version of a model, as it is this moment."""
+    return {
+        **{
+            number: Status(ModelState.UNAVAILABLE, o.reason) for number, o in model.outcomes.items()
+        },
+        **dict.fromkeys(model.leaving, Status(ModelState.UNLOADING)),
+        **dict.fromkeys(model.coming, Status(ModelState.LOADING)),
+        **{number: _of(model.shown[number]) for number in model.serving},
+    }
+
+
+def _of(version: Generation) -> Status:
+    if version.problem:
+        return Status(ModelState.UNAVAILABLE, version.problem)
+    return Status(ModelState.READY) if version.ready else Status(ModelState.LOADING, _RESTARTING)
+
+
+def is_ready(model: Facts) -> bool:
+    """Whether all of a model serves that should."""
+    return not any(
+        status.state is ModelState.LOADING
+        or (status.state is ModelState.UNAVAILABLE and _should_serve(model, number))
+        for number, status in statuses(model).items()
+    )
+
+
+def _should_serve(model: Facts, number: str) -> bool:
+    return number in model.serving or model.outcomes[number].failed
+
+
+def index_rows(
+    name: str, known: Mapping[str, Status] | None, folder: ModelFolder | None, ready: bool
+) -> list[dict[str, Any]]:
+    """The rows of the repository index for a model of which this is `known`, and which the
+    repositories hold in `folder`; with `ready` those alone that are. One that was never loaded has
+    a name, and why it cannot be, if so."""
+    problem = folder.problem if folder is not None else ""
+    if problem == IN_SEVERAL or not known:  # whatever serves of it: it cannot be loaded again
+        if ready:
+            return []
+        return [
+            _row(name, "", Status(ModelState.UNAVAILABLE, problem)) if problem else {"name": name}
+        ]
+    return [
+        _row(name, version, known[version])
+        for version in sorted(known, key=_number)
+        if not ready or known[version].state is ModelState.READY
+    ]
+
+
+def _number(version: str) -> int:
+    return int(version or 0)
+
+
+def _row(name: str, version: str, status: Status) -> dict[str, Any]:
+    row = {"name": name, "version": version, "state": str(status.state), "reason": status.reason}
+    return {key: value for key, value in row.items() if value}

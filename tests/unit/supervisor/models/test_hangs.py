@@ -1,0 +1,144 @@
+"""Models whose code hangs while they load: the log says where, and a limit ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.ipc.messages import supervision as m
+from shmserve.supervisor.models.version import hangs, instance_processes
+from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from tests.rigs.process_rig import STACKS_FD, Processes
+from tests.unit.supervisor.models.test_manager import until
+from tests.unit.supervisor.models.test_version import deployment
+
+# As faulthandler writes them: a thread of the model's own before the one that loads.
+STACKS = """\
+Thread 0x00007f1 (most recent call first):
+  File "/tmp/1/watcher.py", line 3 in watch
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f0 (most recent call first):
+  File "/usr/lib/python3.11/socket.py", line 706 in readinto
+  File "/tmp/1/model.py", line 12 in fetch
+  File "/tmp/1/model.py", line 7 in initialize
+  File "/opt/shmserve/workers/backends/python/__init__.py", line 90 in load
+  File "/opt/shmserve/workers/main.py", line 130 in _load
+"""
+LIMIT = ("--load-timeout-secs=0.02",)
+OVER = "the model has not loaded within 0.02 s (--load-timeout-secs): it hangs in "
+OVER += "fetch, line 12 of 1/model.py"
+
+
+@pytest.fixture(autouse=True)
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The instances that have written their stacks."""
+    asked: list[str] = []
+
+    async def stacks_of(instance: Instance) -> str:
+        assert instance.alive and instance.stacks_fd == STACKS_FD
+        asked.append(instance.name)
+        return STACKS
+
+    monkeypatch.setattr(hangs, "stacks_of", stacks_of)
+    return asked
+
+
+def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
+    """Run a test of a model of one instance."""
+
+    async def run() -> None:
+        processes = Processes(*flags)
+        try:
+            async with asyncio.timeout(10):
+                await story(processes, deployment(processes))
+        finally:
+            await processes.end()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("stacks", "place"),
+    [
+        (STACKS, "fetch, line 12 of 1/model.py"),
+        (STACKS.partition("\n\n")[0], "watch, line 3 of 1/watcher.py"),
+        (STACKS.replace("/tmp/", "/tmpfs/"), ""),
+        ("", ""),
+    ],
+)
+def test_the_place_is_of_the_models_code_in_the_thread_that_loads(stacks: str, place: str) -> None:
+    assert hangs.place(stacks, Path("/tmp")) == place
+
+
+def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
+    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hangs, "FIRST_REPORT_S", 0.01)
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        processes.hanging = True
+        loading = asyncio.ensure_future(model.start())
+        await until(lambda: len(written) == 3)
+        processes.load_held()
+        await loading
+        assert model.ready
+
+    live(story)
+    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; it is in", caplog.text)
+    assert reported == ["0.01", "0.03", "0.07"]
+    assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize("silent", [m.CompleteConfig, m.LoadInstance])
+def test_a_load_over_the_limit_says_where_it_hangs(silent: type[Any]) -> None:
+    """Both what completes the configuration and what loads, and nothing of it is left."""
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        send = processes.send
+        processes.context.control.send = (  # type: ignore[method-assign]
+            lambda address, message: None if isinstance(message, silent) else send(address, message)
+        )
+        with pytest.raises(Unavailable, match=re.escape(OVER)):
+            await model.start()
+        assert not [child for child in processes.started if child.alive]
+
+    live(story, *LIMIT)
+
+
+def test_a_restart_that_hangs_is_tried_again_and_given_up(
+    written: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(instance_processes, "_MOST_FAILED_LOADS", 2)
+
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        await model.start()
+        processes.hanging = True
+        processes.started[0].kill()
+        await until(lambda: model.instances.failure)
+        assert model.instances.failure == OVER
+        assert len(written) == 2 and not model.ready
+
+    live(story, *LIMIT)
+    assert caplog.text.count(f"did not start again: {OVER}") == 2
+
+
+def test_without_a_limit_a_load_may_take_any_time(written: list[str]) -> None:
+    async def story(processes: Processes, model: ModelVersion) -> None:
+        processes.hanging = True
+        loading = asyncio.ensure_future(model.start())
+        await asyncio.sleep(0.05)
+        processes.load_held()
+        await loading
+
+    live(story)
+    assert written == []

@@ -1,0 +1,119 @@
+"""What a model's first request imports: nothing, whatever its backend. A module that is imported
+there is waited for, and stays in every worker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.support.onnx_models import FLOAT, save
+
+SIZE = 1 << 18  # floats: in a region, as large tensors are
+# Each as a worker is forked from its zygote: the packages are there, the model is not.
+PROGRAM = f"""
+import os, sys
+from pathlib import Path
+import numpy, onnxruntime, torch
+from shmserve.workers import backends
+from tests.rigs import worker_rig as rigs
+
+def first_request(name, folder):
+    tensor = rigs.tensor_config
+    config = rigs.model_config(
+        [tensor("x", "FP32", [{SIZE}])], [tensor("output", "FP32", [{SIZE}])], backend=name
+    )
+    region = rigs.Region(2 * 4 * {SIZE})
+    place = region.write(0, numpy.ones({SIZE}, numpy.float32))
+    x = rigs.tensor("x", numpy.ones({SIZE}, numpy.float32), place)
+    asked = [rigs.RequestedOutput("output", region.place(4 * {SIZE}, 4 * {SIZE}))]
+    with rigs.rig(Path(folder)) as worker:
+        backend = backends.find(rigs.ModelSpec.of(config))(worker.context)
+        worker.serve(backend, config)
+        before = set(sys.modules)
+        (reply,) = worker.batch(rigs.inference(x, outputs=asked))
+        assert not reply.code, reply.message
+        print(folder, *sorted(set(sys.modules) - before), flush=True)
+
+for case in sys.argv[1:]:
+    if not os.fork():
+        first_request(*case.split(":"))
+        os._exit(0)
+    os.wait()
+"""
+PYTHON = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("output", x.as_numpy() * 2)])
+            for x in (pb_utils.get_input_tensor_by_name(each, "x") for each in requests)
+        ]
+"""
+NATIVE = """
+import torch
+from shmserve.model import FP32
+
+class Model:
+    def predict(self, x: FP32[torch.Tensor, -1]) -> FP32[torch.Tensor, -1]:
+        return x * 2
+"""
+CLASS = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+"""
+
+
+class Doubling(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def scripted(folder: Path) -> None:
+    torch.jit.save(torch.jit.script(Doubling()), folder / "model.pt")
+
+
+def exported(folder: Path) -> None:
+    torch.export.save(torch.export.export(Doubling(), (torch.ones(SIZE),)), folder / "model.pt2")
+
+
+def written(code: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.py").write_text(code)
+
+    return write
+
+
+def onnx(folder: Path) -> None:
+    save(folder, [("Add", "x x", "output")], [("x", FLOAT, [SIZE])], [("output", FLOAT, [SIZE])])
+
+
+CASES = {
+    "python": ("python", written(PYTHON)),
+    "native": ("native", written(NATIVE)),
+    "scripted": ("pytorch", scripted),
+    "exported": ("pytorch", exported),
+    "class": ("pytorch", written(CLASS)),
+    "onnx": ("onnxruntime", onnx),
+}
+
+
+def test_a_first_request_imports_nothing(tmp_path: Path) -> None:
+    for name, (_, write) in CASES.items():
+        folder = tmp_path / name / "m" / "1"
+        folder.mkdir(parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            write(folder)
+    cases = [f"{backend}:{tmp_path / name}" for name, (backend, _) in CASES.items()]
+    command = [sys.executable, "-c", PROGRAM, *cases]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [str(tmp_path / name) for name in CASES], done.stderr
