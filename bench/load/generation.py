@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import write_folder
 
 PROMPT, NEW, BLOCK = 128, 32, 16
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1408,
     "num_hidden_layers": 8,

@@ -77,7 +77,7 @@ def test_what_was_drawn_by_a_draft_does_not_change_the_distribution(
     parameters = GenerationParameters(**settings)
     counts = Counter(spoken(target, draft, parameters))
     chances = distribution(target, [Row(parameters, 0, [0], 1, ())] * SYMBOLS).double()
-    joint = {
+    joint: dict[tuple[int, ...], float] = {
         (first, second, third): float(
             chances[0, first] * chances[first, second] * chances[second, third]
         )
@@ -155,7 +155,7 @@ def test_proposals_without_chance_leave_seeded_texts_as_they_are(
     for place, (engine, draft) in enumerate(((None, 0), (NGRAM, 4))):
         with llm_rig(tmp_path / str(place), folder(), engine, draft=draft) as scheduler:
             prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-            settings = {"temperature": 0.3, "presence_penalty": 0.05, "seed": 3}
+            settings: dict[str, Any] = {"temperature": 0.3, "presence_penalty": 0.05, "seed": 3}
             scheduler.add(1, input_ids=prompt, max_tokens=60, ignore_eos=True, **settings)
             scheduler.run()
             texts.append(scheduler.tokens(1))

@@ -68,7 +68,7 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
 
 
 def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
-    settings = {"input_ids": PROMPT, "max_tokens": 10, "n": 3, "seed": 7, "ignore_eos": True}
+    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 10, "n": 3, "seed": 7, "ignore_eos": True}
     scheduler.add(1, stream=True, **settings)
     scheduler.step()
     scheduler.add(2, **settings)
@@ -84,7 +84,8 @@ def test_stop_strings_end_a_text_before_them(scheduler: Scheduler, folder: Folde
     whole = TOKENIZER.decode(greedy(folder, 30))
     pairs = [whole[place : place + 2] for place in range(2, len(whole) - 2)]
     stop = next(pair for pair in pairs if "\ufffd" not in pair)
-    for key, more in enumerate(({}, {"stream": True}, {"include_stop_str_in_output": True}), 1):
+    ways: list[dict[str, Any]] = [{}, {"stream": True}, {"include_stop_str_in_output": True}]
+    for key, more in enumerate(ways, 1):
         scheduler.add(key, max_tokens=30, stop=[stop, "never"], **GREEDY, **more)
     scheduler.run()
     end = whole.index(stop)
