@@ -293,6 +293,18 @@ def test_a_scheduler_that_is_lost() -> None:
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
 
 
+def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() -> None:
+    """It is in the same process, and stops: its model has moved to another one."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    ((_, first),) = rig.sent()
+    rig.control_says(SchedulerLost("a", "a2"))
+    rig.step_says("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.told() == [] and rig.sent() == [("a2", first)]
+    rig.finish("a2", first.id)
+    assert rig.runs().keys() == {"b"}
+
+
 def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:
     rig = EnsembleRig(CHAIN, MODELS)
     rig.submit()

@@ -68,7 +68,13 @@ def test_a_text_begins_with_its_prompt_as_triton_has_it(
 
 
 def test_samples_are_those_of_their_seed(scheduler: Scheduler) -> None:
-    settings: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": 10, "n": 3, "seed": 7, "ignore_eos": True}
+    settings: dict[str, Any] = {
+        "input_ids": PROMPT,
+        "max_tokens": 10,
+        "n": 3,
+        "seed": 7,
+        "ignore_eos": True,
+    }
     scheduler.add(1, stream=True, **settings)
     scheduler.step()
     scheduler.add(2, **settings)
