@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
@@ -60,6 +61,10 @@ class Outbox:
         link = self.links.get(peer)
         if link is not None:
             link.post(message)
+
+    def to(self, peer: bytes) -> Callable[[Any], None]:
+        """As `ClientLinks` says."""
+        return partial(self.post, peer)
 
 
 class SchedulerProcess(Process):

@@ -30,6 +30,7 @@ from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest, S
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
 from shmserve.scheduler.ensemble.steps.submission import prepare
 from shmserve.scheduler.ensemble.steps.targets import Target, Targets
+from shmserve.scheduler.requests.request import OVER
 
 logger = logging.getLogger(__name__)
 
@@ -171,16 +172,12 @@ class StepRunner(Steps):
         number = next(self._numbers)
         try:
             target = self._targets.find(firing.step)
-            submit, placed, given = prepare(
-                number, request, firing, target, self._graph, self._memory, self._live.now_ns
-            )
+            step = StepRequest(OVER, target.endpoint, self, request, firing, target)
+            prepare(step, number, self._graph, self._memory, self._live.now_ns)
         except ShmserveError as error:
             let_go(firing)
             self._live.fail(request, error.code, error.message)
             return
-        step = StepRequest(
-            self, request, firing, target.signature, submit, target.endpoint, placed, given
-        )
         request.running[number] = step
         self._running[firing.step.index] += 1
         self._send(step, target)
