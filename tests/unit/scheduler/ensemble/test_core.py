@@ -71,6 +71,19 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     assert rig.runs() == {}
 
 
+def test_what_a_step_s_queue_refuses_is_told_in_its_words() -> None:
+    """Behind the ensemble's name, and without a code: the error has that. To the ensemble it is a
+    failure of OTHER, as in Triton: REJECTED is the step's."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    text = "[request id: <id_unknown>] Exceeds maximum queue size"
+    rig.step_says("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
+    failed = only(rig.told(), m.Failed)
+    assert (failed.code, failed.retry_after_s) == ("UNAVAILABLE", 2)
+    assert failed.message == f"in ensemble 'e', {text}"
+    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
+
+
 def test_the_first_error_counts() -> None:
     rig = EnsembleRig(FORK, MODELS)
     rig.submit()
