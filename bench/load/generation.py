@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-class Load:
+class Generating:
     """So many sequences of one engine."""
 
     def __init__(self, model: Transformer, rows: int) -> None:
@@ -120,7 +120,7 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
     floors: list[float] = []
     prompt_floors: list[float] = []
     for _ in range(rounds):
-        load = Load(model, rows)
+        load = Generating(model, rows)
         prompts.append(load.prefill() / rows * 1e3)
         steps.append(statistics.median(load.decode()) * 1e3)
         floors.append(median_ms(floor(model, rows, rows), 10))

@@ -16,8 +16,8 @@ from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
-from shmserve.workers.backends.llm.sampling.sampler import Row as SampledRow
 from shmserve.workers.backends.llm.sampling.sampler import (
+    SampledRow,
     TokenLogprobs,
     candidates,
     logprobs,
@@ -161,43 +161,41 @@ class WorkerEngine:
 
     @torch.inference_mode()
     def _results(self, planned: list[Planned], logits: torch.Tensor) -> list[RowResult]:
-        sampled: list[SampledRow] = []
-        places: list[int] = []
-        checks: list[Check] = []
-        going: list[Planned] = []
-        results: list[RowResult] = []
         for each in planned:
             if self._tells_prompt(each):
                 each.logits += self._tell_prompt(each, logits)
-            if not each.row.samples:
-                continue
-            sequence, tokens = each.sequence, each.proposal.tokens
-            if sequence.prompt.parameters.beams:
+        results: list[RowResult] = []
+        going: list[Planned] = []
+        for each in planned:
+            if each.sequence.prompt.parameters.beams and each.row.samples:
                 results.append(_beam(each, logits[each.logits]))
-                continue
-            going.append(each)
+            elif each.row.samples:
+                going.append(each)
+        return results + self._sampled(going, logits) if going else results
+
+    def _sampled(self, going: list[Planned], logits: torch.Tensor) -> list[RowResult]:
+        """Sample what follows each of these, and verify what was proposed."""
+        sampled: list[SampledRow] = []
+        places: list[int] = []
+        checks: list[Check] = []
+        for each in going:
+            tokens = each.proposal.tokens
             checks.append(Check(len(sampled), each.proposal))
             places += range(each.logits, each.logits + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = each.masks[count] if each.masks else None
-                sampled.append(sequence.sampled_row(tokens[:count], mask))
-        if not going:
-            return results
+                sampled.append(each.sequence.sampled_row(tokens[:count], mask))
         mine = logits if len(places) == len(logits) else logits[places]
         raw = _raw(mine, sampled)
         process(mine, sampled)
-        emitted = [
-            self._go_on(each, check, tokens, raw)
-            for each, check, tokens in zip(
-                going, checks, verify(mine, sampled, checks), strict=True
-            )
-        ]
+        found = verify(mine, sampled, checks)
+        parts = zip(going, checks, found, strict=True)
+        emitted = [self._go_on(each, check, tokens, raw) for each, check, tokens in parts]
         self.emit(emitted)
-        results += [
-            RowResult(each.sequence, each.tokens, each.over, len(planned.proposal.tokens))
-            for each, planned in zip(emitted, going, strict=True)
+        return [
+            RowResult(each.sequence, each.tokens, each.over, len(check.proposal.tokens))
+            for each, check in zip(emitted, checks, strict=True)
         ]
-        return results
 
     def _go_on(
         self, each: Planned, check: Check, tokens: list[int], raw: torch.Tensor | None

@@ -7,8 +7,7 @@ from typing import Any
 
 from shmserve.ipc.messages.generation import Row
 from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.sampler import Row as SampledRow
-from shmserve.workers.backends.llm.sampling.sampler import TokenLogprobs
+from shmserve.workers.backends.llm.sampling.sampler import SampledRow, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)

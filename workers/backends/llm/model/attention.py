@@ -19,7 +19,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 
 
 class KvCache:
-    """Keys and values of a model, of all layers: [layers, 2, blocks * block size, KV heads, head
+    """Keys and values of a model, of all layers: [layers, 2, KV heads, blocks * block size, head
     size], and the same on the host for `host_blocks`. Memory is taken as it is first written."""
 
     def __init__(
@@ -31,18 +31,19 @@ class KvCache:
         device: str = "cpu",
     ) -> None:
         self.block_size = block_size
-        head = (architecture.kv_heads, architecture.head_dim)
-        layers = architecture.layers
-        self.pool = torch.zeros((layers, 2, blocks * block_size, *head), device=device)
-        self._blocks = self.pool.view(layers, 2, blocks, block_size, *head)
-        self._host = torch.zeros((layers, 2, host_blocks, block_size, *head))
+        # Heads come before slots: then each is read in one piece.
+        heads = (architecture.layers, 2, architecture.kv_heads)
+        size = architecture.head_dim
+        self.pool = torch.zeros((*heads, blocks * block_size, size), device=device)
+        self._blocks = self.pool.view(*heads, blocks, block_size, size)
+        self._host = torch.zeros((*heads, host_blocks, block_size, size))
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor) -> None:
         """Put keys and values [tokens, KV heads, head size] into these slots."""
-        self.keys[layer].index_copy_(0, at, keys)
-        self.values[layer].index_copy_(0, at, values)
+        self.keys[layer].index_copy_(1, at, keys.transpose(0, 1))
+        self.values[layer].index_copy_(1, at, values.transpose(0, 1))
 
     def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
         """Copy blocks to the host pool, back from it, and within the pool, in this order; each is
@@ -55,7 +56,7 @@ class KvCache:
             if pairs:
                 read = torch.tensor(pairs[::2], device=source.device)
                 write = torch.tensor(pairs[1::2], device=target.device)
-                target.index_copy_(2, write, source.index_select(2, read).to(target.device))
+                target.index_copy_(3, write, source.index_select(3, read).to(target.device))
 
 
 class Span(NamedTuple):
@@ -129,47 +130,49 @@ class Attention:
     def attend(self, queries: torch.Tensor, layer: int, rows: Pass) -> torch.Tensor:
         """What the rows' queries [rows, heads, head size] find in their sequences, keys and values
         of this pass included: [rows, heads * head size]."""
-        found = [self._span(queries, layer, span) for span in rows.spans]
+        cache = self._cache
+        keys, values = cache.keys[layer], cache.values[layer]
+        # Query heads that share a key-value head are rows of one product.
+        grouped = queries.view(len(queries), len(keys), -1, queries.shape[2]).split(1)
+        attention = functional.scaled_dot_product_attention
+        found: list[torch.Tensor] = []
+        for span in rows.spans:
+            seen = self._read(keys, span), self._read(values, span)
+            if span.size == 1:
+                found.append(attention(grouped[span.first], *seen).reshape(1, -1))
+            else:
+                mine = queries[span.first : span.first + span.size]
+                found.append(_prompt(mine, *seen, span.mask))
         padding = len(queries) - sum(span.size for span in rows.spans)
         if padding:
             # They repeat the last row in all, as they write to its slot, too.
             found.append(found[-1][-1:].expand(padding, -1))
         return torch.cat(found)
 
-    def _span(self, queries: torch.Tensor, layer: int, span: Span) -> torch.Tensor:
-        keys, values = self._read(layer, span)
-        mine = queries[span.first : span.first + span.size]
-        heads = keys.shape[1]
-        if span.size == 1:
-            # Query heads that share a key-value head are rows of one product.
-            grouped = mine.view(1, heads, -1, mine.shape[2])
-            found = functional.scaled_dot_product_attention(grouped, keys, values)
-            return found.reshape(1, -1)
-        found = functional.scaled_dot_product_attention(
-            mine.transpose(0, 1).unsqueeze(0),
-            keys,
-            values,
-            attn_mask=span.mask,
-            is_causal=span.mask is None,
-            enable_gqa=heads != mine.shape[1],
-        )
-        return found.squeeze(0).transpose(0, 1).reshape(span.size, -1)
+    def _read(self, pool: torch.Tensor, span: Span) -> torch.Tensor:
+        """A sequence's keys or values, [1, KV heads, length, head size], of one layer's."""
+        heads, slots, size = pool.shape
+        if span.blocks is not None:
+            blocks = pool.view(heads, -1, self._cache.block_size, size)
+            gathered = blocks.index_select(1, span.blocks).flatten(1, 2)
+            return gathered[:, : span.length].unsqueeze(0)
+        begin = pool.storage_offset() + span.begin * size
+        return pool.as_strided((1, heads, span.length, size), (0, slots * size, size, 1), begin)
 
-    def _read(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence's keys and values, [1, KV heads, length, head size]."""
-        cache, length = self._cache, span.length
-        keys, values = cache.keys[layer], cache.values[layer]
-        if span.blocks is None:
-            end = span.begin + length
-            keys, values = keys[span.begin : end], values[span.begin : end]
-        else:
-            keys, values = (
-                each.view(-1, cache.block_size, *each.shape[1:])
-                .index_select(0, span.blocks)
-                .flatten(0, 1)[:length]
-                for each in (keys, values)
-            )
-        return keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+
+def _prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of several rows of one sequence; without a mask they are its first."""
+    found = functional.scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=keys.shape[1] != queries.shape[1],
+    )
+    return found.squeeze(0).transpose(0, 1).reshape(len(queries), -1)
 
 
 class PagedAttention(Attention):
@@ -181,21 +184,22 @@ class PagedAttention(Attention):
 
         cache, device, spans = self._cache, queries.device, rows.spans
         keys, values = cache.keys[layer], cache.values[layer]
-        pages = (-1, cache.block_size, *keys.shape[1:])
+        heads, _, size = keys.shape
+        pages, order = (heads, -1, cache.block_size, size), (1, 2, 0, 3)
         counts = [span.size for span in spans]
         lengths = torch.tensor([span.length for span in spans], dtype=torch.int32, device=device)
         mine = sum(counts)
         attend: Any = varlen_attn
         found = attend(
             queries[:mine],
-            keys.view(pages),
-            values.view(pages),
+            keys.view(pages).permute(order),
+            values.view(pages).permute(order),
             _ends(counts, device),
             None,
             max(counts),
             max(span.length for span in spans),
             window_size=(-1, 0),
-            enable_gqa=keys.shape[1] != queries.shape[1],
+            enable_gqa=heads != queries.shape[1],
             seqused_k=lengths,
             block_table=self._tables(spans, device),
         )

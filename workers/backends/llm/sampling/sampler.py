@@ -24,7 +24,7 @@ _BITS = (1 << 64) - 1
 
 
 @dataclass(slots=True)
-class Row:
+class SampledRow:
     """A row of logits to be sampled: the sequence's tokens before it, of which `prompt` are the
     prompt's, and those that its grammar allows (bits, int32), if it has one."""
 
@@ -65,7 +65,7 @@ def _mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+def sample(logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
     """A token for each row, of logits [rows, vocabulary] that were `process`ed."""
     tokens: list[int] = logits.argmax(-1).tolist()
     warm = [place for place, row in enumerate(rows) if row.parameters.temperature]
@@ -87,7 +87,7 @@ def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
     return tokens
 
 
-def process(logits: torch.Tensor, rows: Sequence[Row]) -> None:
+def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply, in place, what changes single logits of a row: bias, penalties, least length and
     grammar."""
     for line, row in zip(logits, rows, strict=True):
@@ -103,7 +103,7 @@ def process(logits: torch.Tensor, rows: Sequence[Row]) -> None:
             _mask(line, row.allowed)
 
 
-def _penalise(line: torch.Tensor, row: Row) -> None:
+def _penalise(line: torch.Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     tokens = torch.tensor(row.tokens, device=line.device)
     if parameters.repetition_penalty != 1.0:
@@ -122,7 +122,7 @@ def _mask(line: torch.Tensor, allowed: torch.Tensor) -> None:
     line[: len(known)].masked_fill_(~known, -math.inf)
 
 
-def distribution(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
     """The probabilities with which each row is sampled, of processed logits; a greedy row's are
     those of its likeliest token alone."""
     settings = [row.parameters for row in rows]

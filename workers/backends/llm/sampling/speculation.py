@@ -20,12 +20,12 @@ from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.sampler import (
     ACCEPTANCE,
     PROPOSAL,
+    SampledRow,
     distribution,
     pick,
     process,
     sample,
 )
-from shmserve.workers.backends.llm.sampling.sampler import Row as SampledRow
 from shmserve.workers.backends.llm.sequences import TokenSequence
 
 _LONGEST, _SHORTEST = 4, 2  # tokens that have to be the same

@@ -38,10 +38,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def made(**more: Any) -> sampler.Row:
+def made(**more: Any) -> sampler.SampledRow:
     """A row with these settings."""
     parameters = GenerationParameters(**{"seed": 1, **more})
-    return sampler.Row(parameters, 0, [*PROMPT, *SAID], len(PROMPT), (2,))
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), (2,))
 
 
 def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:

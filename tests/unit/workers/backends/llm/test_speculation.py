@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampling.sampler import (
     PROPOSAL,
-    Row,
+    SampledRow,
     distribution,
     pick,
     sample,
@@ -34,10 +34,11 @@ def chain(seed: int) -> torch.Tensor:
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def rows(texts: list[list[int]], parameters: GenerationParameters) -> list[Row]:
+def rows(texts: list[list[int]], parameters: GenerationParameters) -> list[SampledRow]:
     """A row for each text, all behind token 0 and with seeds of their own."""
     return [
-        Row(replace(parameters, seed=seed), 0, [0, *text], 1, ()) for seed, text in enumerate(texts)
+        SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
+        for seed, text in enumerate(texts)
     ]
 
 
@@ -76,7 +77,7 @@ def test_what_was_drawn_by_a_draft_does_not_change_the_distribution(
     target, draft = chain(1), chain(2)
     parameters = GenerationParameters(**settings)
     counts = Counter(spoken(target, draft, parameters))
-    chances = distribution(target, [Row(parameters, 0, [0], 1, ())] * SYMBOLS).double()
+    chances = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double()
     joint: dict[tuple[int, ...], float] = {
         (first, second, third): float(
             chances[0, first] * chances[first, second] * chances[second, third]
