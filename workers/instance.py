@@ -40,8 +40,9 @@ class WorkerInstance:
         self._context = context
         self._backend = backend
         self._memory = context.output_memory
-        self._metrics = MetricsReports(backend.metrics)
         self.link = InstanceLink(context.control, context.index, os.getpid(), self._read)
+        self._metrics = MetricsReports(backend.metrics, self.link)
+        backend.metrics_changed = self._metrics.changed
         signature = Signature(config, context.version)
         unpacker = Unpacker(signature, context.mappings, context.copied, backend.device_inputs)
         scatterer = Scatterer(signature, context, backend.strict_outputs, not config.decoupled)

@@ -262,21 +262,19 @@ class RetireInstance:
 
 @message
 class InstanceRetired:
-    """An instance that was to retire has nothing left to do, and gets nothing more. `pid`: the
-    process it was, 0: none is known."""
+    """An instance that was to retire has nothing left to do, and gets nothing more. `process`: the
+    number of the process it was, 0: none is known."""
 
-    index: int
-    pid: int
+    process: int
 
 
 @message
 class KillInstance:
-    """An instance overran its execution limit: dump its stack to the log and kill it, if it is
-    process `pid` still."""
+    """An instance overran its execution limit: kill its process, if it is that one still, and have
+    the log say where it hangs."""
 
-    index: int
+    process: int
     reason: str
-    pid: int
 
 
 @message

@@ -125,6 +125,7 @@ class Client(Process):
             return
         peer, _ = self._links[endpoint]
         self._hosts[endpoint].back(peer).drain()
+        self._hosts[endpoint].back(peer).close()
         if successor:
             self._successors[endpoint] = successor
         else:

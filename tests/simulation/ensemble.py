@@ -69,7 +69,9 @@ class StepLinks:
             self._moved[endpoint] = successor
         if endpoint not in self._links:
             return
-        self._hosts[endpoint].back(self._links[endpoint][0]).drain()
+        back = self._hosts[endpoint].back(self._links[endpoint][0])
+        back.drain()
+        back.close()
 
 
 class EnsembleProcess(SchedulerProcess):

@@ -14,7 +14,8 @@ from typing import Any
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import ENDED
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.transport.peercred_router import first_number
+from shmserve.ipc.transport.router import first_number
+from shmserve.scheduler.requests.client import stopping
 from shmserve.scheduler.settings import Settings
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
@@ -120,7 +121,8 @@ class Ledger:
             if request.model.steps and kind == InvalidArgument.code:
                 request.fail(f"told {message}, and its tensors are in order")
             names = {request.model.name, *(step.name for step in request.model.steps)}
-            if ENDED in message.message and not names & self.unloaded:
+            text = message.message
+            if (ENDED in text or stopping("") in text) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 
@@ -177,6 +179,7 @@ class SchedulerTrace:
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
     retiring: set[bytes] = field(default_factory=set)
+    succeeded_by_another: bool = False
     counted: Counter[str] = field(default_factory=Counter)
 
     def _fail(self, text: str) -> None:
@@ -325,7 +328,8 @@ class SchedulerTrace:
 
     def told(self, peer: bytes, message: Any) -> None:
         """A client is told something."""
-        if not isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled):
+        ends = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
+        if not ends or self.succeeded_by_another:
             return
         if first_number(peer) in self.dead:
             self._fail(f"a dead client is told {type(message).__name__}")
@@ -385,8 +389,10 @@ class SchedulerTrace:
 
     def stopped(self) -> None:
         """The supervisor's word to stop is about to be handled: nothing may be left, but for what
-        an open sequence has sent since."""
-        for entry in () if self.model.sequences else self.entries.values():
+        an open sequence has sent since, and what runs again elsewhere."""
+        if self.model.sequences or self.succeeded_by_another:
+            return
+        for entry in self.entries.values():
             self._fail(f"is stopped while it has request {entry.submit.request_id}")
 
     def turn_over(self) -> None:

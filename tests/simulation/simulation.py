@@ -163,6 +163,7 @@ class Simulation:
             self._reload: 1,
             self._reconfigure: 1,
             self._rescale: 4,
+            self._regroup: 3,
             self._stall: 6,
             self._fill: 3,
             self._jump: 2,
@@ -207,7 +208,8 @@ class Simulation:
 
     def _rescale(self) -> None:
         """Change the number of instances of what serves."""
-        versions = [v for v in self.supervisor.serving.values() if not v.model.steps]
+        serving = self.supervisor.serving.values()
+        versions = [v for v in serving if not v.model.steps and v.former is None]
         if versions:
             version = self._random.choice(versions)
             if len(version.indices) < 2 or (len(version.indices) < 4 and self.world.chance(0.5)):
@@ -216,6 +218,15 @@ class Simulation:
             else:
                 self.world.fault("instance retired", version.model.name)
                 self.supervisor.retire_instance(version, self._random.choice([*version.indices]))
+
+    def _regroup(self) -> None:
+        """An ensemble and its steps change over to a process of their own, or away from it."""
+        for model in self.models:
+            if model.steps:
+                group = "" if model.group else model.name
+                for each in (model, *model.steps):
+                    each.group = group
+                    self.supervisor.move(each)
 
     def _stall(self) -> None:
         links = self.supervisor.links()
@@ -263,6 +274,8 @@ class Simulation:
     def _check_quiet(self) -> None:
         for version in self.supervisor.versions:
             scheduler = version.scheduler
+            if version.former is not None:
+                raise Violation(f"{version.former} is not done, and its successor waits")
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
             if scheduler.hosted.front.live:

@@ -21,7 +21,8 @@ from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, Wor
 
 class Version:
     """A loaded version of a model: its scheduler and its workers, by the index of their instance.
-    `indices`: the instances that it is to have; `leaving` are those that retire."""
+    `indices`: the instances that it is to have; `leaving` are those that retire. `former`: the
+    scheduler that it moves away from, which may be `drained`."""
 
     def __init__(self, model: Model, number: str) -> None:
         self.model = model
@@ -30,6 +31,8 @@ class Version:
         self.workers: dict[int, Worker] = {}
         self.indices = dict.fromkeys(range(model.instances))
         self.leaving: set[int] = set()
+        self.former: SchedulerProcess | None = None
+        self.drained = False
         self.snapshot: list[Any] = []
         self.serves = False
         self.retiring = False
@@ -39,6 +42,10 @@ class Version:
         """Where requests are submitted."""
         assert self.scheduler is not None
         return self.scheduler.endpoint
+
+    def worker(self, pid: int) -> Worker | None:
+        """The worker that is this process."""
+        return next((each for each in self.workers.values() if each.pid == pid), None)
 
 
 class Supervisor(Process):
@@ -72,14 +79,20 @@ class Supervisor(Process):
         for client in self.clients:
             self.tell(client, message)
         if clients_only:
-            for version in self.versions:
-                if version.model.steps and not isinstance(message, supervision.ModelWithdrawn):
-                    self.tell(version.scheduler, message)
+            if not isinstance(message, supervision.ModelWithdrawn):
+                for ensemble in self._ensembles():
+                    self.tell(ensemble, message)
             return
         for version in self.versions:
             self.tell(version.scheduler, message)
+            self.tell(version.former, message)
             for worker in version.workers.values():
                 self.tell(worker, message)
+
+    def _ensembles(self) -> list[SchedulerProcess]:
+        versions = [version for version in self.versions if version.model.steps]
+        schedulers = [each for v in versions for each in (v.scheduler, v.former)]
+        return [each for each in schedulers if each is not None]
 
     def _send_ticket(self, address: Any, message: Any) -> None:
         if address in self._links:
@@ -105,28 +118,32 @@ class Supervisor(Process):
             self._heard(scheduler, message)
 
     def _heard(self, scheduler: SchedulerProcess, message: Any) -> None:
-        version = next((v for v in self.versions if v.scheduler is scheduler), None)
+        known = (v for v in self.versions if scheduler in (v.scheduler, v.former))
+        version = next(known, None)
         if version is None:
             return
+        moves = scheduler is version.former
         match message:
             case supervision.AskTicket() | supervision.TicketReturned():
                 self.tickets.handle(scheduler.address, message)
-            case supervision.KillInstance(index=index, pid=pid):
-                worker = version.workers.get(index)
-                if worker is not None and worker.pid == pid:
+            case supervision.KillInstance(process=pid):
+                worker = version.worker(pid)
+                if worker is not None:
                     self.kill(worker)
-            case supervision.StatisticsSnapshot():
+            case supervision.StatisticsSnapshot() if not moves:
                 before = version.snapshot[0] if version.snapshot else {}
                 version.snapshot = [{**before, **message.statistics}, message.metrics]
-            case supervision.InstanceRetired(index=index, pid=pid):
-                worker = version.workers.get(index)
-                if worker is not None and worker.pid == pid and index in version.leaving:
-                    scheduler.to_worker(worker).drain()
+            case supervision.InstanceRetired(process=pid):
+                worker = version.worker(pid)
+                if worker is not None and worker.index in version.leaving:
+                    scheduler.drain_to(worker)
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
             case supervision.Drained():
-                if version.retiring:
+                if moves:
+                    version.drained = True
+                elif version.retiring:
                     self._stop(version)
 
     # --- versions ---------------------------------------------------------------------------------
@@ -184,7 +201,7 @@ class Supervisor(Process):
         version.serves = True
         self._announce(version)
         if before is not None:
-            self.world.after(self.world.between(100 * US, 2 * MS), self._retire, before)
+            self._once_heard(before.scheduler, self._retire, before)
 
     def _published(self, version: Version) -> supervision.ModelPublished:
         model = version.model
@@ -203,6 +220,85 @@ class Supervisor(Process):
     def _announce(self, version: Version) -> None:
         self._broadcast(self._published(version), clients_only=True)
 
+    def _once_heard(
+        self, former: SchedulerProcess | None, then: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Go on when everybody knows who serves, and what was sent before has come to whoever
+        did."""
+        clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
+        links = [link for each in clients for link in each.links() if link.target is former]
+        links += [self._links[each.address] for each in clients if each.address in self._links]
+        if any(link.pending for link in links):
+            self.world.after(50 * US, self._once_heard, former, then, *arguments)
+        else:
+            then(*arguments)
+
+    # --- moves ------------------------------------------------------------------------------------
+
+    def move(self, model: Model) -> None:
+        """Have what serves a model scheduled in its group's process: as `FailOver.move`."""
+        version = self.serving.get(model.name)
+        if version is None or version.former is not None or version.retiring:
+            return
+        former = version.scheduler
+        stays = model.sequences or model.decoupled or model.limited
+        if not model.steps and not any(w.loaded and w.alive for w in version.workers.values()):
+            return
+        if stays or former is None or not former.alive:
+            return
+        self.world.fault("move", model.name)
+        version.former, version.snapshot = former, []
+        self._start_scheduler(version)
+        self._announce(version)
+        workers = [worker for worker in version.workers.values() if worker.alive]
+        self._once_heard(former, self._drain_former, version, workers, self._succeed_former)
+
+    def _drain_former(
+        self, version: Version, workers: list[Worker], then: Callable[..., None]
+    ) -> None:
+        """As far as it can be drained with these workers."""
+        version.drained = False
+        self.tell(version.former, supervision.Drain())
+        self._await_drained(version, workers, then)
+
+    def _await_drained(
+        self, version: Version, workers: list[Worker], then: Callable[..., None]
+    ) -> None:
+        assert version.former is not None
+        can = version.former.alive and (not workers or any(each.alive for each in workers))
+        if can and not version.drained:
+            self.world.after(50 * US, self._await_drained, version, workers, then)
+            return
+        version.former.trace.succeeded_by_another |= not version.drained
+        then(version, workers)
+
+    def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
+        assert version.former is not None
+        self._introduce(version)
+        lost = supervision.SchedulerLost(version.former.endpoint, version.endpoint)
+        self._broadcast(lost, clients_only=True)
+        self._announce(version)
+        self._once_heard(version.former, self._drain_former, version, workers, self._moved)
+
+    def _moved(self, version: Version, _: list[Worker]) -> None:
+        assert version.former is not None and version.scheduler is not None
+        self._attach(version)
+        self.tell(version.former, supervision.Stop())
+        self.world.after(5 * MS, self._close, version.former)
+        version.former = None
+        if not version.scheduler.alive:
+            self._scheduler_died(version)
+
+    def _close(self, scheduler: SchedulerProcess) -> None:
+        """A scheduler leaves its process, which ends with the last."""
+        if scheduler.alive:
+            scheduler.die()
+            self._links.pop(scheduler.address)
+            if not scheduler.host.schedulers:
+                self._end(scheduler.host)
+
+    # --- the end of versions ----------------------------------------------------------------------
+
     def unload(self, model: Model) -> None:
         """Withdraw a model: what is in flight is finished."""
         version = self.serving.pop(model.name, None)
@@ -212,6 +308,9 @@ class Supervisor(Process):
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
+        if version.former is not None:  # it moves: one after the other
+            self.world.after(MS, self._retire, version)
+            return
         version.retiring = True
         if version.scheduler is not None and version.scheduler.alive:
             self.tell(version.scheduler, supervision.Drain())
@@ -240,11 +339,7 @@ class Supervisor(Process):
         self.world.after(5 * MS, self._stopped, version, scheduler)
 
     def _stopped(self, version: Version, scheduler: SchedulerProcess) -> None:
-        if scheduler.alive:
-            scheduler.die()
-            self._links.pop(scheduler.address)
-            if not scheduler.host.schedulers:
-                self._end(scheduler.host)
+        self._close(scheduler)
         now = self.serving.get(version.model.name)
         successor = "" if now is None else now.endpoint
         self._broadcast(supervision.SchedulerLost(scheduler.endpoint, successor), clients_only=True)
@@ -325,7 +420,8 @@ class Supervisor(Process):
         for scheduler in process.schedulers if isinstance(process, Host) else ():
             self._links.pop(scheduler.address)
         for version in self.versions[:]:
-            if version.scheduler is not None and process is version.scheduler.host:
+            died = version.scheduler is not None and process is version.scheduler.host
+            if died and version.former is None:
                 self._scheduler_died(version)
             for index, worker in list(version.workers.items()):
                 if worker is process:
@@ -354,16 +450,24 @@ class Supervisor(Process):
             return
         lost = version.endpoint
         self._start_scheduler(version)
+        self._introduce(version)
+        self._attach(version)
+        lost_news = supervision.SchedulerLost(lost, version.endpoint)
+        self._broadcast(lost_news, clients_only=True)
+        if version.serves:
+            self._announce(version)
+
+    def _introduce(self, version: Version) -> None:
+        """Tell a new scheduler of the instances."""
         for index in version.leaving:  # what they run, runs elsewhere
             self._end(version.workers[index])
         for index in version.indices:
             worker = version.workers.get(index)
             pid = 0 if worker is None or not worker.alive else worker.pid
             self.tell(version.scheduler, supervision.InstanceExpected(index, pid))
+
+    def _attach(self, version: Version) -> None:
+        """Have the instances offer themselves to a new scheduler."""
         for index, worker in version.workers.items():
             if worker.loaded and index not in version.leaving:
                 self.tell(worker, version.scheduler)
-        lost_news = supervision.SchedulerLost(lost, version.endpoint)
-        self._broadcast(lost_news, clients_only=True)
-        if version.serves:
-            self._announce(version)

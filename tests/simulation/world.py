@@ -138,6 +138,11 @@ class Link:
         """Whether what is sent now can arrive."""
         return self.target.alive and not self.closed
 
+    @property
+    def pending(self) -> bool:
+        """Whether something is on its way."""
+        return self.connected and bool(self._queue)
+
     def post(self, message: Any) -> None:
         """Send a message."""
         self._queue.append(message)

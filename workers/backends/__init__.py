@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -69,6 +70,7 @@ class Backend(ABC):
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.metrics_changed: Callable[[bool], None] = _nobody_reports
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """`config`, as `GET /v2/models/NAME/config` shows it, completed with what the model's files
@@ -122,7 +124,8 @@ class Backend(ABC):
         """All families of the model's own metrics if they changed since the last call, else None.
 
         `shmserve.workers.backends.python.metrics.changes` says what they look like; call
-        `context.control.wake()` when they change outside of `execute`.
+        `context.control.wake()` when they change outside of `execute`, and `metrics_changed(True)`
+        for a report at once, in any thread, from where `metrics` may be called.
         """
         return None
 
@@ -133,6 +136,10 @@ class Backend(ABC):
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
         """The instance ends: let the model clean up."""
+
+
+def _nobody_reports(at_once: bool) -> None:
+    """There is no instance yet."""
 
 
 def backend_name(config: ModelSpec) -> str:

@@ -20,7 +20,8 @@ It learns how long batches take by their size and when requests come (estimates.
 The target is aimed at with feedback: what a request spends outside the scheduler's sight, or a
 longer tail than the spread tells, moves the aim until one request in a hundred misses the target.
 Where misses add up (a cumulative sum: Page, 1954), the target is out of reach for now, and it makes
-for throughput. What is late for a trial moves neither. Preferred sizes do not count.
+for throughput, with the size that may do most. What is late for a trial moves neither. Preferred
+sizes do not count.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class AdaptiveBatcher(Batcher):
         count = len(head.requests)
         burst_ns, sooner = self._burst(head)
         ends_ns = self._start_by(head.oldest_ns, head.units)
-        if sooner or (self._waiting.on and self._waiting.pays) or self._misses > _OUT_OF_REACH:
+        if sooner or (self._waiting.on and self._waiting.pays) or self._late:
             ends_ns = max(ends_ns, burst_ns)
         reason = Closed.IDLE
         if ends_ns <= now_ns:
@@ -154,9 +155,17 @@ class AdaptiveBatcher(Batcher):
             return Batch(self._in_time(now_ns, head.requests) or count, reason)
         return batch
 
+    @property
+    def _late(self) -> bool:
+        """Whether the target is out of reach for now."""
+        return self._misses > _OUT_OF_REACH
+
+    def _best(self, units: int) -> int:
+        return self._time.best(units, late=self._late)
+
     def _sized(self, head: QueueHead, batch: Batch) -> Batch:
         """The batch, or its first requests where these are done faster for their number."""
-        best = self._time.best(head.units)
+        best = self._best(head.units)
         if best >= head.units:
             return batch
         return Batch(_within(head.requests, best), Closed.PREFERRED)
@@ -191,12 +200,12 @@ class AdaptiveBatcher(Batcher):
 
     def _moment(self, now_ns: int, oldest_ns: int) -> Moment:
         time, load, target = self._time, self._load, self._rules.target_ns
-        best = time.best(self._rules.max_batch_size)
+        best = self._best(self._rules.max_batch_size)
         best_ns = time.expected_ns(best)
         row_ns = best_ns / best
         spare_ns = target - load.waiting * row_ns - best_ns
         needed = load.per_ns * row_ns > _FULL and spare_ns < target / 2
-        if spare_ns < 0 and self._misses > _OUT_OF_REACH and load.batches > LEARNING:
+        if spare_ns < 0 and self._late and load.batches > LEARNING:
             needed = needed or load.stays  # clients wait for responses, or it is as good as full
         own_ns = target - (now_ns - oldest_ns)
         return Moment(own_ns, spare_ns, row_ns, load.per_ns, load.most, needed)

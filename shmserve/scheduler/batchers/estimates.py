@@ -13,7 +13,8 @@ _WIDEST = 4  # spreads: what lies further out counts as if it were there
 _LEAST_VARIATION = 0.05  # of the sizes, to their mean: with less, they tell nothing of the slope
 
 _EXACT_BITS = 6  # sizes below 2**6 are told apart, larger ones to one part in 32
-_REMEMBERED = 16.0  # executions that the mean of a size remembers
+_REMEMBERED = 256.0  # executions that the mean of a size remembers: the level is held by means that
+# move much more slowly than it does
 _GAIN = 1 / 32  # of what all sizes have in common: level and spread
 _FIRST_SPREAD, _LEAST_SPREAD = 0.1, 0.02  # of a time, in parts of it
 _DEVIATION = 1.25  # standard deviations, of a normal distribution, that a spread is
@@ -43,8 +44,6 @@ class BatchTime:
     one size, the slope is the last one that there was, at first 0: the optimistic guess, which
     leads to larger batches and to knowing better.
     """
-
-    __slots__ = ("_mean_x", "_mean_y", "_seen", "_spread", "_weight", "_xx", "_xy", "each_ns")
 
     def __init__(self) -> None:
         self._seen = -1
@@ -105,8 +104,6 @@ class BatchTime:
 class _Size:
     """The mean time of the batches of a size, and how many of them it stands for."""
 
-    __slots__ = ("mean", "weight")
-
     def __init__(self, mean: float) -> None:
         self.mean = mean
         self.weight = 1.0
@@ -117,24 +114,9 @@ class SizeTimes:
     shape of the curve; between two sizes a line, above all of them the slope of `BatchTime`.
 
     What all sizes share is pooled: their relative spread, and a level that follows a drift also for
-    the sizes that do not occur. The size that does most rows in a time is taken as a bandit problem
-    (UCB1: Auer et al., 2002): a size is passed over for a smaller one only where it is worse by
+    the sizes that do not occur. A size is passed over for a smaller one only where it is worse by
     more than the standard errors of both. A cliff between two sizes is found by bisection.
     """
-
-    __slots__ = (
-        "_best",
-        "_last",
-        "_level",
-        "_line",
-        "_order",
-        "_seen",
-        "_sizes",
-        "_spread",
-        "_stale",
-        "_times",
-        "_untried",
-    )
 
     def __init__(self, largest: int) -> None:
         self._line = BatchTime()
@@ -147,6 +129,7 @@ class SizeTimes:
         # By index, as of the last time that they were asked for; at this level.
         self._times = [0.0] * (self._last + 1)
         self._best = list(range(self._last + 1))
+        self._hoped = self._best.copy()
         self._stale = False
         self._untried: dict[int, tuple[int, float]] = {}
 
@@ -175,12 +158,16 @@ class SizeTimes:
         """The time it takes, but for one in a hundred or so."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
-    def best(self, units: int) -> int:
-        """The size up to this one whose batches do most rows in a time."""
+    def best(self, units: int, *, late: bool = False) -> int:
+        """The size up to this one whose batches do most rows in a time: in doubt, the larger one.
+
+        Where all is late, that doubt must not last: then it is the size that may do most, which
+        ends in knowing it (a bandit problem, as UCB1 solves it: Auer et al., 2002).
+        """
         if self._stale:
             self._refresh()
         index = min(_index(units), self._last)
-        best = self._best[index]
+        best = (self._hoped if late else self._best)[index]
         return units if best == index else _size(best)
 
     # --- learning -----------------------------------------------------------------------------
@@ -210,7 +197,10 @@ class SizeTimes:
         """The time as far as it counts; and what all sizes share learns of it."""
         ratio = took / size.mean
         if size.weight >= 4:
-            self._level *= min(max(ratio, 0.5), 2.0) ** _GAIN
+            # What scatters more says less of a drift (the gain of a Kalman filter); and the ratio
+            # is 1 on average, where of skewed times its logarithm is not 0.
+            noise = max(1.0, self._spread / _FIRST_SPREAD)
+            self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _GAIN / noise
         off = abs(ratio - 1)
         widest = _WIDEST * max(self._spread, 2 * _LEAST_SPREAD)
         gain = max(_GAIN, 1 / self._seen)
@@ -269,20 +259,45 @@ class SizeTimes:
         times, sizes = self._times, self._sizes
         spread = _DEVIATION * max(self._spread, _LEAST_SPREAD)
         best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
+        hoped, hope = 1, 0.0
+        pooled = self._pooled(spread)
         highest = self._order[-1] if self._order else self._last
         for index in range(1, self._last + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # a guess has to be good without a margin
             if index > highest:
-                self._best[index] = best
+                self._best[index], self._hoped[index] = best, hoped
                 continue
             if size is not None:
                 error /= size.weight
                 margin = _SURE * (error + top_error) ** 0.5
             self._best[index] = index if rate * (1 + _SAME + margin) >= top else best
+            time, weight = pooled.get(index, (times[index], math.inf))
+            may = _size(index) / time * (1 + spread / math.sqrt(weight))
+            if may >= hope:
+                hoped, hope = index, may
+            self._hoped[index] = hoped
             score = rate / (1 + error**0.5)
             if score >= top_score:
                 best, top, top_error, top_score = index, rate, error, score
+
+    def _pooled(self, spread: float) -> dict[int, tuple[float, float]]:
+        """By index, the mean time of neighbours that do not clearly differ, and its weight: the
+        luckiest of many sizes would pass for the fastest, and each have to be tried for itself."""
+        pooled: dict[int, tuple[float, float]] = {}
+        together: list[int] = []
+        mean = weight = 0.0
+        for index in self._order:
+            size = self._sizes[index]
+            both = (mean * weight + size.mean * size.weight) / (weight + size.weight)
+            if together:
+                error = spread * both * math.sqrt(1 / weight + 1 / size.weight)
+                if abs(size.mean - mean) > _SURE * error:
+                    together, weight, both = [], 0.0, size.mean
+            mean, weight = both, weight + size.weight
+            together.append(index)
+            pooled.update(dict.fromkeys(together, (mean, weight)))
+        return pooled
 
     def _interpolate(self) -> None:
         times, lower = self._times, 0
@@ -317,8 +332,6 @@ def _middle(lower: int, highest: int) -> int:
 
 class _Level:
     """The statistics of arrivals while so many requests are here."""
-
-    __slots__ = ("chance", "deviation_ns", "gap_ns", "seen")
 
     def __init__(self) -> None:
         self.chance = 0.0
@@ -359,8 +372,6 @@ class Arrivals:
     are here says how far a burst has come. For each number of requests there are moving averages,
     as TCP keeps them of round trips (RFC 6298): how often another came soon, and how long it took.
     """
-
-    __slots__ = ("_here", "_levels", "_since_ns")
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
@@ -421,20 +432,6 @@ class Load:
 
     The number of instances is not told: it is taken for the most that were at work on average.
     """
-
-    __slots__ = (
-        "_came",
-        "_done",
-        "_each",
-        "_instances",
-        "_left",
-        "_most",
-        "_passed_ns",
-        "_returned_ns",
-        "_took_ns",
-        "batches",
-        "here",
-    )
 
     def __init__(self) -> None:
         self.batches = 0

@@ -109,7 +109,7 @@ class Recovery:
 
     def _doom(self, slot: Slot, reason: str) -> None:
         slot.meet("doom")
-        self._control.post(KillInstance(slot.index, reason, slot.pid))
+        self._control.post(KillInstance(slot.pid, reason))
 
     def _fail_early(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         self._responses.fail(request, "INTERNAL", text, Reason.BACKEND, now_ns, early=True)

@@ -31,8 +31,6 @@ _WEIGHT = 1 / 3  # of the newest epoch
 class Account:
     """Misses that may be spent on trials."""
 
-    __slots__ = ("_explained", "credit")
-
     def __init__(self) -> None:
         self.credit = _FIRST
         self._explained = 0.0
@@ -65,22 +63,6 @@ class Ways:
     pays changes with the load, an epoch goes the other way at times: at first every other one, then
     more and more rarely as long as that confirms what is known, which bounds what it costs.
     """
-
-    __slots__ = (
-        "_account",
-        "_batches",
-        "_better",
-        "_count",
-        "_epochs",
-        "_every",
-        "_mean_ns",
-        "_misses",
-        "_next",
-        "_price",
-        "_sum_ns",
-        "on",
-        "pays",
-    )
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -163,8 +145,6 @@ class Sizes:
     instance has left, so near its capacity a try is dear. Of clients that wait for their responses
     no more can be late than there are. The account pays what a try has cost, and no more than that.
     """
-
-    __slots__ = ("_account", "_at", "_behind", "_idle", "_moment", "_price", "_size")
 
     def __init__(self, account: Account) -> None:
         self._account = account

@@ -32,7 +32,7 @@ from shmserve.ipc.messages.generation import (
 )
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.signature import id_prefix
-from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
+from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.generation_stats import GenerationStats

@@ -14,14 +14,6 @@ class GenerationStats(Table):
     """Counts since the version was loaded: of tokens (`generated`, and those that were computed in
     the `prefilled` prompts or one by one, `decoded`), of blocks that were copied, and of steps."""
 
-    __slots__ = (
-        *("generated", "prefilled", "decoded", "finished", "preemptions", "recomputed"),
-        *("swapped_in", "swapped_out", "copied_on_write", "prefix_queries", "prefix_hits"),
-        *("phases", "drafted", "accepted", "speculative_steps"),
-        *("iteration_seconds", "scheduler_seconds", "batch_tokens"),
-        *("first_token_seconds", "inter_token_seconds", "prompt_tokens", "generation_tokens"),
-    )
-
     def __init__(self) -> None:
         self.generated = 0
         self.prefilled = 0

@@ -197,14 +197,14 @@ class Pool:
             if slot in self.free:
                 self.free.remove(slot)
 
-    def take_retired(self, needed: Callable[[Slot], bool]) -> list[tuple[int, int]]:
-        """Take out who was to leave and has nothing to do, unless it is `needed`: the index and the
-        process of each."""
-        over: list[tuple[int, int]] = []
+    def take_retired(self, needed: Callable[[Slot], bool]) -> list[int]:
+        """Take out who was to leave and has nothing to do, unless it is `needed`: the process of
+        each, 0 where none is known."""
+        over: list[int] = []
         for slot in self.retiring[:]:
             works = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
             if not works and not needed(slot):
-                over.append((slot.index, slot.pid or slot.awaited))
+                over.append(slot.pid or slot.awaited)
                 self._leave(slot)
         return over
 

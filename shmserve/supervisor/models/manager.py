@@ -95,7 +95,11 @@ class ModelManager:
         self._require_explicit()
         check_model_name(name)
         self._dependencies.wanted_itself(name)
-        await self.load(name, config, files)
+        try:
+            await self.load(name, config, files)
+        except ShmserveError as error:
+            logger.error("model %s: %s", name, error.message.rstrip("; \n"))
+            raise
 
     async def unload_on_request(self, name: str, dependents: bool) -> None:
         """POST /v2/repository/models/NAME/unload; an unknown model is fine. `dependents`: of an

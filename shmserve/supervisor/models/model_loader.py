@@ -104,7 +104,7 @@ class ModelLoader:
                 model.outcomes[number] = Outcome(failures.get(number, "another version failed"))
             self._rollout.publish(model)
             self._on_change()
-            logger.info("failed to load '%s'", model.name)
+            logger.error("failed to load '%s'", model.name)
             if graph is not None:
                 raise InvalidArgument(f"load failed for model '{model.name}': {graph.message}\n")
             raise load_failed(model, failures)

@@ -33,6 +33,54 @@ class TritonPythonModel:
 """
 
 
+# Looks at the metrics page of the port that it is sent, as a unit test in a model does.
+LOOKING = """
+import gc
+import time
+import urllib.request
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        port = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy()[0]
+
+        def page():
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+                lines = reply.read().decode().splitlines()
+            return sorted(line for line in lines if line.startswith("looked"))
+
+        counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
+        family = pb_utils.MetricFamily("looked", "at", counter)
+        one = family.Metric(labels={"a": "1"})
+        one.increment(4)
+        assert page() == ['looked{a="1"} 4'], page()
+        again = pb_utils.MetricFamily(name="looked", description="at", kind=counter)
+        again.Metric(labels={"a": "1"}).increment(0.5)
+        two = again.Metric(labels={"a": "2"})
+        assert one.value() == 4.5 and two.value() == 0
+        assert page() == ['looked{a="1"} 4.5', 'looked{a="2"} 0'], page()
+        for change in (lambda: one.increment(-1), lambda: one.set(1)):
+            try:
+                change()
+            except pb_utils.TritonModelException:
+                continue
+            raise AssertionError("a counter goes up")
+        level = pb_utils.MetricFamily("looked_level", "at", gauge)
+        value = level.Metric()
+        value.set(7)
+        value.increment(-9)
+        assert value.value() == -2 and page()[0] == "looked_level -2", page()
+        del one, two, family, again, value, level
+        gc.collect()
+        until = time.monotonic() + 10
+        while page():
+            assert time.monotonic() < until, page()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", np.ones(1, np.int32))])]
+"""
+
+
 @pytest.fixture(scope="module")
 def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of "metering" (two instances), the same as "other" (one), and "ticking"."""
@@ -44,6 +92,9 @@ def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config.write_text(config.read_text().replace("count: 2", "count: 1"))
     repositories.write(
         repository, "ticking", repositories.identity_config("ticking", "INT32", [1]), TICKING
+    )
+    repositories.write(
+        repository, "looking", repositories.identity_config("looking", "INT32", [1]), LOOKING
     )
     with running(repository) as server:
         yield server
@@ -96,6 +147,12 @@ def test_the_text(metered: Server) -> None:
 
 def test_a_thread_of_the_model_changes_them(metered: Server) -> None:
     until("the gauge is shown", lambda: metered.metric("ticks", **{"from": "thread"}) == 1000)
+
+
+def test_a_model_sees_on_the_page_what_it_has_just_done(metered: Server, http: Http) -> None:
+    given = json_input("INPUT0", np.array([metered.metrics_port], np.int32))
+    for _ in range(2):
+        http.infer("looking", {"inputs": [given]}).ok()
 
 
 def test_what_a_dead_instance_counted_stays(metered: Server, http: Http) -> None:

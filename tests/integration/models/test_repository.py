@@ -155,6 +155,7 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         assert load(http, "bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
         server.wait_log("failed to load 'bad'\n")
+        server.wait_log("model bad: load failed for model 'bad': version 1 is at UNAVAILABLE")
         unload(http, "good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 
@@ -274,9 +275,17 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
     for name in ("versionless", "unreadable"):
         shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
     (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
-    server = Server([repository], ["--exit-on-error=false"])
+    server = Server([repository], ["--exit-on-error=false", "--log-info=false"])
     try:
         server.wait_ready("/v2/models/identity/ready")
+        for name, reason in (
+            ("constant", "broken on purpose"),
+            ("versionless", "no version is available"),
+            ("unreadable", "nonsense: no such field"),
+        ):
+            server.wait_log(f" model {name}: failed: ")
+            lines = [line for line in server.log().splitlines() if f" model {name}: " in line]
+            assert len(lines) == 1 and lines[0].startswith("E ") and reason in lines[0]
         with server.http() as http:
             # Its own process says so in the log a moment before the index does.
             until("it has failed", lambda: index(http)[("constant", "1")][0] != "LOADING")

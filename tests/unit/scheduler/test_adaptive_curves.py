@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.estimates import SizeTimes
+from shmserve.scheduler.settings import Batching
 from tests.rigs.batching_curves import NAMED, Curve, Load, compare, step
 from tests.rigs.batching_simulation import MS
 
 CURVES = {curve.name: curve for curve in NAMED}
+SCATTERED = Curve("scattered step", step(7, 16, 93), 0.3, 0.2, 2.5)
 
 
 def learned(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes:
@@ -60,6 +63,21 @@ def test_a_drift_moves_the_times_of_sizes_that_do_not_occur() -> None:
     assert 1.4 * before_ns < times.expected_ns(32) < 2.1 * before_ns
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -> None:
+    curve, times = SCATTERED, learned(SCATTERED, [4, 32], 200)
+    before_ns, timer = times.expected_ns(32), curve.timer(seed, 1.0)
+    for number in range(2000):
+        size = 1 + number % 7
+        times.observe(size, timer(size, 0))
+    assert times.expected_ns(32) == pytest.approx(before_ns, rel=0.25)
+
+
+def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
+    times = learned(SCATTERED, [7] * 10 + [32] * 10, 20)
+    assert times.best(32) == 32 and times.best(32, late=True) == 7
+
+
 @pytest.mark.parametrize("largest", [1, 63, 64, 1000, 4096])
 def test_large_sizes_share_a_place_and_none_is_larger_than_what_waits(largest: int) -> None:
     times = SizeTimes(largest)
@@ -77,6 +95,16 @@ def test_a_cliff_within_the_target() -> None:
     for seed in (1, 2):
         made = compare(CURVES["step at 8"], load, seed, target_ms=80)
         assert made.holds and made.adaptive.p99_ms < 60, str(made)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_an_overload_for_doubt_of_the_best_size_ends(seed: int) -> None:
+    """In batches of 7 one instance does what comes, in larger ones it does not; times scatter so
+    that this is hard to see."""
+    rate = 0.85 * SCATTERED.most_per_second
+    rules = Batching(32, frozenset({32}), 0, 400 * MS)
+    run = Load(rate, requests=8000).run(AdaptiveBatcher(rules), SCATTERED, seed)
+    assert sorted(run.latencies[6000:])[-20] < rules.target_ns
 
 
 @pytest.mark.parametrize(

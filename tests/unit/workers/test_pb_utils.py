@@ -561,7 +561,7 @@ def test_a_counter_and_a_gauge() -> None:
 @pytest.mark.usefixtures("no_metrics")
 def test_changes_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(metrics, "on_change", lambda: told.append("changed"))
+    monkeypatch.setattr(metrics, "on_change", lambda at_once: told.append("changed"))
     assert metrics.changes() is None
     family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
     assert metrics.changes() is None  # nothing to show yet

@@ -59,7 +59,7 @@ class PythonBackend(Backend):
     def load(self, config: ModelSpec) -> None:
         """Make the model and call its `initialize`; raises what that raises."""
         context = self.context
-        metrics.on_change = context.control.wake
+        metrics.on_change = self._metrics_changed
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
         kind = self._find(config)
         if not hasattr(kind, "execute"):
@@ -114,6 +114,10 @@ class PythonBackend(Backend):
         assert self._execution is not None
         decoupled = isinstance(self._execution, DecoupledExecution)
         return says_ready(self._model, self._execution.run if decoupled else asyncio.run)
+
+    def _metrics_changed(self, at_once: bool) -> None:
+        self.context.control.wake()
+        self.metrics_changed(at_once)
 
     def metrics(self) -> list[list[Any]] | None:
         """The families that the model has made with `pb_utils.MetricFamily`."""

@@ -7,13 +7,14 @@ gives them to whoever adds them up over instances. Names and labels are checked 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -64,8 +65,9 @@ _DELETED = (
 _lock = threading.Lock()
 _families: dict[str, _Family] = {}
 _changed = False
-# Called when something changed that `changes` has not given yet, if anybody wants to know.
-on_change: Callable[[], None] | None = None
+# Called when something changed that `changes` has not given yet, if anybody wants to know; whether
+# that may be called at once, or it is a moment at which the collector has ended a family.
+on_change: Callable[[bool], None] | None = None
 
 
 def changes() -> list[list[Any]] | None:
@@ -89,18 +91,25 @@ def changes() -> list[list[Any]] | None:
         ]
 
 
-def _note_change() -> None:
+def _note_change(at_once: bool) -> None:
+    """Without the lock."""
     global _changed
     if not _changed:
         _changed = True
         if on_change is not None:
-            on_change()
+            on_change(at_once)
+
+
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    """The lock, for a change that is told once that is free."""
+    with _lock:
+        yield
+    _note_change(at_once=True)
 
 
 class _Owner:
     """The metrics of one `MetricFamily` object. `alive`: the object is."""
-
-    __slots__ = ("alive", "family", "labels")
 
     def __init__(self, family: _Family) -> None:
         self.family = family
@@ -159,7 +168,7 @@ class MetricFamily:
         if owner is not None:
             owner.alive = False
             _ended.append(owner)
-            _note_change()
+            _note_change(at_once=False)
 
     def Metric(
         self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -172,13 +181,12 @@ class MetricFamily:
         bounds = _bounds(family.kind, buckets)
         key = _labels(family.kind, labels)
         size = {MetricKind.COUNTER: 1, MetricKind.GAUGE: 3}.get(family.kind, len(bounds) + 2)
-        with _lock:
+        with _changing():
             _drop_ended()
             value = family.values.setdefault(key, _Value(bounds, [0] * size))
             if key not in self._owner.labels:
                 self._owner.labels.add(key)
                 value.owners += 1
-            _note_change()
         return Metric(self._owner, value)
 
 
@@ -240,26 +248,23 @@ class Metric:
                 "non-negative values."
             )
             raise TritonModelException("Failed to increment metric value: " + by_server(why))
-        with _lock:
+        with _changing():
             self._value.numbers[-1] += number
-            _note_change()
 
     def set(self, value: float) -> None:
         """Set a gauge."""
         number = _number(value)
         self._only("set", "Set", MetricKind.GAUGE)
-        with _lock:
+        with _changing():
             self._value.numbers[:] = (number, time.monotonic_ns(), 0)
-            _note_change()
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
         number = _number(value)
         self._only("observe", "Observe", MetricKind.HISTOGRAM)
-        with _lock:
+        with _changing():
             self._value.numbers[0] += number
             self._value.numbers[1 + bisect_left(self._value.buckets, number)] += 1
-            _note_change()
 
     def value(self) -> float:
         """The value of a counter or a gauge, in this instance."""

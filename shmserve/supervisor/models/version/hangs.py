@@ -32,7 +32,7 @@ async def stacks_of(instance: Instance) -> str:
     """The stacks of a worker's threads, as faulthandler writes them: innermost frames first. Empty
     where it does not write them."""
     child = instance.child
-    if child is None:
+    if child is None or not child.alive:  # another process may have its pid
         return ""
     try:
         path = f"/proc/{child.pid}/fd/{instance.stacks_fd}"

@@ -286,13 +286,18 @@ class Instances:
             if instance.child is not None and instance.state is not InstanceState.READY:
                 instance.child.kill()
 
-    def retired(self, index: int, pid: int) -> None:
+    def retired(self, process: int) -> None:
         """End an instance that has finished what it had, and is given nothing more."""
+        instance = self._of(process)
+        if instance is not None and instance.state is InstanceState.RETIRING:
+            self._context.background(self._end(instance))
+
+    def _of(self, process: int) -> Instance | None:
+        """The instance that this process is, if it is one still."""
         for instance in self._all:
-            child = instance.child
-            retires = instance.index == index and instance.state is InstanceState.RETIRING
-            if retires and child is not None and child.pid == pid:
-                self._context.background(self._end(instance))
+            if instance.child is not None and instance.child.pid == process:
+                return instance
+        return None
 
     async def _end(self, instance: Instance) -> None:
         self._send(instance, m.Stop())
@@ -324,19 +329,18 @@ class Instances:
 
     # --- deaths
 
-    def kill_overrunning(self, index: int, reason: str, pid: int) -> None:
-        """Kill an instance that overran its limit, if it is process `pid` still."""
-        instance = next((each for each in self._all if each.index == index), None)
-        child = instance.child if instance is not None else None
-        # It may have ended by itself meanwhile, and another process be on its way to its place.
-        if instance is not None and child is not None and child.pid == pid:
-            child.cause = reason
-            self._context.background(self._kill(instance, child, reason))
+    def kill_overrunning(self, process: int, reason: str) -> None:
+        """Kill an instance that overran its limit, if this is its process still: it may have ended
+        by itself meanwhile, and another be on its way to its place."""
+        instance = self._of(process)
+        if instance is not None and instance.child is not None:
+            instance.child.cause = reason
+            self._context.background(self._kill(instance, instance.child))
 
     @staticmethod
-    async def _kill(instance: Instance, child: Child, reason: str) -> None:
+    async def _kill(instance: Instance, child: Child) -> None:
         stacks = in_a_line(await stacks_of(instance))
-        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, reason, stacks)
+        logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
         child.kill()
 
     def _exited(self, instance: Instance, child: Child) -> None:

@@ -211,10 +211,10 @@ class ModelVersion:
 
     def _scheduler_said(self, message: Any) -> None:
         match message:
-            case m.KillInstance(index, reason, pid):
-                self.instances.kill_overrunning(index, reason, pid)
-            case m.InstanceRetired(index, pid):
-                self.instances.retired(index, pid)
+            case m.KillInstance(process, reason):
+                self.instances.kill_overrunning(process, reason)
+            case m.InstanceRetired(process):
+                self.instances.retired(process)
             case MemoryDropped():  # which an ensemble has kept for workers
                 self._context.broadcast(message, "worker")
             case _:

@@ -32,7 +32,7 @@ def commands(pid):
         m.UnloadModel(4, "constant", False),
         m.LoadModel(5, "spare", "", {}),
         m.StatisticsSnapshot({}, []),
-        m.KillInstance(0, "it was asked for", pid),
+        m.KillInstance(pid, "it was asked for"),
         InstanceReady(0, pid),
         BatchFinished(1, 0, 0, 0, 0, []),
         Release(pid, list(range(0, 1 << 20, 4096))),

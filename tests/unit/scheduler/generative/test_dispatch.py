@@ -259,7 +259,7 @@ def test_results_of_another_step_end_the_worker() -> None:
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
     kills = [each for _, each in rig.control.take() if isinstance(each, KillInstance)]
-    assert [each.index for each in kills] == [0]
+    assert [each.process for each in kills] == [100]
 
 
 def test_a_drain_waits_for_what_runs() -> None:

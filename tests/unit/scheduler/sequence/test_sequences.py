@@ -488,7 +488,7 @@ def test_who_retires_keeps_the_sequences_that_it_has_begun(strategy: str) -> Non
     assert rig.batches() == {0: [1]}
     assert retired(rig) == []
     rig.done(0)
-    assert retired(rig) == [InstanceRetired(0, 100)]
+    assert retired(rig) == [InstanceRetired(100)]
     rig.ask(2, END)
     rig.done(1)
     assert rig.batches() == {1: [3]}

@@ -174,10 +174,10 @@ def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> 
         down.commit()
         seen.append(model.instances.states())
         worker = model.instances.children()[1]
-        model._scheduler_said(m.InstanceRetired(1, worker.pid + 1))
+        model._scheduler_said(m.InstanceRetired(worker.pid + 1))
         await turns()
         assert worker.alive
-        model._scheduler_said(m.InstanceRetired(1, worker.pid))
+        model._scheduler_said(m.InstanceRetired(worker.pid))
         await turns()
         assert not worker.alive and model.ready
         seen.append(model.instances.states())

@@ -81,7 +81,7 @@ def test_only_the_process_is_killed_that_its_scheduler_means(
         second = processes.started[-1]
         monkeypatch.setattr(Made, "kill", lambda child, *number: signalled.append(child))
         for child in (first, second):
-            model._scheduler_said(m.KillInstance(0, "it takes too long", child.pid))
+            model._scheduler_said(m.KillInstance(child.pid, "it takes too long"))
         await turns()
         await processes.end()
         return second
