@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.ipc.transport.peercred_router import first_number
 
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 R = TypeVar("R")
 
@@ -38,8 +36,3 @@ class ClientTable(dict[bytes, Client[R]]):
     def of_process(self, pid: int) -> list[Client[R]]:
         """Those of one process."""
         return [client for client in self.values() if client.pid == pid]
-
-
-def stopping(request_id: str) -> str:
-    """The error text for a request that comes, or is still here, when no work begins any more."""
-    return id_prefix(request_id) + _STOPPING
