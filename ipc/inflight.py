@@ -15,6 +15,7 @@ waits for it and the memory it keeps; the rules of its life are here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
@@ -111,16 +112,14 @@ def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
     return (correlation_id, "") if isinstance(correlation_id, int) else (0, correlation_id)
 
 
+@dataclass(slots=True, eq=False)
 class InflightRequest:
-    """A request in the table: its `submit`, and the scheduler's `endpoint` that has it. Its owner
-    says in a subclass who waits, and what memory it keeps."""
+    """A request in the table: its `submit`, the scheduler's `endpoint` that has it, and how many
+    `responses` it has had. Its owner says in a subclass who waits, and what memory it keeps."""
 
-    __slots__ = ("endpoint", "responses", "submit")
-
-    def __init__(self, submit: Submit, endpoint: str) -> None:
-        self.submit = submit
-        self.endpoint = endpoint
-        self.responses = 0
+    submit: Submit
+    endpoint: str
+    responses: int = field(init=False, default=0)
 
     @abstractmethod
     def awaited(self) -> bool:

@@ -124,21 +124,7 @@ class Internal(ShmserveError):
     server_fault = True
 
 
-_BY_CODE: dict[str, type[ShmserveError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidArgument,
-        AlreadyExists,
-        Cancelled,
-        Unknown,
-        NotFound,
-        Unsupported,
-        Unauthenticated,
-        PermissionDenied,
-        Unavailable,
-        Internal,
-    )
-}
+_BY_CODE = {cls.code: cls for cls in ShmserveError.__subclasses__()}
 
 
 def from_code(code: str, message: str) -> ShmserveError:

@@ -64,8 +64,6 @@ class Frontend(ABC):
 class ActiveCount:
     """A count of what is under way, `active`, by which a drain knows when that is over."""
 
-    __slots__ = ("_idle", "active")
-
     def __init__(self) -> None:
         self.active = 0
         self._idle: Callable[[], None] | None = None

@@ -35,8 +35,8 @@ from shmserve.ipc.messages.supervision import (
     SnapshotStatistics,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import last_number
-from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.ipc.transport.router import last_number
+from shmserve.scheduler.outboxes import ClientLinks, ControlLink
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable
 from shmserve.scheduler.requests.queue import believable
@@ -125,19 +125,19 @@ class Front(Generic[R]):
     new begins; once it has `stopped` it has nothing to do."""
 
     _core: Core[R]
-    _to_clients: Peers
+    _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]
     _cache: ResponseCache | None = None
-    _clients: ClientTable[R] = field(default_factory=ClientTable)
     _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
     _draining: bool = False
     _drained: bool = False
     stopped: bool = False
 
     def __post_init__(self) -> None:
+        self._clients: ClientTable[R] = ClientTable(self._links)
         self._reports = Reports(
-            self._core.statistics, self._to_clients, self._control, self._wall_clock, self._gauges
+            self._core.statistics, self._control, self._wall_clock, self._gauges
         )
 
     @property
@@ -170,7 +170,7 @@ class Front(Generic[R]):
                 if self._cache is None or not self._cache.lent.release(*read):
                     self._core.release(client, message)
             case ReportStatistics():
-                self._reports.tell(peer, message.id, now_ns)
+                self._reports.tell(client, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -201,7 +201,7 @@ class Front(Generic[R]):
             arrived_ns = believable(submit.arrived_ns, now_ns)
             self._core.statistics.failed(arrived_ns, Reason.REJECTED, now_ns)
         text, wait_s = self._core.worded(error.message), self._core.retry_after_s(error)
-        self._to_clients.post(client.peer, Failed(submit.id, error.code, text, wait_s, False))
+        client.post(Failed(submit.id, error.code, text, wait_s, False))
 
     # --- supervisor -------------------------------------------------------------------------------
 
@@ -278,5 +278,5 @@ class Front(Generic[R]):
     def _gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
-        gauges["malformed"] += self._to_clients.malformed + self._control.malformed
+        gauges["malformed"] += self._links.malformed + self._control.malformed
         return gauges

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.common import model_settings
@@ -41,6 +43,10 @@ class Outbox:
         """Keep a message; it must survive the wire."""
         (received,) = frames.unpack(frames.pack([message]))
         self.posted.append((peer, received))
+
+    def to(self, peer: bytes) -> Callable[[Any], None]:
+        """As `ClientLinks` says."""
+        return partial(self.post, peer)
 
     def take(self) -> list[tuple[bytes, Any]]:
         """What was posted since the last time."""
@@ -86,7 +92,6 @@ class Rig:
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.core = BatchingCore(
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
-            self.clients,
             self.workers,
             self.control,
             cache,
@@ -141,7 +146,7 @@ class Rig:
         if isinstance(message, m.MetricsReported):
             self.scheduler.metrics_reported(peer, message)
         else:
-            self.core.from_worker(peer, message, self.now)
+            self.core.executions.handle(peer, message, self.now)
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:

@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common.access": ("common",),
     "common": ("common.access",),
     "proto": (),
-    "model_config.syntax": ("model_config",),
+    "model_config.syntax": ("common", "model_config"),
     "model_config.rules": ("common.*", "model_config"),
     "model_config": ("common.*", "model_config.*"),
     "config": ("common.*", "model_config"),

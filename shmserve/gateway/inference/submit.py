@@ -71,17 +71,8 @@ def failure(message: m.Failed) -> ShmserveError:
 
 def log_failure(model: GatewayModel, request_id: str, error: ShmserveError) -> None:
     """Log a failure: a server's fault as an error, a client's at debug level."""
-    if error.server_fault:
-        logger.error(
-            "inference of model '%s' failed: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
-    elif logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "inference of model '%s' was refused: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
+    level = logging.ERROR if error.server_fault else logging.DEBUG
+    if logger.isEnabledFor(level):
+        what = "failed" if error.server_fault else "was refused"
+        told = (model.name, what, error.message)
+        logger.log(level, "inference of model '%s' %s: %s", *told, extra={"request_id": request_id})

@@ -28,7 +28,6 @@ from shmserve.ipc.messages.inference import (
 from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
@@ -39,6 +38,57 @@ from shmserve.scheduler.statistics.timing import Timing
 logger = logging.getLogger(__name__)
 
 _MOST_EARLY = 4096
+_NS_PER_S = 1_000_000_000
+_FIRST_GUESS_NS = 10_000_000
+_MARGIN_NS = 1_000_000  # timers and messages on the way
+_LONGEST_RETRY_S = 60
+_AHEAD_NS = 500_000  # of computation that may be at a worker
+_DEEPEST = 4
+_KNOWN = 16  # observations that say something about the next execution
+
+
+@dataclass(slots=True, eq=False)
+class ServiceTime:
+    """The recent service time: when to come back, when to start to be done in time (pure). Moving
+    averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
+
+    _mean_ns: float = 0.0
+    _deviation_ns: float = 0.0
+    _busy_ns: float = 0.0
+    _requests: float = 0.0
+    _observed: int = 0
+    # How many batches a worker may have at a time: more than one where they are so short that it
+    # would otherwise wait for messages as long as it computes.
+    pipeline_depth: int = 1
+    # How long before a deadline an execution must start to be done in time.
+    reserve_ns: int = _FIRST_GUESS_NS
+
+    def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
+        """An execution of `requests` requests took this long, from dispatch to return, of which
+        its worker was busy with it for `busy_ns`."""
+        self._observed += 1
+        if self._requests:
+            self._busy_ns += (busy_ns - self._busy_ns) / 8
+            error = duration_ns - self._mean_ns
+            self._mean_ns += error / 8
+            self._deviation_ns += (abs(error) - self._deviation_ns) / 4
+            self._requests += (requests - self._requests) / 8
+        else:
+            self._mean_ns = duration_ns
+            self._deviation_ns = duration_ns / 2
+            self._requests = requests
+            self._busy_ns = busy_ns
+        self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
+        if self._observed >= _KNOWN:
+            self.pipeline_depth = max(1, min(_DEEPEST, int(_AHEAD_NS / (self._busy_ns + 1))))
+
+    def drain_s(self, waiting: int, instances: int) -> int:
+        """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""
+        if not self._requests:
+            return 1
+        executions = waiting / self._requests / max(instances, 1)
+        seconds = executions * self._mean_ns / _NS_PER_S
+        return max(1, min(_LONGEST_RETRY_S, int(seconds + 0.999)))
 
 
 @dataclass(eq=False)
@@ -123,9 +173,13 @@ class Executions:
 
     # --- from workers -----------------------------------------------------------------------------
 
-    def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
+    def handle(
+        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
+    ) -> None:
         """Handle a worker's message; what no worker of ours can have sent is dropped."""
         match message:
+            case ExecutionResponded():
+                self._responded(peer, message, now_ns)
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
@@ -220,7 +274,7 @@ class Executions:
 
     # --- responses of a decoupled model -----------------------------------------------------------
 
-    def responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
+    def _responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
         """A request has a response, or its end."""
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)

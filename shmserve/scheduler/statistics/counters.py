@@ -36,16 +36,6 @@ class Reason(StrEnum):
 class Statistics(Table):
     """All counters since the version was loaded; times in ns."""
 
-    __slots__ = (
-        *("executions", "inference_count", "success", "success_ns", "fail", "fail_ns", "failures"),
-        *("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns"),
-        *("cache_hit", "cache_hit_ns", "cache_miss", "cache_miss_ns"),
-        *("request_seconds", "queue_seconds", "first_response_ms"),
-        *("workers_lost", "retried", "overruns", "malformed"),
-        *("_name", "_version", "_first_responses", "_responses", "_shown_quantiles"),
-        *("_quantiles", "_base", "_ended", "_timed"),
-    )
-
     def __init__(self, settings: Settings) -> None:
         self._name = settings.name
         self._version = settings.version

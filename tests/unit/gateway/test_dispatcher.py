@@ -66,9 +66,8 @@ def test_an_answer_that_is_not_read_is_given_back(
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        pending = GatewayRequest(
-            scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
-        )
+        future = asyncio.get_running_loop().create_future()
+        pending = GatewayRequest(submit, "ipc://nowhere", scheduler, lambda: None, future)
         scheduler.inflight.add(pending)
         if answered == "before":
             scheduler._take(answer())

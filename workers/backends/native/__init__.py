@@ -33,8 +33,8 @@ from shmserve.model import Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
 from shmserve.workers.backends.native import signature as predict_signature
 from shmserve.workers.backends.native.streaming import GeneratorStreams
-from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.memory.device import as_bytes
 from shmserve.workers.model_view import as_model_sees, made_here

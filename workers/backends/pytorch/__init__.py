@@ -40,8 +40,8 @@ from shmserve.workers.backends.pytorch.programs import (
     load_exported,
     load_script,
 )
-from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.model_view import as_model_sees
 from shmserve.workers.user_code import in_words

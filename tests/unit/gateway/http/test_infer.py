@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerLost,
     Stop,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
 from tests.rigs.gateway_rig import (
     SIMPLE,
@@ -618,10 +618,9 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
 
 def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
-    return lambda number: m.RegionPublished(
-        *(name, "/key", memory_id, os.getpid(), 3, 77, offset + byte_size, offset, byte_size),
-        *(os.getuid(), -1, False, number),
-    )
+    memory = Memory(memory_id, os.getpid(), 3, 77, offset + byte_size, sealed=False)
+    place = list(pack_place(Place(memory, offset, byte_size)))
+    return lambda number: m.RegionPublished(name, "/key", place, os.getuid(), -1, number)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_a_model_that_hangs_is_removed() -> None:
     async def live() -> list[Any]:
         processes, repository = Processes(), Repository()
         served, poller = server(processes, repository)
-        object.__setattr__(processes.context.config, "repository_poll_s", 0)
+        object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
 
         async def shown(key: str, value: str) -> None:
             async with asyncio.timeout(10):

@@ -18,11 +18,11 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Request, Response
-from shmserve.workers.backends.pytorch.graphs import MemoryPlan
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device import to_host
+from shmserve.workers.memory.static_plan import MemoryPlan
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
 logger = logging.getLogger(__name__)
