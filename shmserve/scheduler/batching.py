@@ -14,6 +14,7 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
@@ -32,7 +33,7 @@ from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
     NEVER,

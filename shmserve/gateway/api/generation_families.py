@@ -1,5 +1,5 @@
 """The metric families of models that generate text, shmserve_llm_*, made of what their schedulers
-report (shmserve/scheduler/generative/generation_stats.py has what is counted)."""
+report (shmserve/scheduler/statistics/generation_stats.py has what is counted)."""
 
 from __future__ import annotations
 

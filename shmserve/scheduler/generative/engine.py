@@ -20,11 +20,11 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.generative.pace import Acceptance, StepTimes
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
 from shmserve.scheduler.generative.step_plan import Running, StepPlan
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from shmserve.common.counters import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
-from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
 from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
 from shmserve.scheduler.statistics.table import Table

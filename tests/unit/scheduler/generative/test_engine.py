@@ -15,8 +15,8 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import BeamSearch
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.engine import Engine
-from shmserve.scheduler.generative.generation_stats import GenerationStats
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from tests.support.generative_worker import (
     END,
     VOCABULARY,

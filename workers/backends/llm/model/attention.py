@@ -133,7 +133,8 @@ class Attention:
         cache = self._cache
         keys, values = cache.keys[layer], cache.values[layer]
         # Query heads that share a key-value head are rows of one product.
-        grouped = torch.split(queries.view(len(queries), len(keys), -1, queries.shape[2]), 1)
+        shared = queries.view(len(queries), len(keys), -1, queries.shape[2])
+        grouped: Sequence[torch.Tensor] = torch.split(shared, 1)
         attention = functional.scaled_dot_product_attention
         found: list[torch.Tensor] = []
         for span in rows.spans:
