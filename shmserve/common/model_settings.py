@@ -16,7 +16,7 @@ KNOWN_PARAMETERS = (
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),
-    "execution_mode",
+    *("execution_mode", "engine"),
 )
 MOST_STREAMS = 65_536
 SHORTEST_TARGET_MS = 0.001

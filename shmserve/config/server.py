@@ -17,7 +17,7 @@ from shmserve.common.access.auth_tokens import (
     read_tokens,
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
-from shmserve.common.model_names import is_inline
+from shmserve.common.model_names import CLASS_IN_FILE, is_inline
 from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
@@ -270,7 +270,7 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
 
 
 def _class_settings(given: list[str], files: list[str]) -> dict[str, str]:
-    if given and not files:
+    if given and not any(map(CLASS_IN_FILE.fullmatch, files)):
         raise InvalidArgument("--set: is for a class, and no path/model.py:Class is given")
     pairs = [text.partition("=") for text in given]
     for text, (name, equals, _) in zip(given, pairs, strict=True):

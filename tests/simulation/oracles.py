@@ -12,10 +12,9 @@ from operator import mul
 from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.inflight import ENDED
+from shmserve.ipc.inflight import ENDED, stopping
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.router import first_number
-from shmserve.scheduler.requests.client import stopping
 from shmserve.scheduler.settings import Settings
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World

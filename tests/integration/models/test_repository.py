@@ -732,21 +732,28 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
 def test_a_model_that_comes_to_stand_in_two_repositories(
     tmp_path: Path, polling: tuple[Server, Path, Path]
 ) -> None:
-    """Polling unloads it, and loads it again when it is in one."""
+    """Polling unloads it, which leaves the server ready, and loads all of the one that is left."""
     server, one, two = polling
     repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
     with server.http() as http:
         until("it is served", lambda: http.infer("twice", ASK).status == 200, 10)
         assert answer(http, "twice") == 1
-        repositories.add_as(tmp_path, "twice", "constant").rename(two / "twice")
+        another = "version_policy: { all {} }\n"
+        repositories.add_as(tmp_path, "twice", "constant", another).rename(two / "twice")
+        rewrite(two, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
         until("it is not served", lambda: http.infer("twice", ASK).status == 404)
+        server.wait_log("model 'twice': not unique across all model repositories")
         found = index(http)
         assert found[("twice", "")] == severally and ("twice", "1") not in found
-        (two / "twice").rename(tmp_path / "twice")
+        until("all have ended", lambda: not server.find("scheduler twice"))
+        assert http.get("/v2/health/ready").status == 200
+        (one / "twice").rename(tmp_path / "twice")
         until("it is served again", lambda: http.infer("twice", ASK).status == 200)
         found = index(http)
-        assert found[("twice", "1")] == ("READY", "") and ("twice", "") not in found
+        assert found[("twice", "1")] == found[("twice", "2")] == ("READY", "")
+        assert ("twice", "") not in found
+        assert answer(http, "twice") == 2
 
 
 def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(
