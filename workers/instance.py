@@ -25,7 +25,7 @@ from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.batch.warmup import read, warm_up
+from shmserve.workers.batch.warmup import warm_up
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
@@ -58,7 +58,12 @@ class WorkerInstance:
         )
         # Runs what the configuration asks for before the instance is ready. Raises Internal.
         self.warm_up = partial(
-            warm_up, read(config, context.model_dir), signature, unpacker, self._executor, context
+            warm_up,
+            warmup_samples(config, context.model_dir),
+            signature,
+            unpacker,
+            self._executor,
+            context,
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()
