@@ -28,6 +28,7 @@ Response = Finished | Responded | Failed
 # A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
 LONGEST_TIMEOUT_US = 10**15
 
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 BEGUN = "the model's scheduler was lost after the request's first response and before its last"
 ONCE = (
@@ -46,6 +47,12 @@ class Batchable(Protocol):
     @property
     def shape_key(self) -> bytes:
         """The key that must be equal for requests to batch."""
+
+
+def stopping(request_id: str, *, of_sequence: bool = False) -> str:
+    """The error text for a request that comes, or is still here, when no work begins any more; in
+    Triton's words, which name one of a sequence only by an id that its client gave."""
+    return _STOPPING if of_sequence and not request_id else id_prefix(request_id) + _STOPPING
 
 
 def make_submit(

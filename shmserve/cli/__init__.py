@@ -4,6 +4,7 @@ check.py             `shmserve check`
 client.py            `shmserve client infer`; client_tensors.py: what it reads and prints
 transports/          how that reaches a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+profile.py           `shmserve profile`
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ usage: shmserve VERB ...
   check          load every model of a repository once, run one batch each, report
   client infer   send one request to a server
   events         what is in a server, and what happens there
+  profile        where the steps of a model that generates text spend their time
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -70,6 +72,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "profile":
+            return _profile(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -123,6 +127,17 @@ def _events(arguments: list[str]) -> int:
     )
     events.add_arguments(parser)
     return events.run(parser.parse_args(arguments))
+
+
+def _profile(arguments: list[str]) -> int:
+    from shmserve.cli import profile
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve profile",
+        description="Watch a model that generates text, and print where its steps spend time.",
+    )
+    profile.add_arguments(parser)
+    return profile.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

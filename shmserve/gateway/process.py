@@ -54,7 +54,7 @@ class Frontend(ABC):
 
     @abstractmethod
     def drain(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once no inference is in flight."""
+        """Let nobody in any more; call `drained` once no inference is in flight."""
 
     @abstractmethod
     async def close(self) -> None:

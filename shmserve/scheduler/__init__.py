@@ -28,6 +28,7 @@ instances/              pool.py         slots: who is there, who is free, what e
                                         recent service time
 response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
+generative/             text: engines instead of a batcher, blocks instead of slots
 ensemble/               the core of an ensemble: its steps are other models
 reports.py              what clients, and a successor, are told of them
 """

@@ -14,6 +14,7 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
@@ -27,11 +28,12 @@ from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_o
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
+from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
     NEVER,
@@ -82,14 +84,18 @@ class BatchingCore(Core[ScheduledRequest]):
             self.statistics,
             self._recovery,
             batcher,
-            lambda request: self._dispatch.again(request),
         )
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
-        self._dispatch: Dispatcher = (
-            Dispatch(settings, *parts, batcher)
-            if settings.sequences is None
-            else SequenceDispatch(settings, *parts)
-        )
+        self._dispatch: Dispatcher
+        if settings.engine is not None:
+            self._dispatch = GenerativeDispatch(
+                settings, *parts, settings.engine, self.statistics.generation
+            )
+        elif settings.sequences is not None:
+            self._dispatch = SequenceDispatch(settings, *parts)
+        else:
+            self._dispatch = Dispatch(settings, *parts, batcher)
+        self.executions.dispatcher = self._dispatch
         self._awaits_sequences = False
         self._limit_ns = NEVER  # before this no execution passes its limit
 
@@ -195,7 +201,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        lost = self._pool.process_exited(pid)
+        lost = self._dispatch.kept(self._pool.process_exited(pid))
         self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
         self.executions.forget(pid)
 
@@ -270,5 +276,6 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "generation": self._dispatch.gauges(),
             "malformed": self._to_workers.malformed + self.executions.misplaced,
         }

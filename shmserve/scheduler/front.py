@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import ClientToScheduler
 from shmserve.ipc.messages.inference import (
     Cancel,
@@ -37,7 +38,7 @@ from shmserve.ipc.messages.supervision import (
 from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.outboxes import ClientLinks, ControlLink
 from shmserve.scheduler.reports import Reports
-from shmserve.scheduler.requests.client import Client, ClientTable, stopping
+from shmserve.scheduler.requests.client import Client, ClientTable
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -181,7 +182,8 @@ class Front(Generic[R]):
         core, lookup = self._core, None
         try:
             if self._draining and not core.accepts_while_draining(submit):
-                raise Unavailable(stopping(submit.request_id))
+                of_sequence = bool(submit.correlation_id or submit.correlation_text)
+                raise Unavailable(stopping(submit.request_id, of_sequence=of_sequence))
             if self._cache is not None:
                 core.check(submit, now_ns)
                 lookup = self._cache.look_up(submit)

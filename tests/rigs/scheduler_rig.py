@@ -75,9 +75,11 @@ class Rig:
         buckets_ms: list[float] | None = None,
         sequences: dict[str, Any] | None = None,
         cache: ResponseCache | None = None,
+        backend: str = "python",
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
+        config["backend"] = backend
         config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}

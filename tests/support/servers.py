@@ -327,6 +327,15 @@ def hold_ports(count: int) -> list[socket.socket]:
     return held
 
 
+def refuses(port: int) -> bool:
+    """Whether nobody listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def port_of(held: socket.socket) -> int:
     """The port of a socket."""
     return int(held.getsockname()[1])

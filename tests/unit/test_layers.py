@@ -48,6 +48,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
     "workers.backends.onnx": ("ipc.*", "workers.*"),
+    "workers.backends.llm.model": ("ipc", "ipc.messages", "workers.backends.llm.*"),
+    "workers.backends.llm.sampling": ("ipc.messages", "workers.backends.llm.*"),
+    "workers.backends.llm.text": ("ipc.*", "workers.*"),
+    "workers.backends.llm": ("ipc.*", "workers.*"),
     "workers.backends.ascend": ("ipc.*", "workers.*"),
     "workers": ("ipc.*", "workers.*"),
     # what the control plane's processes share
@@ -56,7 +60,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
     "model_config.rules": ("common.*", "model_config"),
-    "model_config": ("common.*", "model_config.*"),
+    "model_config": ("ipc", "common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
     "scheduler.requests": (*("ipc.*", "scheduler", "scheduler.statistics"),),
@@ -71,6 +75,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "scheduler.statistics": ("ipc.*", "common.*", "scheduler.*"),
     "scheduler.instances": ("ipc.*", "scheduler.*"),
+    "scheduler.generative": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble": ("ipc.*", "scheduler.*"),
     "scheduler.ensemble.steps": ("ipc.*", "scheduler.*"),
     "scheduler.hosting": ("ipc.*", "common.*", "scheduler.*"),
@@ -91,6 +96,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
         "gateway.http.json",
     ),
+    "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
     "gateway.http": (
         *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),

@@ -44,6 +44,15 @@ class ResponseWriter:
     context: ModelContext
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
+    def refuse(self, opened: WorkerRequest, error: ShmserveError) -> None:
+        """The end of a request that cannot be read."""
+        now_ns = time.monotonic_ns()
+        with self.link.lock:
+            if self.link.is_open(opened):
+                self.link.close(opened)
+                failed = (error.code, error.message, b"", True, now_ns, now_ns, 0, True)
+                self.link.send(ExecutionResponded(opened.key, *failed))
+
     def end_abandoned(self) -> None:
         """End what the model has let go of."""
         while self.abandoned:
@@ -118,6 +127,11 @@ class ResponseStream:
             self._open.on_cancel = listener
             if self._open.cancelled:
                 listener()
+
+    def on_credit(self, listener: Callable[[], object]) -> None:
+        """Have `listener` called when the client may take more responses, by whichever thread sees
+        it: for who does not wait in `send`."""
+        self._open.on_credit = listener
 
     def fail(self, error: ShmserveError) -> None:
         """The request has failed with this error, unless it has ended."""

@@ -87,10 +87,10 @@ class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
     `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `window`:
-    the responses that its client takes now.
+    the responses that its client takes now; `on_credit` is called when these may be more.
     """
 
-    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "window", "work")
+    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "on_credit", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
@@ -98,6 +98,7 @@ class WorkerRequest:
         self.cancelled = False
         self.dropped = False
         self.on_cancel: Callable[[], object] | None = None
+        self.on_credit: Callable[[], object] | None = None
         self.window = SendWindow()
 
     def cancel(self, listening: bool = False) -> None:
@@ -244,6 +245,8 @@ class InstanceLink:
                 request = self._open.get(key)
                 if request is not None:
                     request.window.read(responses)
+                    if request.on_credit is not None:
+                        request.on_credit()
                     self._wake(request)
             case ReleaseOutputs() | ReaderExited():
                 self._on_read(message)

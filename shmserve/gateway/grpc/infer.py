@@ -165,7 +165,7 @@ class Inferences(ActiveCount):
 
     def came(self) -> bool:
         """One more, or another call that is taken; whether it counts. What comes while the server
-        drains is handled as long as its model is there, and keeps no drain waiting."""
+        drains is refused, and keeps no drain waiting."""
         counts = not self.gateway.draining
         self.active += counts
         return counts

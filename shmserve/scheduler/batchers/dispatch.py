@@ -6,14 +6,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
-from shmserve.scheduler.instances.pool import Pool, Slot
+from shmserve.scheduler.instances.pool import Lost, Pool, Slot
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
@@ -69,6 +69,18 @@ class Dispatcher(ABC):
     def again(self, request: ScheduledRequest) -> bool:
         """Its model has asked for an executed request once more; whether it gets it."""
         return False
+
+    def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
+        """Take a message that only this kind of scheduling knows; whether it makes sense."""
+        return False
+
+    def kept(self, lost: Lost) -> Lost:
+        """What a dead instance had, without what this kind lets go on elsewhere."""
+        return lost
+
+    def gauges(self) -> dict[str, Any]:
+        """What is so now of this kind's own."""
+        return {}
 
     def lost_text(self, request: ScheduledRequest) -> str:
         """Why a request whose worker died in the middle cannot run again; "": it may."""

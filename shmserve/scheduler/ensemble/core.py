@@ -12,6 +12,7 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
@@ -32,7 +33,7 @@ from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import ABSENT, Value
 from shmserve.scheduler.front import Core
 from shmserve.scheduler.outboxes import ControlLink
-from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.outboxes import ClientLinks
 
 _MOST_CLIENTS = 1024  # more than that, and those without requests are forgotten
-_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 R = TypeVar("R")
 
@@ -47,8 +45,3 @@ class ClientTable(dict[bytes, Client[R]]):
     def of_process(self, pid: int) -> list[Client[R]]:
         """Those of one process."""
         return [client for client in self.values() if client.pid == pid]
-
-
-def stopping(request_id: str) -> str:
-    """The error text for a request that comes, or is still here, when no work begins any more."""
-    return id_prefix(request_id) + _STOPPING

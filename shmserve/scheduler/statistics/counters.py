@@ -9,6 +9,7 @@ from shmserve.common.counters import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
 from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
 from shmserve.scheduler.statistics.table import Table
@@ -55,6 +56,8 @@ class Statistics(Table):
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         if settings.decoupled:
             self.first_response_ms = self._first_responses
+        if settings.engine is not None:
+            self.generation = GenerationStats()
         self._responses = ResponseStats()
         self._shown_quantiles = settings.quantiles
         names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
