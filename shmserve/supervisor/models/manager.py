@@ -104,8 +104,12 @@ class ModelManager:
             await self.unload_on_request(step, dependents)
 
     def _require_explicit(self) -> None:
-        if self._context.config.model_control_mode != "explicit":
-            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+        mode = self._context.config.model_control_mode
+        if mode != "explicit":
+            raise Unavailable(
+                "explicit model load / unload is not allowed if polling is enabled "
+                f"(--model-control-mode is {mode}, and has to be explicit)"
+            )
 
     async def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: what the repositories hold and what is loaded."""

@@ -152,7 +152,10 @@ def _input(raw: Any, json_limit: int) -> InferInput:
             raise mistyped("shape", "unsigned-integer")
     count = element_count(shape)
     if item is None:
-        raise InvalidArgument(f"invalid datatype for input {name}")
+        raise InvalidArgument(
+            f"invalid datatype for input {name} ('{clip(datatype)}'; there are: "
+            f"{', '.join(ITEM_SIZE)})"
+        )
     if count * (item or 1) > LARGEST or count == 0:
         check_extent(name, shape, count, item)
     tensor = InferInput(name, datatype, tuple(shape), count)
