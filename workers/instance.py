@@ -16,6 +16,7 @@ from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext

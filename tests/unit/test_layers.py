@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ipc": ("ipc.*",),
     # a worker's process
     "workers.links": ("ipc.*",),
-    "workers.memory": ("ipc.*", "workers"),
+    "workers.memory": ("ipc.*", "workers", "workers.batch"),
     "workers.batch": (
         *("ipc.*", "workers", "workers.links", "workers.memory", "workers.backends"),
     ),
