@@ -272,8 +272,9 @@ class GenerativeDispatch(Dispatcher):
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
         generation.owner.over[sequence.sample] = (tokens, why)
-        self._counts.finished[why] += 1
-        self._counts.generation_tokens.observe(len(tokens))
+        if why in self._counts.finished:  # else its worker has failed it, and says so
+            self._counts.finished[why] += 1
+            self._counts.generation_tokens.observe(len(tokens))
 
     def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
         self._counts.generated += sum(len(each.tokens) for each in beams.found)

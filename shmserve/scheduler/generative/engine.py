@@ -10,7 +10,6 @@ nobody. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for pro
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ class Engine(Generic[T]):
         self._acceptance: dict[int, Acceptance] = {}
         self._begin: list[Begin] = []
         self._over: list[int] = []
-        self._steps = itertools.count(1)
+        self._steps = 0
 
     # --- requests
 
@@ -131,7 +130,7 @@ class Engine(Generic[T]):
 
     def plan(self, now_ns: int) -> Step | None:
         """The next step, where there is work; none runs now."""
-        plan = StepPlan(next(self._steps), self.settings)
+        plan = StepPlan(self._steps + 1, self.settings)
         # Once a step, of what is known now: nothing overtakes while it is planned.
         rank = ranking(self.settings, now_ns)
         inside, outside = [], []
@@ -340,6 +339,7 @@ class Engine(Generic[T]):
 
     def _ready(self, plan: StepPlan) -> Step:
         step = plan.step
+        self._steps = step.step
         step.begin.extend(self._begin)
         step.over.extend(self._over)
         self._begin, self._over = [], []

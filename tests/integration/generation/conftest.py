@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,16 @@ MODELS = {
     "tiny": "",
     "tight": "kv_cache_blocks: 10\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",
     "narrow": "max_waiting_requests: 1\nmax_batch_size: 1\n",
+    "guessing": "speculative_decoding: {enabled: true, adaptive_length: false}\n",
+    "drafting": (
+        "speculative_decoding: {enabled: true, method: draft, draft_model: tiny, "
+        "adaptive_length: false}\n"
+    ),
 }
 
+Oracle = Callable[..., list[tuple[list[int], str]]]
 Greedy = Callable[[str, int], list[int]]
+Beams = Callable[[str, int, int], list[str]]
 
 
 def add_model(repository: Path, name: str, engine: str = "") -> None:
@@ -77,8 +84,8 @@ def client_of(server: Server) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="session")
-def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
-    """The tokens that transformers generates for a prompt, the likeliest each time."""
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """The same model by transformers: the tokens behind a prompt, and what they decode to."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,11 +93,33 @@ def greedy(tmp_path_factory: pytest.TempPathFactory) -> Greedy:
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
-    @functools.cache
-    def tokens(prompt: str, count: int) -> list[int]:
+    def generated(prompt: str, **settings: Any) -> list[tuple[list[int], str]]:
         ids = torch.tensor([tokenizer.encode(prompt)])
         with torch.no_grad():
-            made: Sequence[int] = model.generate(ids, max_new_tokens=count, do_sample=False)[0]
-        return [int(token) for token in made[ids.shape[1] :]]
+            rows = model.generate(ids, do_sample=False, **settings)[:, ids.shape[1] :].tolist()
+        return [(row, tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+    return generated
+
+
+@pytest.fixture(scope="session")
+def greedy(oracle: Oracle) -> Greedy:
+    """The tokens behind a prompt, the likeliest each time."""
+
+    @functools.cache
+    def tokens(prompt: str, count: int) -> list[int]:
+        ((made, _),) = oracle(prompt, max_new_tokens=count)
+        return made
 
     return tokens
+
+
+@pytest.fixture(scope="session")
+def beams(oracle: Oracle) -> Beams:
+    """The texts that a beam search of so many beams finds behind a prompt, best first."""
+
+    def texts(prompt: str, count: int, width: int) -> list[str]:
+        found = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
+        return [text for _, text in found]
+
+    return texts

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as grpc
 
 from shmserve import client as native
-from tests.integration.generation.conftest import Greedy
+from tests.integration.generation.conftest import MODELS, Beams, Greedy
 from tests.support.servers import Server
 from tests.support.waiting import until
 
@@ -154,7 +154,7 @@ def test_embeddings(client: openai.OpenAI) -> None:
 
 
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"tiny", "tight", "narrow", "embedder"}
+    assert {model.id for model in client.models.list()} == {*MODELS, "embedder"}
     assert client.models.retrieve("tiny").owned_by == "shmserve"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
@@ -220,3 +220,28 @@ def test_a_client_that_goes_away_ends_its_request(generative: Server) -> None:
         within_s=10,
     )
     assert not generative.metric("shmserve_llm_kv_blocks", model="tiny", state="used")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_a_beam_search_finds_what_transformers_finds(
+    client: openai.OpenAI, beams: Beams, prompt: str
+) -> None:
+    found = client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=COUNT,
+        n=3,
+        extra_body={"use_beam_search": True},
+    )
+    assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
+
+
+@pytest.mark.parametrize("model", ["guessing", "drafting"])
+def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
+    for prompt in PROMPTS[:3]:  # long enough to say things twice
+        made = token_ids(generative, model, prompt, max_tokens=60)
+        assert made == greedy(prompt, 60)
+    seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
+    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
+    assert first == second
+    assert generative.metric("shmserve_llm_speculative_drafted", model=model)

@@ -12,6 +12,7 @@ text/        requests to tokens, tokens to responses, in a thread of their own
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ class LlmBackend(Backend):
 
         def step(message: Step, _: list[WorkerRequest]) -> Stepped:
             try:
-                return engine.step(message)
+                return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
                 texts.failed(engine.keys(message), error)
                 results = [lost(row) for row in message.rows if row.samples]

@@ -272,3 +272,23 @@ def test_a_drain_waits_for_what_runs() -> None:
     while llm.turn():
         pass
     assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
+
+
+def test_a_step_that_failed_fails_its_requests_alone() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    (number,) = submit(rig)
+    llm.turn()
+    (step,) = llm.receive()
+    llm.inbox.clear()
+    (row,) = step.rows
+    (key,) = llm.open
+    rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
+    rig.worker(llm.peer, g.Stepped(step.step, [g.RowResult(row.sequence, [0], "error")], 0, 0, 0))
+    assert ended(rig) == {number: "INTERNAL"}
+    (next_number,) = submit(rig)
+    llm.worker.known.clear()
+    while llm.turn():
+        pass
+    assert ended(rig) == {next_number: ""}

@@ -66,6 +66,7 @@ class Texts:
         self._grammars = Grammars(self._tokenizer.to_str(), self._vocabulary, checkpoint.ends)
         self._answers: dict[int, Answer] = {}
         self._held: set[int] = set()
+        self._worked_ns = self._told_ns = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="texts", daemon=True)
         self._thread.start()
@@ -92,6 +93,13 @@ class Texts:
                 job()
             except Exception:
                 logger.exception("texts of a model failed")
+            self._worked_ns = time.thread_time_ns()
+
+    def spent_ns(self) -> int:
+        """The processor's time that its thread has taken since the last call."""
+        worked_ns = self._worked_ns
+        spent_ns, self._told_ns = worked_ns - self._told_ns, worked_ns
+        return spent_ns
 
     # --- requests
 
