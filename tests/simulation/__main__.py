@@ -1,6 +1,6 @@
 """`python -m tests.simulation [--lifecycle] [--seeds N] [--first SEED] [--seconds S]`: run seeds
-(of the schedulers, or of the lifecycle of models); the first that breaks a rule is shown with its last
-200 events."""
+(of the schedulers, or of the lifecycle of models); the first that breaks a rule is shown with its
+last 200 events."""
 
 from __future__ import annotations
 
