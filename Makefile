@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo classifier test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,11 +21,15 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	    { echo "make: $(PYTHON) has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) torch==2.13.0
-	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev,grpc]'
+	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -e '.[dev,grpc,llm]'
 	touch $@
 
 demo: $(STAMP)  ## train a small network on handwritten digits, serve it, measure it
 	$(BIN)/python examples/digits/demo.py
+
+demo-llm: $(STAMP)  ## train a small language model, serve it, measure it
+	$(BIN)/pip install --disable-pip-version-check -q -c $(CONSTRAINTS) -r examples/generation/requirements.txt
+	$(BIN)/python examples/generation/demo.py
 
 # By the constraints, so that no other torch comes with it.
 classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, and transformers
@@ -38,8 +42,9 @@ test: $(STAMP)  ## all tests
 # One seed a run: SEEDS=N of them, from FIRST on.
 SEEDS ?= 1000
 FIRST ?= 0
-simulate: $(STAMP)  ## the schedulers' cores in one process, under faults by SEEDS=N seeds
+simulate: $(STAMP)  ## the schedulers' cores and the lifecycle's, in one process, under faults by SEEDS=N seeds
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation --lifecycle --seeds $(SEEDS) --first $(FIRST)
 
 lint: $(STAMP)  ## ruff, its rules and its format
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ waits for it and the memory it keeps; the rules of its life are here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from shmserve.errors import Unavailable
@@ -27,6 +28,7 @@ Response = Finished | Responded | Failed
 # A limit on time beyond this, in microseconds, is as good as this: its deadline is a number still.
 LONGEST_TIMEOUT_US = 10**15
 
+_STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 ENDED = "the model's scheduler ended before it could answer, and no other serves the model"
 BEGUN = "the model's scheduler was lost after the request's first response and before its last"
 ONCE = (
@@ -45,6 +47,12 @@ class Batchable(Protocol):
     @property
     def shape_key(self) -> bytes:
         """The key that must be equal for requests to batch."""
+
+
+def stopping(request_id: str, *, of_sequence: bool = False) -> str:
+    """The error text for a request that comes, or is still here, when no work begins any more; in
+    Triton's words, which name one of a sequence only by an id that its client gave."""
+    return _STOPPING if of_sequence and not request_id else id_prefix(request_id) + _STOPPING
 
 
 def make_submit(
@@ -104,16 +112,14 @@ def correlation_fields(correlation_id: int | str) -> tuple[int, str]:
     return (correlation_id, "") if isinstance(correlation_id, int) else (0, correlation_id)
 
 
+@dataclass(slots=True, eq=False)
 class InflightRequest:
-    """A request in the table: its `submit`, and the scheduler's `endpoint` that has it. Its owner
-    says in a subclass who waits, and what memory it keeps."""
+    """A request in the table: its `submit`, the scheduler's `endpoint` that has it, and how many
+    `responses` it has had. Its owner says in a subclass who waits, and what memory it keeps."""
 
-    __slots__ = ("endpoint", "responses", "submit")
-
-    def __init__(self, submit: Submit, endpoint: str) -> None:
-        self.submit = submit
-        self.endpoint = endpoint
-        self.responses = 0
+    submit: Submit
+    endpoint: str
+    responses: int = field(init=False, default=0)
 
     @abstractmethod
     def awaited(self) -> bool:

@@ -17,10 +17,10 @@ A local client's request: client/session.py finds the server and client/connecti
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors
 in shared memory, client/inflight/ submits; scheduler/hosting/local_clients.py checks it.
 
-A model's load: supervisor/models/manager.py takes the request and gives it its turn;
-model_loader.py has load_planner.py read folder and configuration; version/model_version.py starts
-scheduler_process.py and instance_processes.py;
-rollout.py lets it serve and publishes it.
+A model's load: supervisor/models/manager.py takes the request; lifecycle.py gives it its turn and
+decides, loads.py what is started and when it takes over, and executor.py does it: load_planner.py
+reads folder and configuration, version/model_version.py starts scheduler_process.py and
+instance_processes.py.
 
 A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
 tells its scheduler and starts another one with a backoff; scheduler/batchers/recovery.py decides

@@ -7,6 +7,8 @@ import pstats
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.memory.lent import LentMemory
@@ -59,6 +61,12 @@ class _Outbox:
         ):
             self.posted.append(message[-1])
 
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """As `ClientLinks` says."""
+        if self._neighbours is not None and self._neighbours.has(peer):
+            return partial(self._neighbours.post, peer, self._endpoint)
+        return partial(self.post, peer)
+
 
 class Chain:
     """Three steps in a row, with FP32 tensors of so many elements between them."""
@@ -95,7 +103,7 @@ class Chain:
         steps = StepSchedulers(Waiter(), links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        core = EnsembleCore(settings, ModelSpec.of(config), self._clients, steps, _Outbox(), memory)
+        core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)
         self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns)
         self._add("a", _SMALL, elements, core)
         self._add("b", elements, elements, core)
@@ -110,9 +118,8 @@ class Chain:
             "output": _io("Y", gives),
         }
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
-        core = BatchingCore(
-            Settings.read(ModelSpec.of(config), "1", SchedulingLimits()), clients, workers, control
-        )
+        settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
+        core = BatchingCore(settings, workers, control)
         front = Front(core, clients, control, time.time_ns)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
@@ -122,7 +129,7 @@ class Chain:
         self._neighbours.enter(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.from_control(InstanceExpected(0, 100 + index), now_ns)
-        core.from_worker(peer, m.InstanceReady(0, 100 + index), now_ns)
+        core.executions.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         ensemble.from_control(
             ModelPublished(name, "1", ModelSpec.of(config), {}, name, True, True, 0.0, 0), now_ns
@@ -145,7 +152,7 @@ class Chain:
                     message = workers.posted.popleft()
                     if isinstance(message, m.Execute):
                         self._touched[front] = None
-                        core.from_worker(peer, self._executed(message), time.monotonic_ns())
+                        core.executions.handle(peer, self._executed(message), time.monotonic_ns())
         (finished,) = self._clients.posted
         assert isinstance(finished, m.Finished), finished
         self._clients.posted.clear()

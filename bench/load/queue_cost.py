@@ -6,6 +6,8 @@ import gc
 import random
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
@@ -52,6 +54,10 @@ class _Outbox:
         if type(message[-1]) is m.Execute:
             self.batches.append(message[-1])
 
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """As `ClientLinks` says."""
+        return partial(self.post, peer)
+
 
 class BusyQueue:
     """A scheduler with so many requests queued, of all its priorities, whose only instance is busy.
@@ -63,10 +69,9 @@ class BusyQueue:
     def __init__(self, queued: int, config: dict[str, Any] | None = None) -> None:
         self._worker = _Outbox()
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
-        outboxes = (_Outbox(), self._worker, _Outbox())
-        clients, _, control = outboxes
-        self.core = BatchingCore(settings, *outboxes)
-        self.scheduler = Front(self.core, clients, control, time.time_ns)
+        control = _Outbox()
+        self.core = BatchingCore(settings, self._worker, control)
+        self.scheduler = Front(self.core, _Outbox(), control, time.time_ns)
         self._choice = random.Random(queued)
         self._now = 1_000_000_000
         self._last = 0
@@ -74,7 +79,7 @@ class BusyQueue:
         self._waiting: list[int] = []
         self.scheduler.from_control(InstanceExpected(0, 100), self._now)
         self._peer = b"0.100"
-        self.core.from_worker(self._peer, m.InstanceReady(0, 100), self._now)
+        self.core.executions.handle(self._peer, m.InstanceReady(0, 100), self._now)
         for _ in range(self._live):
             self._submit()
         self.scheduler.tick(self._now)
@@ -92,7 +97,7 @@ class BusyQueue:
         times = (self._now - 4, self._now - 3, self._now - 1, self._now)
         replies = [m.Reply(work.key, "", "", b"") for work in batch.requests]
         done = m.BatchFinished(batch.batch, *times, replies)
-        self.core.from_worker(self._peer, done, self._now)
+        self.core.executions.handle(self._peer, done, self._now)
         self.scheduler.tick(self._now)
         return came
 

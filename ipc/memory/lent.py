@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
@@ -23,6 +23,8 @@ from shmserve.ipc.transport.records import MalformedMessage
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Hashable)
+
+TakeBack = Callable[[Place], None]
 
 
 class Token:
@@ -76,25 +78,18 @@ class Holding(Token):
         self._on_free()
 
 
-class BlockOwner(Protocol):
-    """Where blocks are allocated."""
-
-    def free(self, place: Place) -> None:
-        """Take a block back."""
-
-
 class Block(Token):
-    """A block of memory at `place`, which its owner has back when nobody uses it."""
+    """A block of memory at `place`, which goes back to `take_back` when nobody uses it."""
 
-    __slots__ = ("_owner", "place")
+    __slots__ = ("_take_back", "place")
 
-    def __init__(self, owner: BlockOwner, place: Place) -> None:
+    def __init__(self, take_back: TakeBack, place: Place) -> None:
         self._users = 1
-        self._owner = owner
+        self._take_back = take_back
         self.place = place
 
     def _free(self) -> None:
-        self._owner.free(self.place)
+        self._take_back(self.place)
 
 
 class Readers(Generic[R]):
@@ -165,16 +160,16 @@ class LentMemory:
         """Bytes of the arena that are allocated now."""
         return 0 if self._arena is None else self._arena.used
 
-    def allocate(self, byte_size: int, owner: BlockOwner | None = None) -> Block:
-        """A block; an `owner` that is to have it back calls `free`. Raises Unavailable when the
+    def allocate(self, byte_size: int, take_back: TakeBack | None = None) -> Block:
+        """A block; who is to have it back in `take_back` calls `free`. Raises Unavailable when the
         arena, or the machine's memory, is full."""
         if self._arena is None:
             self._arena = Arena(self.byte_size)
-        return Block(owner or self, self._arena.allocate(byte_size))
+        return Block(take_back or self.free, self._arena.allocate(byte_size))
 
-    def write(self, data: bytes | memoryview, owner: BlockOwner | None = None) -> Block:
+    def write(self, data: bytes | memoryview, take_back: TakeBack | None = None) -> Block:
         """A block with a copy of `data`, as `allocate` has it."""
-        block = self.allocate(len(data), owner)
+        block = self.allocate(len(data), take_back)
         assert self._arena is not None
         self._arena.view(block.place)[:] = data
         return block

@@ -53,6 +53,20 @@ class Mapping(Protocol):
         """Let it go; views of it that someone holds stay valid."""
 
 
+def opened(memory: Memory) -> int:
+    """A descriptor of a memory in the host. Raises Unavailable when that is gone."""
+    path = f"/proc/{memory.pid}/fd/{memory.fd}"
+    try:
+        # Whoever gave us a memfd may hold a lease on it: nobody waits for that.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Unavailable("the memory of a tensor is gone") from error
+    if os.fstat(fd).st_ino != memory.inode:
+        os.close(fd)
+        raise Unavailable("the memory of a tensor is gone")
+    return fd
+
+
 class _HostMapping:
     __slots__ = ("_unpin", "fd", "map", "pid", "view")
 
@@ -62,18 +76,9 @@ class _HostMapping:
     def __init__(self, memory: Memory, pin: Pin | None) -> None:
         self._unpin: Callable[[], None] | None = None
         self.pid = memory.pid
+        self.fd = opened(memory)
         try:
-            # Whoever gave us a memfd may hold a lease on it: nobody waits for that.
-            self.fd = os.open(
-                f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
-            )
-        except OSError as error:
-            raise Unavailable("the memory of a tensor is gone") from error
-        try:
-            status = os.fstat(self.fd)
-            if status.st_ino != memory.inode:
-                raise Unavailable("the memory of a tensor is gone")
-            if status.st_size < memory.byte_size:
+            if os.fstat(self.fd).st_size < memory.byte_size:
                 raise _truncated()
             if not memory.copied:
                 try:

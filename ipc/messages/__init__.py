@@ -21,6 +21,15 @@ from shmserve.ipc.messages.events import (
     ProcessEvent,
     RegionEvent,
 )
+from shmserve.ipc.messages.generation import (
+    Choose,
+    Ended,
+    Prepare,
+    Prepared,
+    Step,
+    Stepped,
+    Told,
+)
 from shmserve.ipc.messages.inference import (
     BatchFinished,
     Cancel,
@@ -99,10 +108,13 @@ from shmserve.ipc.messages.supervision import (
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToClient = Finished | Responded | Failed | Settled | StatisticsReported
-SchedulerToWorker = (
-    Execute | EndSequences | CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
+SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
+    CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-WorkerToScheduler = InstanceReady | BatchFinished | ExecutionResponded | MetricsReported
+GenerationNews = Prepared | Stepped | Told | Ended
+WorkerToScheduler = (
+    InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
+)
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | Answer | Ending
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shmserve.ipc.transport.frames import message
 
 
@@ -14,33 +16,20 @@ class MemoryDropped:
 
 @message
 class RegionPublished:
-    """A region may be used under `name`; the extent is [offset, offset + byte_size) of the object.
+    """A region may be used under `name`: its extent in the object that it is a part of, as
+    `pack_place` of descriptors.py has it. CUDA memory has no `key`.
 
-    `uid` and `group` say whose it is; `copied`: it is not to be mapped (shm_access.py says
-    when); `pinned`: workers on CUDA devices lock its pages.
+    `uid` and `group` say whose it is.
     `draining`: its name is free already, and requests in flight use it still: it is listed, and
     nothing else, until `RegionDrained`.
-    With a `handle` (64 bytes) it is CUDA memory on `device_id`, and `key`, `pid`, `fd` and `inode`
-    mean nothing; `device_uuid` is empty where the client gave none.
     """
 
     name: str
     key: str
-    memory_id: int
-    pid: int
-    fd: int
-    inode: int
-    object_size: int
-    offset: int
-    byte_size: int
+    place: list[Any]
     uid: int
     group: int
-    copied: bool
     acknowledge: int
-    handle: bytes = b""
-    device_id: int = 0
-    device_uuid: bytes = b""
-    pinned: bool = False
     draining: bool = False
 
 

@@ -1,5 +1,6 @@
 """The router (ZeroMQ's ROUTER), the bound end of links: peers by identity, none of which can block
-another."""
+another; `PeerCredRouter` is one for the server's own processes.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import logging
 import os
 import select
 import socket
+import struct
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.transport import zmtp
@@ -162,3 +165,37 @@ class Router:
             if os.path.samestat(os.stat(self._path), self._made):
                 os.unlink(self._path)
         self._poll.close()
+
+
+class PeerCredRouter(Router):
+    """A router whose peers' identities name the pid that the kernel reports (SO_PEERCRED):
+    `pid_of(identity)`, else the connection is ended.
+
+    Models run foreign code as the server's user, which may connect wherever a worker may.
+    """
+
+    def __init__(self, endpoint: str, pid_of: Callable[[bytes], int]) -> None:
+        super().__init__(endpoint)
+        self._pid_of = pid_of
+
+    def _name(self, connection: Connection, properties: dict[str, bytes]) -> None:
+        credentials = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("iii", credentials)
+        if self._pid_of(properties.get("identity", b"")) != pid:
+            connection.decoder.broken = "it claims to be another process"
+            return
+        super()._name(connection, properties)
+
+
+def first_number(identity: bytes) -> int:
+    """The pid in "PID.anything"; 0 when there is none."""
+    return _number(identity.partition(b".")[0])
+
+
+def last_number(identity: bytes) -> int:
+    """The pid in "anything.PID"; 0 when there is none."""
+    return _number(identity.rpartition(b".")[2])
+
+
+def _number(digits: bytes) -> int:
+    return int(digits) if digits.isdigit() and len(digits) < 10 else 0

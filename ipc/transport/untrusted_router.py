@@ -54,10 +54,6 @@ class UntrustedRouter(Router):
         """The identities that are connected."""
         return list(self._peers)
 
-    def connected(self, peer: bytes) -> bool:
-        """Whether this identity is connected."""
-        return peer in self._peers
-
     def dismiss(self, peer: bytes) -> None:
         """End a peer's connection."""
         connection = self._peers.get(peer)

@@ -4,6 +4,7 @@ check.py             `shmserve check`
 client.py            `shmserve client infer`; client_tensors.py: what it reads and prints
 transports/          how that reaches a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+profile.py           `shmserve profile`
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ usage: shmserve VERB ...
   check          load every model of a repository once, run one batch each, report
   client infer   send one request to a server
   events         what is in a server, and what happens there
+  profile        where the steps of a model that generates text spend their time
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -70,6 +72,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "profile":
+            return _profile(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -99,7 +103,10 @@ def _check(arguments: list[str]) -> int:
     from shmserve.cli.check import check
     from shmserve.config import command_line, server
 
-    return check(server.from_flags(command_line.parse(arguments), os.environ))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--input", action="append", default=[])
+    ours, others = parser.parse_known_args(arguments)
+    return check(server.from_flags(command_line.parse(others), os.environ), ours.input)
 
 
 def _client(arguments: list[str]) -> int:
@@ -125,15 +132,29 @@ def _events(arguments: list[str]) -> int:
     return events.run(parser.parse_args(arguments))
 
 
+def _profile(arguments: list[str]) -> int:
+    from shmserve.cli import profile
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve profile",
+        description="Watch a model that generates text, and print where its steps spend time.",
+    )
+    profile.add_arguments(parser)
+    return profile.run(parser.parse_args(arguments))
+
+
 def _asks_for_help(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
 _CHECK_HELP = """\
-usage: shmserve check DIR [flags of serve]
+usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
 
-Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, runs one
-batch of zeros, and prints a line a model. Exit status: 0 all is well, 2 something is not."""
+Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
+once, holds its outputs against its configuration, and prints a line a model. It is asked with each
+sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
+every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
+in it, as one text. Exit status: 0 all is well, 2 something is not."""
 
 
 def _flag_help(flag: Flag) -> list[str]:

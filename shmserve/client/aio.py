@@ -10,18 +10,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import TimedOut
-from shmserve.client.inflight.channel import FULL, LATE, RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import FULL, LATE, ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
-from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
-from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.client.session import Session, call_of, takes
 from shmserve.errors import InvalidArgument, Unavailable
 
 
@@ -163,27 +161,13 @@ class Server:
         self._session = session
         self._turns: _Turns | None = None
 
-    async def infer(
-        self,
-        model: str,
-        inputs: Tensors | None = None,
-        /,
-        *,
-        outputs: Outputs | None = None,
-        version: str = "",
-        timeout: float | None = None,  # noqa: ASYNC109 (the server is told of it too)
-        priority: int = 0,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        sequence: int | str = 0,
-        start: bool = False,
-        end: bool = False,
-        **tensors: Any,
-    ) -> Result:
+    @takes(call_of)
+    async def infer(self, /, *given: Any, **named: Any) -> Result:
         """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
-        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+        call = call_of(*given, **named)
         turns = await self._connected()
-        built = self._session.built(model, inputs, outputs, version, options, tensors)
+        built = self._session.built(turns.connection, *call)
+        deadline_ns = built.options.deadline_ns
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def answered(_: ClientRequest) -> None:
@@ -193,8 +177,8 @@ class Server:
         pending = turns.channel.submit(built, answered)
         turns.flush_soon()
         try:
-            if options.deadline_ns:
-                async with asyncio.timeout((options.deadline_ns - time.monotonic_ns()) / 1e9):
+            if deadline_ns:
+                async with asyncio.timeout((deadline_ns - time.monotonic_ns()) / 1e9):
                     await future
             else:
                 await future
@@ -211,35 +195,18 @@ class Server:
         turns.channel.cancel(pending)
         turns.flush_soon()
 
-    def stream(
-        self,
-        model: str,
-        inputs: Tensors | None = None,
-        /,
-        *,
-        outputs: Outputs | None = None,
-        version: str = "",
-        timeout: float | None = None,
-        priority: int = 0,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        sequence: int | str = 0,
-        start: bool = False,
-        end: bool = False,
-        **tensors: Any,
-    ) -> ResponseStream:
+    @takes(call_of)
+    def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
         """As `shmserve.client.Server.stream`: `async for response in server.stream(...)`.
 
         The request is sent when the first response is asked for, or by `async with`; cancelling the
         task that waits for a response cancels the request.
         """
-        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+        call = call_of(*given, **named)
 
         async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
             turns = await self._connected()
-            built = self._session.built(
-                model, inputs, outputs, version, options, tensors, stream=True
-            )
+            built = self._session.built(turns.connection, *call, stream=True)
             pending = turns.channel.start(ClientStream(turns.channel, built, on_item))
             turns.flush_soon()
             return turns, pending

@@ -3,21 +3,21 @@ started anew, and its memory, which outlives that."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight.channel import FULL
-from shmserve.client.inflight.pending import DECOUPLED
+from shmserve.client.inflight.channel import DECOUPLED, FULL
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.memory.segments import AnySegment, Memories, Segment
-from shmserve.client.request.options import Options
+from shmserve.client.request.options import Options, options_of
 from shmserve.client.request.prepare import PackedRequest, prepare
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
@@ -26,6 +26,51 @@ from shmserve.ipc.memory.cuda_ipc import Exporting
 Tensors = Mapping[str, Any]
 # Where outputs go: just names, or arrays in a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
+# The model, its inputs, where outputs go, the version, the options, the inputs given by keyword.
+Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def call_of(
+    model: str,
+    inputs: Tensors | None = None,
+    /,
+    *,
+    outputs: Outputs | None = None,
+    version: str = "",
+    timeout: float | None = None,
+    priority: int = 0,
+    request_id: str = "",
+    parameters: Mapping[str, Any] | None = None,
+    sequence: int | str = 0,
+    start: bool = False,
+    end: bool = False,
+    **tensors: Any,
+) -> Call:
+    """The arguments of a call of a model, as `sync.Server.infer` describes them, with its options
+    checked. Raises InvalidArgument."""
+    options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+    return model, inputs, outputs, version, options, tensors
+
+
+def takes(
+    described: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """A decorator of methods that take what the function `described` does, for type checkers and
+    for `help`."""
+
+    def declared(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        taken = inspect.signature(described)
+        method.__signature__ = taken.replace(  # type: ignore[attr-defined]
+            parameters=[itself, *taken.parameters.values()],
+            return_annotation=inspect.signature(method).return_annotation,
+        )
+        return method
+
+    return declared
 
 
 class Session:
@@ -95,6 +140,7 @@ class Session:
 
     def built(
         self,
+        connection: ServerConnection,
         model: str,
         inputs: Tensors | None,
         outputs: Outputs | None,
@@ -104,8 +150,9 @@ class Session:
         *,
         stream: bool = False,
     ) -> PackedRequest:
-        """A request that can be sent; without `stream`, one that has exactly one response."""
-        found = self.connection().models.resolve(model, version)
+        """A request that can be sent by `connection`; without `stream`, one that has exactly one
+        response."""
+        found = connection.models.resolve(model, version)
         if found.decoupled and not stream:
             raise Unsupported(DECOUPLED % found.name)
         if inputs is None:

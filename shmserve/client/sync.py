@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.client.memory.region import Region, Specs
-from shmserve.client.request.options import options_of
 from shmserve.client.request.results import Result
-from shmserve.client.session import Outputs, Session, Tensors
+from shmserve.client.session import Session, Tensors, call_of, takes
 from shmserve.ipc.capabilities import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one is the connection's own
@@ -29,23 +28,8 @@ class Server:
         self._channels: dict[threading.Thread, ThreadChannel] = {}
         self._lock = threading.Lock()
 
-    def infer(
-        self,
-        model: str,
-        inputs: Tensors | None = None,
-        /,
-        *,
-        outputs: Outputs | None = None,
-        version: str = "",
-        timeout: float | None = None,
-        priority: int = 0,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        sequence: int | str = 0,
-        start: bool = False,
-        end: bool = False,
-        **tensors: Any,
-    ) -> Result:
+    @takes(call_of)
+    def infer(self, /, *given: Any, **named: Any) -> Result:
         """Run a model and wait: inputs by keyword, or as a mapping or a region.
 
         An input is a numpy array, a torch tensor, anything with DLPack, or lists of numbers; its
@@ -57,10 +41,9 @@ class Server:
         Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected. In the
         callback of a future of `infer_async`, Unavailable when other threads have every channel.
         """
-        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+        call = call_of(*given, **named)
         waiter = self._waiting()
-        built = self._session.built(model, inputs, outputs, version, options, tensors)
-        return waiter.wait(waiter.submit(built))
+        return waiter.wait(waiter.submit(self._session.built(waiter.connection, *call)))
 
     def map(
         self,
@@ -82,8 +65,8 @@ class Server:
         few = max(1, in_flight // 4)  # several a message, and the server is never without any
         try:
             for given in inputs:
-                options = options_of("", None, 0, timeout)
-                built = self._session.built(model, given, outputs, version, options, {})
+                call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
+                built = self._session.built(self._session.connection(), *call)
                 waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
@@ -93,23 +76,8 @@ class Server:
         finally:
             waiter.cancel(waiting)
 
-    def stream(
-        self,
-        model: str,
-        inputs: Tensors | None = None,
-        /,
-        *,
-        outputs: Outputs | None = None,
-        version: str = "",
-        timeout: float | None = None,
-        priority: int = 0,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        sequence: int | str = 0,
-        start: bool = False,
-        end: bool = False,
-        **tensors: Any,
-    ) -> ResponseStream:
+    @takes(call_of)
+    def stream(self, /, *given: Any, **named: Any) -> ResponseStream:
         """Run a model that gives any number of responses, and iterate over them as they come.
 
         What it takes is what `infer` takes. Who does not read stops the model, and nobody else.
@@ -120,32 +88,16 @@ class Server:
         ...     for response in responses:
         ...         print(response["output"])
         """
-        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+        call = call_of(*given, **named)
         way = self._waiting()
-        built = self._session.built(model, inputs, outputs, version, options, tensors, stream=True)
+        built = self._session.built(way.connection, *call, stream=True)
         return ResponseStream(way, way.open(built), self)
 
-    def infer_async(
-        self,
-        model: str,
-        inputs: Tensors | None = None,
-        /,
-        *,
-        outputs: Outputs | None = None,
-        version: str = "",
-        timeout: float | None = None,
-        priority: int = 0,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        sequence: int | str = 0,
-        start: bool = False,
-        end: bool = False,
-        **tensors: Any,
-    ) -> Future[Result]:
+    @takes(call_of)
+    def infer_async(self, /, *given: Any, **named: Any) -> Future[Result]:
         """`infer`, in the background. Cancelling the future cancels the request."""
-        options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
-        built = self._session.built(model, inputs, outputs, version, options, tensors)
-        future = SharedChannel(self._session.connection()).submit(built)
+        call, connection = call_of(*given, **named), self._session.connection()
+        future = SharedChannel(connection).submit(self._session.built(connection, *call))
         # The client is not closed before that, though nobody else may have it.
         future.add_done_callback(partial(_keep, self))
         return future

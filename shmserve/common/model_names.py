@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from shmserve.errors import InvalidArgument, clip
@@ -29,5 +30,11 @@ def check_model_name(name: str) -> None:
 
 
 def is_inline(text: str) -> bool:
-    """Whether a command-line argument is "path/file.py:Class" rather than a folder."""
-    return CLASS_IN_FILE.fullmatch(text) is not None
+    """Whether a command-line argument is a model itself and no repository: "path/file.py:Class", or
+    the folder of a checkpoint."""
+    return CLASS_IN_FILE.fullmatch(text) is not None or is_checkpoint(text)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a folder is a model of Hugging Face's: its description lies in it."""
+    return os.path.isfile(os.path.join(path, "config.json"))

@@ -17,7 +17,7 @@ An HTTP request, file by file:
 
 A gRPC request:
 
-    grpc/core/direct_unary.py       a call and its message, without a task
+    grpc/core/core_call.py          calls taken from the core; direct_unary.py: without a task
     grpc/infer_calls.py             authorised, handled, errors to a status; service.py: other RPCs
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
     grpc/wire/fingerprint.py        a head that came before: its prepared request, else

@@ -54,7 +54,7 @@ class Frontend(ABC):
 
     @abstractmethod
     def drain(self, drained: Callable[[], None]) -> None:
-        """Call `drained` once no inference is in flight."""
+        """Let nobody in any more; call `drained` once no inference is in flight."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -63,8 +63,6 @@ class Frontend(ABC):
 
 class ActiveCount:
     """A count of what is under way, `active`, by which a drain knows when that is over."""
-
-    __slots__ = ("_idle", "active")
 
     def __init__(self) -> None:
         self.active = 0

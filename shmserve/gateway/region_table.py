@@ -16,7 +16,7 @@ from shmserve.common.access.shm_access import EVERYONE, Ownership, Peer
 from shmserve.errors import AlreadyExists, InvalidArgument, NotFound
 from shmserve.gateway.inference.request import RegionRange
 from shmserve.ipc.messages.memory import RegionPublished
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place
+from shmserve.ipc.tensors.descriptors import Place, unpack_place
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, fits
 
 logger = logging.getLogger(__name__)
@@ -28,23 +28,11 @@ class GatewayRegion:
     def __init__(self, message: RegionPublished) -> None:
         self.name = message.name
         self.key = message.key
-        self.offset = message.offset
-        self.byte_size = message.byte_size
-        if message.handle:
-            handle = CudaHandle(message.handle, message.device_id, message.device_uuid)
-            self.memory = Memory.on_device(message.memory_id, message.object_size, handle)
-        else:
-            self.memory = Memory(
-                id=message.memory_id,
-                pid=message.pid,
-                fd=message.fd,
-                inode=message.inode,
-                byte_size=message.object_size,
-                sealed=False,
-                copied=message.copied,
-                pinned=message.pinned,
-            )
-        self.owner = Ownership(message.uid, message.group, message.copied)
+        extent = unpack_place(message.place)
+        self.offset = extent.offset
+        self.byte_size = extent.byte_size
+        self.memory = extent.memory
+        self.owner = Ownership(message.uid, message.group, extent.memory.copied)
         self.requests = 0
         self.withdrawn = False
         self.spans = Spans()
@@ -125,9 +113,8 @@ class Uses:
         self._table = table
         self.regions: list[GatewayRegion] = []
         self._spans: list[tuple[GatewayRegion, tuple[int, int]]] = []  # all output ranges
-        self._writes: list[
-            tuple[GatewayRegion, tuple[int, int]]
-        ] = []  # those that overlap no other
+        # Those that overlap no other.
+        self._writes: list[tuple[GatewayRegion, tuple[int, int]]] = []
 
     def take(self, wanted: RegionRange, *, write: bool = False) -> Place:
         """Use a range; raises NotFound or InvalidArgument."""
@@ -229,17 +216,18 @@ class RegionTable:
         self.overlap = overlap
         self._spans: dict[int | bytes, Spans] = {}  # by the object
         self._by_name: dict[str, GatewayRegion] = {}
-        self._draining: dict[
-            int, GatewayRegion
-        ] = {}  # listed only: without a name, and in use somewhere
+        # Listed only: without a name, and in use somewhere.
+        self._draining: dict[int, GatewayRegion] = {}
         self._by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
         """Add a region under its name, or list one that only requests in flight use."""
+        region = GatewayRegion(message)
+        memory_id = region.memory.id
         if message.draining:
-            self._draining[message.memory_id] = GatewayRegion(message)
-        elif message.memory_id not in self._by_id:
-            region = self._by_id[message.memory_id] = GatewayRegion(message)
+            self._draining[memory_id] = region
+        elif memory_id not in self._by_id:
+            self._by_id[memory_id] = region
             # Two names for one object share what is written in it.
             region.spans = self._spans.setdefault(region.memory.object, region.spans)
             region.spans.regions += 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 LIBTORCH = "pytorch_libtorch"
@@ -16,6 +17,8 @@ ENSEMBLE = "ensemble"
 _DEFAULT_SEQUENCE_IDLE_US = 1_000_000
 _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
+CHECKPOINT = "config.json"  # of a model of Hugging Face's, beside its weights
+_WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
 
 
@@ -91,6 +94,8 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     named = config.default_model_filename
     present = [name for name in (*_TORCH_FILES, _ONNX_FILE, "model.py") if name in files]
     file = named or (present[0] if present else "")
+    if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
+        return GENERATIVE
     if file.endswith((".pt", ".pt2")):
         return "pytorch"
     if file.endswith(".onnx"):

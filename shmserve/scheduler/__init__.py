@@ -20,15 +20,15 @@ requests/               request.py      the state machine of a request, as a tab
 batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
                         estimates.py    what the adaptive one learns
-                        dispatcher.py, dispatch.py
-                                        from the queue to the instances
+                        dispatch.py     from the queue to the instances
                         recovery.py     workers that died, overran or talked nonsense: retries
                         sequence/       the sequence batcher: slots, strategies, its dispatch.py
 instances/              pool.py         slots: who is there, who is free, what each one runs
-                        executions.py   batches and responses between here and workers
-                        service_time.py moving averages of how long executions take
+                        executions.py   batches and responses between here and workers, and the
+                                        recent service time
 response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
+generative/             text: engines instead of a batcher, blocks instead of slots
 ensemble/               the core of an ensemble: its steps are other models
 reports.py              what clients, and a successor, are told of them
 """

@@ -1,9 +1,9 @@
 """The batching core, the scheduler of a model that has instances: its queue, batcher and pool, and
 what each message changes there.
 
-admit, cancel, ...          a client's message, by the front
-from_worker, from_control   a worker's, or the supervisor's
-tick                        now: expire, dispatch, release
+admit, cancel, ...   a client's message, by the front
+from_control         the supervisor's; what workers say, its `executions` take
+tick                 now: expire, dispatch, release
 
 What is to be sent is posted to outboxes, which the loop flushes once a turn.
 """
@@ -14,14 +14,9 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
-from shmserve.ipc.messages.inference import (
-    BatchFinished,
-    ExecutionResponded,
-    InstanceReady,
-    Release,
-    Submit,
-)
+from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
     InstanceExpected,
     InstanceGone,
@@ -29,16 +24,16 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
     TicketGranted,
 )
-from shmserve.scheduler.batchers.dispatch import Dispatch, batcher_of
-from shmserve.scheduler.batchers.dispatcher import Dispatcher
+from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.batchers.sequence.dispatch import SequenceDispatch
 from shmserve.scheduler.front import Core
+from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Pool
 from shmserve.scheduler.instances.tickets import InstanceTickets
 from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
     NEVER,
@@ -58,12 +53,12 @@ logger = logging.getLogger(__name__)
 
 
 class BatchingCore(Core[ScheduledRequest]):
-    """One model version's requests, queued, batched and sent to its instances."""
+    """One model version's requests, queued, batched and sent to its instances; `executions` take
+    what workers say of them."""
 
     def __init__(
         self,
         settings: Settings,
-        clients: Peers,
         workers: Peers,
         control: ControlLink,
         cache: ResponseCache | None = None,
@@ -73,7 +68,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._name = settings.name
         self._ordered = settings.preserve_ordering
         self.statistics = Statistics(settings)
-        self._responses = Responses(clients, workers, self.statistics, self._ordered, cache)
+        self._responses = Responses(workers, self.statistics, self._ordered, cache)
         self._queue = RequestQueue(settings)
         self._tickets = InstanceTickets(control) if settings.rate_limited else None
         self._pool = Pool(settings.execution_limit_ns, self._tickets, settings.most_open)
@@ -81,7 +76,7 @@ class BatchingCore(Core[ScheduledRequest]):
             settings, self._pool, control, self._queue, self._responses, self.statistics
         )
         batcher = batcher_of(settings)
-        self._executions = Executions(
+        self.executions = Executions(
             settings,
             self._pool,
             workers,
@@ -89,14 +84,18 @@ class BatchingCore(Core[ScheduledRequest]):
             self.statistics,
             self._recovery,
             batcher,
-            lambda request: self._dispatch.again(request),
         )
-        parts = (self._queue, self._pool, self._executions, self._responses, self._tickets)
-        self._dispatch: Dispatcher = (
-            Dispatch(settings, *parts, batcher)
-            if settings.sequences is None
-            else SequenceDispatch(settings, *parts)
-        )
+        parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
+        self._dispatch: Dispatcher
+        if settings.engine is not None:
+            self._dispatch = GenerativeDispatch(
+                settings, *parts, settings.engine, self.statistics.generation
+            )
+        elif settings.sequences is not None:
+            self._dispatch = SequenceDispatch(settings, *parts)
+        else:
+            self._dispatch = Dispatch(settings, *parts, batcher)
+        self.executions.dispatcher = self._dispatch
         self._awaits_sequences = False
         self._limit_ns = NEVER  # before this no execution passes its limit
 
@@ -133,7 +132,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):
             return 0
-        service_time = self._executions.service_time
+        service_time = self.executions.service_time
         return service_time.drain_s(len(self._queue), self._pool.ready_count)
 
     def cancel(self, request: ScheduledRequest, now_ns: int, listening: bool = False) -> None:
@@ -146,7 +145,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.EXECUTING | State.RESPONDING:
                 if not listening:
                     request.meet(Event.CANCEL)
-                self._executions.cancel(request, listening)
+                self.executions.cancel(request, listening)
             case _:
                 pass  # decided already
 
@@ -157,10 +156,10 @@ class BatchingCore(Core[ScheduledRequest]):
 
     def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
-            self._executions.credit(request, responses)
+            self.executions.credit(request, responses)
 
     def release(self, client: Client[ScheduledRequest], message: Release) -> None:
-        self._executions.release(client.pid, message)
+        self.executions.release(client.pid, message)
 
     def disconnect(self, client: Client[ScheduledRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
@@ -170,7 +169,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 case State.QUEUED | State.HELD:
                     self._withdraw(request, now_ns)
                 case State.EXECUTING | State.RESPONDING:
-                    self._executions.cancel(request)
+                    self.executions.cancel(request)
                 case _:
                     pass
             self._responses.abandon(request, now_ns)
@@ -185,16 +184,7 @@ class BatchingCore(Core[ScheduledRequest]):
             text = stopping(request.submit.request_id)
             self._responses.fail(request, "UNAVAILABLE", text, Reason.OTHER, now_ns)
 
-    # --- workers and supervisor -------------------------------------------------------------------
-
-    def from_worker(
-        self, peer: bytes, message: InstanceReady | BatchFinished | ExecutionResponded, now_ns: int
-    ) -> None:
-        """Handle a worker's message."""
-        if isinstance(message, ExecutionResponded):
-            self._executions.responded(peer, message, now_ns)
-        else:
-            self._executions.handle(peer, message, now_ns)
+    # --- supervisor -------------------------------------------------------------------
 
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
@@ -211,9 +201,9 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
-        lost = self._pool.process_exited(pid)
+        lost = self._dispatch.kept(self._pool.process_exited(pid))
         self._recovery.exited(lost, reason, self._dispatch.lost_text, now_ns)
-        self._executions.forget(pid)
+        self.executions.forget(pid)
 
     def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences
@@ -267,7 +257,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._dispatch.removed(request, now_ns, expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
-                self._executions.cancel(request)
+                self.executions.cancel(request)
                 early = True
             case State.HELD:
                 pass
@@ -286,5 +276,6 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
-            "malformed": self._to_workers.malformed + self._executions.misplaced,
+            "generation": self._dispatch.gauges(),
+            "malformed": self._to_workers.malformed + self.executions.misplaced,
         }

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import ClientToScheduler
 from shmserve.ipc.messages.inference import (
     Cancel,
@@ -34,10 +35,10 @@ from shmserve.ipc.messages.supervision import (
     SnapshotStatistics,
     Stop,
 )
-from shmserve.ipc.transport.peercred_router import last_number
-from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.ipc.transport.router import last_number
+from shmserve.scheduler.outboxes import ClientLinks, ControlLink
 from shmserve.scheduler.reports import Reports
-from shmserve.scheduler.requests.client import Client, ClientTable, stopping
+from shmserve.scheduler.requests.client import Client, ClientTable
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -124,19 +125,19 @@ class Front(Generic[R]):
     new begins; once it has `stopped` it has nothing to do."""
 
     _core: Core[R]
-    _to_clients: Peers
+    _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]
     _cache: ResponseCache | None = None
-    _clients: ClientTable[R] = field(default_factory=ClientTable)
     _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
     _draining: bool = False
     _drained: bool = False
     stopped: bool = False
 
     def __post_init__(self) -> None:
+        self._clients: ClientTable[R] = ClientTable(self._links)
         self._reports = Reports(
-            self._core.statistics, self._to_clients, self._control, self._wall_clock, self._gauges
+            self._core.statistics, self._control, self._wall_clock, self._gauges
         )
 
     @property
@@ -169,7 +170,7 @@ class Front(Generic[R]):
                 if self._cache is None or not self._cache.lent.release(*read):
                     self._core.release(client, message)
             case ReportStatistics():
-                self._reports.tell(peer, message.id, now_ns)
+                self._reports.tell(client, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -181,7 +182,8 @@ class Front(Generic[R]):
         core, lookup = self._core, None
         try:
             if self._draining and not core.accepts_while_draining(submit):
-                raise Unavailable(stopping(submit.request_id))
+                of_sequence = bool(submit.correlation_id or submit.correlation_text)
+                raise Unavailable(stopping(submit.request_id, of_sequence=of_sequence))
             if self._cache is not None:
                 core.check(submit, now_ns)
                 lookup = self._cache.look_up(submit)
@@ -199,7 +201,7 @@ class Front(Generic[R]):
             arrived_ns = believable(submit.arrived_ns, now_ns)
             self._core.statistics.failed(arrived_ns, Reason.REJECTED, now_ns)
         text, wait_s = self._core.worded(error.message), self._core.retry_after_s(error)
-        self._to_clients.post(client.peer, Failed(submit.id, error.code, text, wait_s, False))
+        client.post(Failed(submit.id, error.code, text, wait_s, False))
 
     # --- supervisor -------------------------------------------------------------------------------
 
@@ -276,5 +278,5 @@ class Front(Generic[R]):
     def _gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
-        gauges["malformed"] += self._to_clients.malformed + self._control.malformed
+        gauges["malformed"] += self._links.malformed + self._control.malformed
         return gauges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -15,9 +16,19 @@ class Outbox(Protocol):
         """End the link; what was sent has this long to arrive."""
 
 
+class ClientLinks(Protocol):
+    """The links to clients; `malformed` counts unreadable frames from them."""
+
+    @property
+    def malformed(self) -> int:
+        """Unreadable frames so far."""
+
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """What queues a message for whoever has this address."""
+
+
 class Peers(Protocol):
-    """Messages to clients, or to workers, by address; `malformed` counts unreadable ones from
-    them."""
+    """Messages to workers, by address; `malformed` counts unreadable ones from them."""
 
     @property
     def malformed(self) -> int:

@@ -11,7 +11,8 @@ from shmserve.common import model_metrics
 from shmserve.common.model_metrics import ModelMetrics
 from shmserve.ipc.messages.inference import MetricsReported, StatisticsReported
 from shmserve.ipc.messages.supervision import BaseCounters, StatisticsSnapshot
-from shmserve.scheduler.outboxes import ControlLink, Peers
+from shmserve.scheduler.outboxes import ControlLink
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,6 @@ class Reports:
     """
 
     _statistics: Statistics
-    _clients: Peers
     _control: ControlLink
     _wall_clock: Callable[[], int]
     _gauges: Callable[[], dict[str, Any]]
@@ -39,11 +39,11 @@ class Reports:
         gauges["families"] = model_metrics.plain(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def tell(self, peer: bytes, number: int, now_ns: int) -> None:
+    def tell(self, client: Client[Any], number: int, now_ns: int) -> None:
         """A client asks, with this number."""
         report = self.report(now_ns)
         self.snapshot()
-        self._clients.post(peer, StatisticsReported(number, report))
+        client.post(StatisticsReported(number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._gauges()

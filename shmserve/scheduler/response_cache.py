@@ -151,7 +151,7 @@ class ResponseCache:
                     inline -= len(data)
                     placed.append(tensor)
                     continue
-                copy = self.lent.write(data, self)
+                copy = self.lent.write(data, self.free)
                 copies.append(copy)
                 self._lent_bytes += len(data)
                 placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, copy.place))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from shmserve.common import model_settings
 from shmserve.common.model_settings import MAX_STREAMS, Strategy, max_streams
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.engine_settings import GENERATIVE, PARAMETER, EngineSettings
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import DynamicBatching, LevelPolicy, ModelSpec, SequenceBatching
 from shmserve.ipc.tensors.padding import Padding
@@ -118,6 +119,7 @@ class Settings:
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
     cached: bool = False  # its responses may be kept and given again
+    engine: EngineSettings | None = None  # of a model that generates text
 
     @classmethod
     def read(cls, config: ModelSpec, version: str, limits: SchedulingLimits) -> Settings:
@@ -125,6 +127,7 @@ class Settings:
         dynamic, padding = config.dynamic_batching, config.padding
         limit_s = _execution_limit_s(config, limits.execution_timeout_s)
         ordered = dynamic is not None and dynamic.preserve_ordering
+        engine = config.parameters.get(PARAMETER, "") if config.backend == GENERATIVE else ""
         streams = max_streams(config.parameters.get(MAX_STREAMS, "")) or 0
         return cls(
             name=config.name,
@@ -146,6 +149,7 @@ class Settings:
             padding=padding,
             rate_limited=limits.rate_limited,
             cached=config.cached,
+            engine=EngineSettings.read(engine) if engine else None,
         )
 
 

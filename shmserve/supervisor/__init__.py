@@ -10,7 +10,7 @@ Its rooms:
     control_api.py      requests of gateways and models: load, register, log settings
     health.py           liveness, readiness, and who is told of them
     processes/          the process table, zygotes that fork, the control socket, backoff
-    models/             what is loaded: planning, loads, versions, rollout, the repository index
+    models/             what is loaded: orders, loads, versions, publications, the repository index
     regions/            the registry of shared memory, its quotas
     resources/          what models share: cache bytes, tickets of the rate limiter, workspaces
     local_clients/      programs on this host that use shmserve.client

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -38,6 +39,9 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
+# What comes within so long is the same order to end: timeout(1), for one, signals the process, and
+# then its group.
+_SAME_SIGNAL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +65,7 @@ class Supervisor:
     announce_health: Callable[[], None]
     feed: EventFeed
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
+    _signalled_at: float = field(init=False, default=-math.inf)
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
@@ -83,8 +88,14 @@ class Supervisor:
         await self.end(status)
         return status
 
+    def _signal(self, number: int) -> None:
+        now = time.monotonic()
+        if now - self._signalled_at >= _SAME_SIGNAL_S:
+            self._signalled_at = now
+            self._signals.put_nowait(number)
+
     async def signalled(self) -> int:
-        """Wait for SIGTERM or SIGINT; its number."""
+        """Wait for SIGTERM or SIGINT; its number. Those within a second are one."""
         return await self._signals.get()
 
     @staticmethod
@@ -105,9 +116,9 @@ class Supervisor:
         context = self.context
         loop = asyncio.get_running_loop()
         for number in ENDING:
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
+            loop.add_signal_handler(number, self._signal, number)
         for came in self.signals:
-            self._signals.put_nowait(came)
+            self._signal(came)
         # Who starts the server may have some blocked, of which deaths and the end would be unheard.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
@@ -172,7 +183,8 @@ class Supervisor:
     # --- end
 
     async def end(self, status: int) -> None:
-        """Drain for at most `exit_timeout_s`, or until a second signal; then stop everything."""
+        """Drain for at most `exit_timeout_s`, or until a second signal, which is one that comes a
+        second later or more; then stop everything."""
         context = self.context
         self.health.exiting = True
         self.gateways.retire()

@@ -34,7 +34,7 @@ from shmserve.ipc.messages import memory as messages
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_inferred,
@@ -237,11 +237,9 @@ def ranges(data: bytes) -> None:
         except InvalidArgument:
             assert type(value) is not int or not 0 <= value < 2**63
     start, extent = max(start, 0), max(extent, 0)
-    region = GatewayRegion(
-        messages.RegionPublished(
-            *("r", "/k", 1, 2, 3, 4, start + extent, start, extent, 0, -1, False, 0)
-        )
-    )
+    memory = Memory(1, 2, 3, 4, start + extent, sealed=False)
+    where = list(pack_place(Place(memory, start, extent)))
+    region = GatewayRegion(messages.RegionPublished("r", "/k", where, 0, -1, 0))
     with _refused(b""):
         place = region.place(RegionRange("r", max(offset, 0), max(size, 0)))
         assert start <= place.offset

@@ -112,7 +112,6 @@ class EnsembleRig:
         self.core = EnsembleCore(
             Settings.read(spec, "1", SchedulingLimits(max_queue_size=max_queue_size)),
             spec,
-            self.clients,
             self.steps,
             self.control,
             self.memory,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.common import model_settings
@@ -42,6 +44,10 @@ class Outbox:
         (received,) = frames.unpack(frames.pack([message]))
         self.posted.append((peer, received))
 
+    def to(self, peer: bytes) -> Callable[[Any], None]:
+        """As `ClientLinks` says."""
+        return partial(self.post, peer)
+
     def take(self) -> list[tuple[bytes, Any]]:
         """What was posted since the last time."""
         taken, self.posted = self.posted, []
@@ -69,9 +75,11 @@ class Rig:
         buckets_ms: list[float] | None = None,
         sequences: dict[str, Any] | None = None,
         cache: ResponseCache | None = None,
+        backend: str = "python",
         **server: Any,
     ) -> None:
         config: dict[str, Any] = {"name": "m", "max_batch_size": max_batch_size}
+        config["backend"] = backend
         config["parameters"] = {k: {"string_value": v} for k, v in (parameters or {}).items()}
         if decoupled:
             config["model_transaction_policy"] = {"decoupled": True}
@@ -86,7 +94,6 @@ class Rig:
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.core = BatchingCore(
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
-            self.clients,
             self.workers,
             self.control,
             cache,
@@ -141,7 +148,7 @@ class Rig:
         if isinstance(message, m.MetricsReported):
             self.scheduler.metrics_reported(peer, message)
         else:
-            self.core.from_worker(peer, message, self.now)
+            self.core.executions.handle(peer, message, self.now)
         self.pass_time(0)
 
     def start(self, index: int = 0, pid: int = 100) -> bytes:

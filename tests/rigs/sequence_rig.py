@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.transport.peercred_router import last_number
+from shmserve.ipc.transport.router import last_number
 from tests.rigs.scheduler_rig import GATEWAY, Rig
 
 START, END = SEQUENCE_START, SEQUENCE_END

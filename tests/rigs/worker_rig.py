@@ -36,8 +36,8 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
+from shmserve.workers.links.scheduler import Timer
 from shmserve.workers.links.supervisor import SupervisorLink
-from shmserve.workers.links.timer import Timer
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.arrivals import arrived

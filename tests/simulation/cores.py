@@ -79,11 +79,11 @@ class Scheduler:
         core: Any
         if model.steps:
             held = _EnsembleMemory(lent, memory)
-            core = EnsembleCore(settings, spec, clients, peers, control, held, cache)
+            core = EnsembleCore(settings, spec, peers, control, held, cache)
             self.from_peer: Any = core.from_step
         else:
-            core = BatchingCore(settings, clients, peers, control, cache)
-            self.from_peer = core.from_worker
+            core = BatchingCore(settings, peers, control, cache)
+            self.from_peer = core.executions.handle
         self.front: Front[Any] = Front(core, clients, control, world.wall_clock, cache)
         self._core = core
         if kept:

@@ -7,6 +7,7 @@ alone: all outputs of a response are of one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -169,8 +170,8 @@ def joined(one: bytes, other: bytes) -> bytes:
 def parts(data: bytes) -> tuple[bytes, bytes]:
     """The two that were `joined`."""
     depth = 0
-    for at, char in enumerate(data):
-        depth += {ord("["): 1, ord("]"): -1}.get(char, 0)
-        if depth == 1 and char == ord("&"):
-            return data[1:at], data[at + 1 : -1]
+    for found in re.finditer(rb"[\[\]&]", data):
+        depth += {b"[": 1, b"]": -1}.get(found[0], 0)
+        if depth == 1 and found[0] == b"&":
+            return data[1 : found.start()], data[found.end() : -1]
     return data, b""

@@ -12,10 +12,9 @@ from operator import mul
 from typing import Any
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.inflight import ENDED
+from shmserve.ipc.inflight import ENDED, stopping
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.transport.peercred_router import first_number
-from shmserve.scheduler.requests.client import stopping
+from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.settings import Settings
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
@@ -122,7 +121,9 @@ class Ledger:
                 request.fail(f"told {message}, and its tensors are in order")
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
-            if (ENDED in text or stopping("") in text) and not names & self.unloaded:
+            if (
+                ENDED in text or stopping("", of_sequence=True) in text
+            ) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.ipc.messages import inference as m
@@ -60,6 +61,10 @@ class Outbox:
         link = self.links.get(peer)
         if link is not None:
             link.post(message)
+
+    def to(self, peer: bytes) -> Callable[[Any], None]:
+        """As `ClientLinks` says."""
+        return partial(self.post, peer)
 
 
 class SchedulerProcess(Process):
@@ -143,10 +148,11 @@ class SchedulerProcess(Process):
         """The link from here to a client."""
         return self._clients.links[peer]
 
-    def to_worker(self, worker: Process) -> Link:
-        """The link from here to a worker that it has."""
-        (link,) = (link for link in self._workers.links.values() if link.target is worker)
-        return link
+    def drain_to(self, worker: Process) -> None:
+        """Deliver what has been sent to a worker, now."""
+        for link in self._workers.links.values():
+            if link.target is worker:
+                link.drain()
 
     def links(self) -> list[Link]:
         """All links from here."""

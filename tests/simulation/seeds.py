@@ -1,5 +1,6 @@
 """Seeds that have broken a rule once, each with what it was: they are run first, for ever."""
 
 SEEDS: dict[int, str] = {
+    1369: "a step was told by the scheduler that it had gone away from that nobody serves it",
     2266: "a client read what a worker had lent to an ensemble that had ended since",
 }

@@ -136,7 +136,7 @@ class Supervisor(Process):
             case supervision.InstanceRetired(process=pid):
                 worker = version.worker(pid)
                 if worker is not None and worker.index in version.leaving:
-                    scheduler.to_worker(worker).drain()
+                    scheduler.drain_to(worker)
                     if worker.alive and worker.busy:
                         raise Violation(f"{worker} is to end, and is not done")
                     self._end(worker)
@@ -250,32 +250,37 @@ class Supervisor(Process):
         version.former, version.snapshot = former, []
         self._start_scheduler(version)
         self._announce(version)
-        self._once_heard(former, self._drain_former, version, self._succeed_former)
+        workers = [worker for worker in version.workers.values() if worker.alive]
+        self._once_heard(former, self._drain_former, version, workers, self._succeed_former)
 
-    def _drain_former(self, version: Version, then: Callable[[Version], None]) -> None:
+    def _drain_former(
+        self, version: Version, workers: list[Worker], then: Callable[..., None]
+    ) -> None:
+        """As far as it can be drained with these workers."""
         version.drained = False
         self.tell(version.former, supervision.Drain())
-        self._await_drained(version, list(version.workers.values()), then)
+        self._await_drained(version, workers, then)
 
     def _await_drained(
-        self, version: Version, workers: list[Worker], then: Callable[[Version], None]
+        self, version: Version, workers: list[Worker], then: Callable[..., None]
     ) -> None:
         assert version.former is not None
-        if all(worker.alive for worker in workers) and version.former.alive and not version.drained:
+        can = version.former.alive and (not workers or any(each.alive for each in workers))
+        if can and not version.drained:
             self.world.after(50 * US, self._await_drained, version, workers, then)
             return
         version.former.trace.succeeded_by_another |= not version.drained
-        then(version)
+        then(version, workers)
 
-    def _succeed_former(self, version: Version) -> None:
+    def _succeed_former(self, version: Version, workers: list[Worker]) -> None:
         assert version.former is not None
         self._introduce(version)
         lost = supervision.SchedulerLost(version.former.endpoint, version.endpoint)
         self._broadcast(lost, clients_only=True)
         self._announce(version)
-        self._once_heard(version.former, self._drain_former, version, self._moved)
+        self._once_heard(version.former, self._drain_former, version, workers, self._moved)
 
-    def _moved(self, version: Version) -> None:
+    def _moved(self, version: Version, _: list[Worker]) -> None:
         assert version.former is not None and version.scheduler is not None
         self._attach(version)
         self.tell(version.former, supervision.Stop())

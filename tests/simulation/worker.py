@@ -70,8 +70,9 @@ class Worker(Process):
 
     @property
     def busy(self) -> bool:
-        """Whether it has requests, or states of sequences."""
-        return bool(self._running or self._batches or self._streams or self.slots)
+        """Whether it has requests, or states of sequences, of a scheduler that lives."""
+        lives = self._up is not None and self._up.connected
+        return lives and bool(self._running or self._batches or self._streams or self.slots)
 
     # --- messages ---------------------------------------------------------------------------------
 

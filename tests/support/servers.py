@@ -251,6 +251,8 @@ class Server:
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
             assert str(self.run_dir) not in table.read()
+        left = [n for n in os.listdir(self.folder) if n.startswith((".ses", "torchinductor"))]
+        assert not left, f"left behind in $TMPDIR: {left}"
 
     def kill(self) -> None:
         """SIGKILL to the supervisor alone; what happens to the rest is its own affair."""
@@ -327,19 +329,30 @@ def hold_ports(count: int) -> list[socket.socket]:
     return held
 
 
+def refuses(port: int) -> bool:
+    """Whether nobody listens there."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def port_of(held: socket.socket) -> int:
     """The port of a socket."""
     return int(held.getsockname()[1])
 
 
 def unload_all(server: Server, repository: Path) -> None:
-    """Unload every model of a server that loads them when it is told to, and empty its
-    repository."""
+    """Unload every model of a server that loads them when it is told to, and empty its repository;
+    returns once their processes have ended."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
             http.post(f"/v2/repository/models/{model['name']}/unload").ok()
     for folder in repository.iterdir():
         shutil.rmtree(folder)
+    hosts = ("scheduler", "ensemble")  # the last of a model's processes to end
+    until("all have ended", lambda: not any(map(server.find, hosts)), 10)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ GROUP = "shmserve.backends"
 # Known without a look at what is installed, which takes longer than the import.
 _BUILT_IN = {
     "ascend": "shmserve.workers.backends.ascend:AscendBackend",
+    "llm": "shmserve.workers.backends.llm:LlmBackend",
     "native": "shmserve.workers.backends.native:NativeBackend",
     "onnxruntime": "shmserve.workers.backends.onnx:OnnxBackend",
     "python": "shmserve.workers.backends.python:PythonBackend",

@@ -44,6 +44,15 @@ class ResponseWriter:
     context: ModelContext
     abandoned: deque[ResponseStream] = field(default_factory=deque)
 
+    def refuse(self, opened: WorkerRequest, error: ShmserveError) -> None:
+        """The end of a request that cannot be read."""
+        now_ns = time.monotonic_ns()
+        with self.link.lock:
+            if self.link.is_open(opened):
+                self.link.close(opened)
+                failed = (error.code, error.message, b"", True, now_ns, now_ns, 0, True)
+                self.link.send(ExecutionResponded(opened.key, *failed))
+
     def end_abandoned(self) -> None:
         """End what the model has let go of."""
         while self.abandoned:
@@ -118,6 +127,11 @@ class ResponseStream:
             self._open.on_cancel = listener
             if self._open.cancelled:
                 listener()
+
+    def on_credit(self, listener: Callable[[], object]) -> None:
+        """Have `listener` called when the client may take more responses, by whichever thread sees
+        it: for who does not wait in `send`."""
+        self._open.on_credit = listener
 
     def fail(self, error: ShmserveError) -> None:
         """The request has failed with this error, unless it has ended."""
@@ -230,43 +244,22 @@ class RehearsedStream(ResponseStream):
         """Return once the model has ended it."""
         self._ended.wait()
 
-    @property
-    def closed(self) -> bool:
-        """As `ResponseStream` says."""
-        return self._ended.is_set()
-
-    def is_cancelled(self) -> bool:
-        """As `ResponseStream` says."""
-        return False
-
-    @property
-    def may_send(self) -> bool:
-        """As `ResponseStream` says."""
-        return True
-
-    def send(self, response: Response | None = None, final: bool = False) -> None:
-        """As `ResponseStream` says."""
-        if response is not None and response.error is not None:
-            self.error = self.error or response.error
-        if final:
-            self._ended.set()
-
-    def on_cancel(self, listener: Callable[[], object]) -> None:
-        """As `ResponseStream` says: nobody cancels it."""
-
-    def fail(self, error: ShmserveError) -> None:
-        """As `ResponseStream` says."""
-        self.send(Response(error=error), final=True)
-
     def refuse(self, error: ShmserveError) -> Reply | None:
         """As `ResponseStream` says."""
         self.fail(error)
         return None
 
-    def reschedule(self) -> None:
-        """As `ResponseStream` says: once is enough."""
+    def abandon(self) -> None:
+        """As `ResponseStream` says; without the lock, which whoever is collecting may want."""
+        self._closed = True
         self._ended.set()
 
-    def abandon(self) -> None:
-        """As `ResponseStream` says."""
+    def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:
+        if response is not None and response.error is not None:
+            self.error = self.error or response.error
+        if final:
+            self._end()
+
+    def _end(self) -> None:
+        super()._end()
         self._ended.set()

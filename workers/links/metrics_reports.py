@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.messages.inference import MetricsReported
-from shmserve.workers.links.scheduler import InstanceLink
-from shmserve.workers.links.timer import Timer
+from shmserve.workers.links.scheduler import InstanceLink, Timer
 
 _PAUSE_S = 0.1
 _SOON_NS = 1_000_000

@@ -10,6 +10,7 @@ wakes the loop; what anyone takes that another thread waits for wakes that.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -30,7 +31,6 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers.links.supervisor import SupervisorLink, readable
-from shmserve.workers.links.timer import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +40,57 @@ logger = logging.getLogger(__name__)
 HOLD_NS = 200_000
 _MOST_HELD_NS = 400_000
 
+# With the interpreter held: they never wait, and are called as often as responses are sent.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+class Timer:
+    """A timer of the kernel's, with the thread that waits for it: to start it wakes nobody. Calls
+    `due` in a thread of its own, `delay_ns` after the last `start` (less than a second).
+
+    The thread begins with the first `start`. See timerfd_create(2).
+    """
+
+    def __init__(self, delay_ns: int, due: Callable[[], object]) -> None:
+        self._due = due
+        self._fd = -1
+        # struct itimerspec: no interval, then the first expiration, in s and ns
+        self._expiration = (ctypes.c_long * 4)(0, 0, 0, delay_ns)
+        self._closed = False
+
+    def start(self) -> None:
+        """Be due in `delay_ns`, and at no time that was set before. Raises OSError."""
+        if self._fd < 0:
+            self._begin()
+        if _libc.timerfd_settime(self._fd, 0, self._expiration, None) < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def close(self) -> None:
+        """Be never due again, and have the thread end."""
+        self._closed = True
+        if self._fd >= 0:
+            self.start()
+
+    def _begin(self) -> None:
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        threading.Thread(target=self._run, name="timer", daemon=True).start()
+
+    def _run(self) -> None:
+        while os.read(self._fd, 8) and not self._closed:
+            self._due()
+        os.close(self._fd)
+
 
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
     `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `window`:
-    the responses that its client takes now.
+    the responses that its client takes now; `on_credit` is called when these may be more.
     """
 
-    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "window", "work")
+    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "on_credit", "window", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
@@ -56,6 +98,7 @@ class WorkerRequest:
         self.cancelled = False
         self.dropped = False
         self.on_cancel: Callable[[], object] | None = None
+        self.on_credit: Callable[[], object] | None = None
         self.window = SendWindow()
 
     def cancel(self, listening: bool = False) -> None:
@@ -202,6 +245,8 @@ class InstanceLink:
                 request = self._open.get(key)
                 if request is not None:
                     request.window.read(responses)
+                    if request.on_credit is not None:
+                        request.on_credit()
                     self._wake(request)
             case ReleaseOutputs() | ReaderExited():
                 self._on_read(message)

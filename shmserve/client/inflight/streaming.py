@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.memory.views import nothing
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result, read_one_of_many
@@ -31,15 +30,6 @@ from shmserve.ipc.transport.records import MalformedMessage
 class ClientStream(ClientRequest):
     """A request with any number of responses. `items` are those that have come and were not read;
     `on_item` hears of each, and of the end; `over`: no more will come."""
-
-    __slots__ = (
-        "_copied_bytes",
-        "_taken",
-        "_window",
-        "items",
-        "on_item",
-        "over",
-    )
 
     def __init__(
         self, channel: RequestChannel, built: PackedRequest, on_item: Callable[[], None] = nothing

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected, TimedOut
-from shmserve.client.inflight.channel import LATE, RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import LATE, ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import Attending, ClientStream
 from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result

@@ -10,6 +10,7 @@ alone who allocate.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,36 +73,30 @@ class DeviceSegment:
         """The tensor at `offset`. Raises Released."""
         if self._allocation is None:
             raise Released("this client is closed")
-        return DeviceView(self, self._allocation, offset, shape, datatype, lease)
+        return DeviceView(self, self._allocation, offset, tuple(shape), datatype, lease)
 
     def close(self) -> None:
         """Give the memory back once the last view of it is gone."""
         self._allocation = None
 
 
+@dataclass(eq=False, repr=False)
 class DeviceView:
     """A tensor in a region on a device. `torch()`, or DLPack, gives one to compute with.
 
     It raises Released once the region was released; what was made of it before keeps the memory.
     """
 
-    def __init__(
-        self,
-        segment: DeviceSegment,
-        allocation: DeviceAllocation,
-        offset: int,
-        shape: tuple[int, ...],
-        datatype: str,
-        lease: MemoryLease,
-    ) -> None:
-        self.segment = segment
-        self._allocation = allocation
-        self._pointer = allocation.pointer + offset
-        self.offset = offset
-        self.shape = tuple(shape)
-        self.datatype = datatype
-        self.nbytes = element_count(self.shape) * dtype_of(datatype).itemsize
-        self.lease = lease
+    segment: DeviceSegment
+    _allocation: DeviceAllocation
+    offset: int
+    shape: tuple[int, ...]
+    datatype: str
+    lease: MemoryLease
+
+    def __post_init__(self) -> None:
+        self._pointer = self._allocation.pointer + self.offset
+        self.nbytes = element_count(self.shape) * dtype_of(self.datatype).itemsize
 
     @property
     def device(self) -> str:

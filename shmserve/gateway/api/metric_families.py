@@ -157,7 +157,7 @@ def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
 def ours(reports: Reports) -> Iterator[Metric]:
     """Histograms, counters and gauges that Triton does not have."""
     for name, text in _HISTOGRAMS:
-        yield _histogram(name, text, reports)
+        yield histogram(f"shmserve_{name}", name, text, reports)
     for family in _OURS:
         yield family.metric(reports)
     yield from _padding(reports)
@@ -215,10 +215,11 @@ def _summary(full_name: str, text: str, reports: Reports, name: str, counter: st
     return family
 
 
-def _histogram(name: str, text: str, reports: Reports) -> Metric:
-    family = HistogramMetricFamily(f"shmserve_{name}", text, labels=("model", "version"))
+def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
+    """A histogram with the one that each model's report has at `path`."""
+    family = HistogramMetricFamily(name, text, labels=("model", "version"))
     for labels, report in reports:
-        raw = report[name]
+        raw = report[path]
         buckets = [
             (bound if isinstance(bound, str) else repr(float(bound)), cumulative)
             for bound, cumulative in _cumulative(raw)

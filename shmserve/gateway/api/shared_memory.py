@@ -28,6 +28,7 @@ from shmserve.ipc.messages.memory import (
     RegisterRegion,
     UnregisterRegion,
 )
+from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import LARGEST, whole
 
 _LONGEST_NAME = 255
@@ -131,15 +132,12 @@ async def register_cuda(
     gateway: Gateway,
     peer: Peer,
     name: str,
-    handle: bytes,
-    device_id: int,
+    handle: CudaHandle,
+    offset: int,
     byte_size: int,
-    *,
-    offset: int = 0,
-    device_uuid: bytes = b"",
     exporter_pid: int = 0,
 ) -> None:
-    """Register [offset, offset + byte_size) of what `handle` opens on the server's `device_id`, for
+    """Register [offset, offset + byte_size) of what `handle` opens on the server's device, for
     `peer`.
 
     Returns when every listener knows it. `exporter_pid`: the process at the other end of a local
@@ -151,17 +149,17 @@ async def register_cuda(
     devices = gateway.settings.cuda_devices
     if not devices:
         raise cuda_not_supported(name)
-    if len(handle) != HANDLE_SIZE:
+    if len(handle.raw) != HANDLE_SIZE:
         raise InvalidArgument(
-            f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle)})"
+            f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle.raw)})"
         )
-    if not 0 <= device_id < devices:
+    if not 0 <= handle.device < devices:
         raise InvalidArgument(
-            f"{CUDA_INVALID} (device_id {device_id}; the server has {devices} CUDA devices)"
+            f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
         )
     if not 0 < whole(byte_size, "byte_size") <= LARGEST - whole(offset, "offset"):
         raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
     await gateway.supervisor.ask(
-        *(RegisterCudaRegion, name, handle, device_id, device_uuid, offset, byte_size),
+        *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),
     )

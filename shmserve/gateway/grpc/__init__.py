@@ -8,10 +8,10 @@
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs
     client_identity.py       who calls, and whether it is authorised
-    core/                    close to gRPC's core: readers.py, who reads connections; core_call.py;
-                             direct_unary.py, calls without a task; direct_stream.py, responses
-                             written in batches; call_watchdog.py, timeouts of calls; sockets.py
-                             and connection_limits.py, its connections
+    core/                    close to gRPC's core: readers.py, who reads connections; core_call.py,
+                             calls taken from it; direct_unary.py, those without a task;
+                             direct_stream.py, responses written in batches; call_watchdog.py,
+                             timeouts of calls; sockets.py and connection_limits.py, connections
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.
 """

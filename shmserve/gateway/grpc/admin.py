@@ -28,6 +28,7 @@ from shmserve.gateway.api.metadata import (
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import checked_version
+from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import whole
 from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2 as pb
@@ -186,14 +187,8 @@ class AdminCall:
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
         """CudaSharedMemoryRegister."""
         peer = self.client.peer()
-        await api.register_cuda(
-            self.gateway,
-            peer,
-            request.name,
-            request.raw_handle,
-            request.device_id,
-            request.byte_size,
-        )
+        handle = CudaHandle(request.raw_handle, request.device_id)
+        await api.register_cuda(self.gateway, peer, request.name, handle, 0, request.byte_size)
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
         """CudaSharedMemoryUnregister, of all regions without a name; an unknown one is fine."""

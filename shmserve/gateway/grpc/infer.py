@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest, forwarded_headers
-from shmserve.gateway.inference.response import check_size, classified_as_requested, unpack
+from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
@@ -37,32 +38,18 @@ _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
+@dataclass(slots=True, eq=False)
 class Submitted:
     """A request in flight for one response, as a future; every one must be left, when that is
     sent, or cancelled."""
 
-    __slots__ = (
-        *("_gateway", "_given_up", "_inferences", "_left", "_model", "_pending", "_built"),
-        *("model_name", "request_id"),
-    )
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        inferences: Inferences,
-        model: GatewayModel,
-        built: BuiltRequest,
-        pending: GatewayRequest,
-    ) -> None:
-        self._gateway = gateway
-        self._inferences = inferences
-        self._model = model
-        self._built = built
-        self._pending = pending
-        self._given_up = False
-        self._left = not inferences.came()
-        self.model_name = model.name
-        self.request_id = built.infer_request.id
+    _inferences: Inferences
+    model: GatewayModel
+    _built: BuiltRequest
+    _pending: GatewayRequest
+    _left: bool
+    request_id: str
+    _given_up: bool = False
 
     async def wait(self) -> bytes:
         """The ModelInferResponse, serialized; raises what the request failed with.
@@ -99,7 +86,7 @@ class Submitted:
                 raise failure(message)
             return self._encoded(message.body)
         except ShmserveError as error:
-            log_failure(self._model, self.request_id, error)
+            log_failure(self.model, self.request_id, error)
             raise
 
     def _encoded(self, body: bytes) -> bytes:
@@ -110,14 +97,14 @@ class Submitted:
             return filled
         inferred = unpack(body)
         try:
-            message = self._inferences.encode(self._model, self._built.infer_request, inferred)
+            message = self._inferences.encode(self.model, self._built.infer_request, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(inferred)
         if templates is not None and _is_plain(self._built.infer_request, inferred):
             sizes = [len(tensor.data) for tensor in inferred.outputs if type(tensor.data) is bytes]
             encoder = self._inferences.encoder
-            template = encoder.template(self._model, inferred, sizes)
+            template = encoder.template(self.model, inferred, sizes)
             templates.learn(body, inferred, template)
         return message
 
@@ -131,7 +118,7 @@ class Submitted:
         self._given_up = True
         self._pending.future.cancel()
         self.leave()
-        self._gateway.dispatcher.cancel(self._pending)
+        self._inferences.gateway.dispatcher.cancel(self._pending)
 
     def leave(self) -> None:
         """Nothing is left to be done for it: its response is sent."""
@@ -170,8 +157,6 @@ class Inferences(ActiveCount):
     `active` is how many responses are not sent yet.
     """
 
-    __slots__ = ("_prepared", "encoder", "gateway")
-
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()
         self.gateway = gateway
@@ -180,7 +165,7 @@ class Inferences(ActiveCount):
 
     def came(self) -> bool:
         """One more, or another call that is taken; whether it counts. What comes while the server
-        drains is handled as long as its model is there, and keeps no drain waiting."""
+        drains is refused, and keeps no drain waiting."""
         counts = not self.gateway.draining
         self.active += counts
         return counts
@@ -234,15 +219,13 @@ class Inferences(ActiveCount):
             if tensor.name in placed:
                 contents.append(b"")
                 continue
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self.gateway.mappings.view(raw)
-            check_size(tensor, len(data))
-            contents.append(data)
+            contents.append(output_bytes(self.gateway, tensor))
         return self.encoder.encode(model, request.id, inferred, contents)
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
         pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
-        return Submitted(self.gateway, self, model, built, pending)
+        left, request_id = not self.came(), built.infer_request.id
+        return Submitted(self, model, built, pending, left, request_id)
 
     def _admitted(
         self,

@@ -27,7 +27,7 @@ from shmserve.gateway.grpc.client_identity import Access
 from shmserve.gateway.grpc.core import readers
 from shmserve.gateway.grpc.core.call_watchdog import Calls, client_left
 from shmserve.gateway.grpc.core.connection_limits import ConnectionLimits
-from shmserve.gateway.grpc.core.direct_unary import acceptors
+from shmserve.gateway.grpc.core.core_call import acceptors
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import MODEL_INFER, MODEL_STREAM_INFER, Service
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
@@ -136,6 +136,7 @@ class GrpcFrontend(process.Frontend):
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
+        self._limits.let_nobody_in(told=self._settings.tls is None)
         self._inferences.when_idle(drained)
 
     async def close(self) -> None:

@@ -110,7 +110,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, call: grpc.HandlerCallDetails) -> Any:
         """The handler for a call, or one that refuses it; None for an unknown method. Calls of the
-        methods that are registered with gRPC's core (direct_unary.py) do not pass here."""
+        methods that are registered with gRPC's core (core_call.py) do not pass here."""
         handler = self._handlers.get(call.method)
         if handler is None:
             return None

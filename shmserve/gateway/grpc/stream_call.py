@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
@@ -153,21 +154,18 @@ async def stream_infer(
         await asyncio.wait((reader,))
 
 
+@dataclass(eq=False)
 class _Stream:
     """The state of one call: requests in flight, and responses to be written. `total` is how many
     bytes have gone either way."""
 
-    def __init__(
-        self,
-        inferences: Inferences,
-        client: ClientIdentity,
-        context: Any,
-        write_all: Callable[[Sequence[bytes]], Awaitable[None]],
-    ) -> None:
-        self._inferences = inferences
-        self._write_all = write_all
-        self._client = client
-        self._context = context
+    _inferences: Inferences
+    _client: ClientIdentity
+    _context: Any
+    _write_all: Callable[[Sequence[bytes]], Awaitable[None]]
+
+    def __post_init__(self) -> None:
+        inferences, context = self._inferences, self._context
         self._headers = inferences.headers(context)
         self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
         self._window = _Window(_WINDOW)
@@ -325,4 +323,4 @@ def _response(item: _Ordered, *, strict: bool) -> bytes:
     except ShmserveError as error:
         if strict:
             raise
-        return streamed_error(error.message, item.request_id, item.model_name)
+        return streamed_error(error.message, item.request_id, item.model.name)

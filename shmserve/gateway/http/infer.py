@@ -13,10 +13,11 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.compression import accepted_encoding, deflated
 from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.events import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import ACCEPT_ENCODING, HttpRequest
+from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
-from shmserve.gateway.http.streaming.infer import accepted_stream, infer_stream
+from shmserve.gateway.http.streaming.infer import infer_stream
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, unpack
@@ -39,7 +40,7 @@ async def infer(
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
     model = gateway.models.resolve(name, version or "")
-    if (framing := accepted_stream(request)) is not None:
+    if ACCEPT in request.headers and (framing := accepted(request.headers[ACCEPT])) is not None:
         return await infer_stream(gateway, request, model, framing, arrived_ns)
     if model.decoupled:
         raise Unsupported(_DECOUPLED)

@@ -78,12 +78,16 @@ class HttpFrontend(process.Frontend):
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts until its response is sent."""
+        self._refuse_connections()
         self._app.when_idle(drained)
+
+    def _refuse_connections(self) -> None:
+        for accepting in self._accepting:
+            accepting.close()
 
     async def close(self) -> None:
         """Close listeners and connections."""
-        for accepting in self._accepting:
-            accepting.close()
+        self._refuse_connections()
         for server in self._servers:
             for connection in server.connections:
                 connection.force_close()

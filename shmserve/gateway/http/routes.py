@@ -8,6 +8,8 @@ from shmserve.common.access.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import infer
 from shmserve.gateway.http.handlers import repository, server, shared_memory
+from shmserve.gateway.http.openai import embeddings, generation, models
+from shmserve.gateway.http.openai.errors import openai_error
 from shmserve.gateway.http.routing import Route, RouteTable
 from shmserve.gateway.http.streaming import generate
 
@@ -47,6 +49,11 @@ ROUTES = RouteTable(
         *("POST", _CUDA_REGION + "/unregister", _MEMORY),
         partial(shared_memory.unregister, cuda=True),
     ),
+    Route("GET", "/v1/models", "metadata", models.all_models, openai_error),
+    Route("GET", "/v1/models/([^/]+)", "metadata", models.one_model, openai_error),
+    Route("POST", "/v1/completions", "inference", generation.completions, openai_error),
+    Route("POST", "/v1/chat/completions", "inference", generation.chats, openai_error),
+    Route("POST", "/v1/embeddings", "inference", embeddings.embeddings, openai_error),
 )
 
 

@@ -7,7 +7,7 @@ extension applied: top-k of an output, each value with its index and label.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -41,6 +41,14 @@ def check_size(tensor: TensorRef, size: int) -> None:
         raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
 
 
+def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
+    """An output where it lies, as many bytes as its shape says; raises Internal for others."""
+    raw = tensor.data
+    data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+    check_size(tensor, len(data))
+    return data
+
+
 _MOST_ELEMENTS = 1_000_000
 _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 
@@ -48,37 +56,21 @@ _UNSORTED = frozenset(("BOOL", "FP16", "BF16", "BYTES"))  # as in Triton
 def classified_as_requested(
     gateway: Gateway, model: GatewayModel, request: InferRequest, inferred: Inferred
 ) -> Inferred:
-    """A response with those of its outputs classified that the request wants so. Raises
-    InvalidArgument."""
+    """A response with those of its outputs classified that the request wants so: as BYTES tensors
+    of their largest values, those of each row where the model batches. Raises InvalidArgument for
+    an output that cannot be sorted."""
     classes = request.classes
     if not classes:
         return inferred
     batched = bool(model.signature.max_batch_size)
-    return classified(inferred, classes, model.labels, gateway.mappings.view, batched=batched)
-
-
-def classified(
-    inferred: Inferred,
-    classes: Mapping[str, int],
-    labels: Mapping[str, Sequence[str]],
-    view: Callable[[Place], memoryview],
-    *,
-    batched: bool,
-) -> Inferred:
-    """A response with some outputs as BYTES tensors of their `classes[name]` largest values, those
-    of each row of a batch if it is `batched`.
-
-    `labels` has the texts of an output's indices, "" for none; `view` gives the bytes at a place.
-    Raises InvalidArgument for an output that cannot be sorted.
-    """
 
     def shown(tensor: TensorRef) -> TensorRef:
         count = classes.get(tensor.name, 0)
         if not count:
             return tensor
         raw = tensor.data
-        data = raw if isinstance(raw, bytes) else view(raw)
-        return _shown(tensor, data, count, labels.get(tensor.name, ()), batched=batched)
+        data = raw if isinstance(raw, bytes) else gateway.mappings.view(raw)
+        return _shown(tensor, data, count, model.labels.get(tensor.name, ()), batched=batched)
 
     return replace(inferred, outputs=tuple(map(shown, inferred.outputs)))
 

@@ -34,11 +34,6 @@ class StreamingRequest:
     those whose outputs are not released are to be discarded, and the request cancelled.
     """
 
-    __slots__ = (
-        *("_dispatcher", "_pending", "_window"),
-        *("infer_request", "model", "over"),
-    )
-
     def __init__(
         self,
         gateway: Gateway,

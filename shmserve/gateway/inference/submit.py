@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import logging
 
-from shmserve.errors import QueueFull, ShmserveError, from_code
+from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
-from shmserve.ipc.inflight import make_submit
+from shmserve.ipc.inflight import make_submit, stopping
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.tensors.inference import SEQUENCE_START
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,13 @@ def prepare_submit(
 
     `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
     PermissionDenied, Unsupported, or Unavailable where the model was loaded with another
-    configuration.
+    configuration, or the server ends: only sequences that have begun go on then.
     """
+    request = built.infer_request
     try:
+        goes_on = model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
+        if gateway.health.exiting and not goes_on:
+            raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
         if built.regions:
             authorise(built.regions, client.peer())
         if not model.published:
@@ -40,7 +45,6 @@ def prepare_submit(
     except BaseException:
         built.release()
         raise
-    request = built.infer_request
     submit = make_submit(
         gateway.dispatcher.next_number(),
         built.fit,
@@ -67,17 +71,8 @@ def failure(message: m.Failed) -> ShmserveError:
 
 def log_failure(model: GatewayModel, request_id: str, error: ShmserveError) -> None:
     """Log a failure: a server's fault as an error, a client's at debug level."""
-    if error.server_fault:
-        logger.error(
-            "inference of model '%s' failed: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
-    elif logger.isEnabledFor(logging.DEBUG):
-        logger.debug(
-            "inference of model '%s' was refused: %s",
-            model.name,
-            error.message,
-            extra={"request_id": request_id},
-        )
+    level = logging.ERROR if error.server_fault else logging.DEBUG
+    if logger.isEnabledFor(level):
+        what = "failed" if error.server_fault else "was refused"
+        told = (model.name, what, error.message)
+        logger.log(level, "inference of model '%s' %s: %s", *told, extra={"request_id": request_id})

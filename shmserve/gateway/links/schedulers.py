@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ _MOST_HELD_S = 0.001
 OnResponse = Callable[[Response], None]
 
 
+@dataclass(slots=True, eq=False)
 class GatewayRequest(InflightRequest):
     """A request of this gateway. `release` gives back what keeps its memory: its block of the
     arena, its references to regions.
@@ -41,21 +43,10 @@ class GatewayRequest(InflightRequest):
     request for any number of them has one.
     """
 
-    __slots__ = ("future", "on_response", "release", "scheduler")
-
-    def __init__(
-        self,
-        scheduler: SchedulerHandle,
-        submit: m.Submit,
-        release: Callable[[], None],
-        future: asyncio.Future[Response],
-        on_response: OnResponse | None = None,
-    ) -> None:
-        super().__init__(submit, scheduler.endpoint)
-        self.scheduler = scheduler
-        self.release = release
-        self.future = future
-        self.on_response = on_response
+    scheduler: SchedulerHandle
+    release: Callable[[], None]
+    future: asyncio.Future[Response]
+    on_response: OnResponse | None = None
 
     def awaited(self) -> bool:
         return not self.future.done()
@@ -253,8 +244,9 @@ class RequestDispatcher:
         """
         if scheduler.successor is not None:
             scheduler = scheduler.latest()
+        future = self._loop.create_future()
         pending = GatewayRequest(
-            scheduler, submit, release, self._loop.create_future(), on_response
+            submit, scheduler.endpoint, scheduler, release, future, on_response
         )
         scheduler.submit(pending)
         if len(scheduler.inflight.pending) == 1:

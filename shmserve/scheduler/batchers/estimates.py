@@ -99,8 +99,6 @@ class BatchTime:
 class _Size:
     """The mean time of the batches of a size, and how many of them it stands for."""
 
-    __slots__ = ("mean", "weight")
-
     def __init__(self, mean: float) -> None:
         self.mean = mean
         self.weight = 1.0
@@ -347,8 +345,6 @@ def _middle(lower: int, highest: int) -> int:
 
 class _Level:
     """The statistics of arrivals while so many requests are here."""
-
-    __slots__ = ("chance", "deviation_ns", "gap_ns", "seen")
 
     def __init__(self) -> None:
         self.chance = 0.0

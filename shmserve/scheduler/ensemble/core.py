@@ -12,6 +12,7 @@ import logging
 from typing import Any, assert_never
 
 from shmserve.errors import Internal, QueueFull, ShmserveError, Unavailable, Unsupported
+from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
@@ -25,14 +26,14 @@ from shmserve.scheduler.ensemble.live import LiveRequests
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import EnsembleResponses, check_places
-from shmserve.scheduler.ensemble.steps.memory_plan import MemoryPlanner
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks
 from shmserve.scheduler.ensemble.steps.runner import StepRunner, let_go
+from shmserve.scheduler.ensemble.steps.submission import placed_sizes
 from shmserve.scheduler.ensemble.steps.targets import Targets
 from shmserve.scheduler.ensemble.values import ABSENT, Value
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.outboxes import ControlLink, Peers
-from shmserve.scheduler.requests.client import Client, stopping
+from shmserve.scheduler.outboxes import ControlLink
+from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -55,7 +56,6 @@ class EnsembleCore(Core[EnsembleRequest]):
         self,
         settings: Settings,
         config: ModelSpec,
-        clients: Peers,
         links: StepLinks,
         control: ControlLink,
         memory: EnsembleMemory,
@@ -64,9 +64,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         graph = Graph.of(config)
         signature = Signature(config, settings.version)
         statistics = self.statistics = Statistics(settings)
-        responses = EnsembleResponses(
-            signature, settings.decoupled, clients, memory, statistics, cache
-        )
+        responses = EnsembleResponses(signature, settings.decoupled, memory, statistics, cache)
         live = LiveRequests(settings.name, statistics, responses)
         targets = Targets(graph)
         steps = StepRunner(graph, targets, links, memory, live)
@@ -75,11 +73,11 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._steps = steps
         self._responses = responses
         self._graph = graph
-        self._batched = signature.max_batch_size > 0
         self._decoupled = settings.decoupled
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
         self._plans_of = 0
-        self._planner = MemoryPlanner(graph, signature.max_batch_size, targets, memory)
+        self._batch_size = signature.max_batch_size
+        self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
         self._memory = memory
         self._cache = cache
@@ -128,7 +126,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         inputs = dict.fromkeys(graph.inputs, ABSENT)
         for tensor in inference.inputs:
             holds = tensor.name not in graph.conditions or self._memory.any_true(tensor)
-            inputs[tensor.name] = Value(tensor, holds=holds, batched=self._batched)
+            inputs[tensor.name] = Value(tensor, holds=holds, batched=self._batch_size > 0)
         request.flow.begin(inputs)
         return request
 
@@ -205,7 +203,33 @@ class EnsembleCore(Core[EnsembleRequest]):
             if self._cache is not None:
                 self._cache.clear()
         self._targets.publish(message)
-        self._planner.plan()
+        if not self._planned_bytes:
+            self._plan_memory()
+
+    def _plan_memory(self) -> None:
+        """As soon as all steps' models are known: what a request needs between its steps, as far as
+        that is fixed, is there before the first one comes."""
+        graph, targets = self._graph, self._targets
+        try:
+            known = [(step, targets.find(step)) for step in graph.steps]
+            devices = Plan(graph, graph.outputs, targets).devices
+        except ShmserveError:
+            return
+        blocks = [
+            (size, devices.get(step.outputs[name]))
+            for step, target in known
+            for name, size in placed_sizes(step, target, graph, self._batch_size).items()
+        ]
+        self._planned_bytes = sum(size for size, _ in blocks)
+        if blocks:
+            self._memory.reserve(blocks)
+            on_devices = sum(size for size, device in blocks if device is not None)
+            logger.info(
+                "%d tensors of fixed shapes between steps: %.1f MB a request, planned%s",
+                len(blocks),
+                self._planned_bytes / 1e6,
+                f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else "",
+            )
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._live.now_ns = now_ns

@@ -57,13 +57,13 @@ class DeviceBlocks:
             if segment.device == device:
                 offset = segment.free.allocate(byte_size)
                 if offset is not None:
-                    return Block(self, Place(segment.memory, offset, byte_size))
+                    return Block(self.free, Place(segment.memory, offset, byte_size))
         made = self._grow(device, byte_size)
         if made is None:
             return None
         offset = made.free.allocate(byte_size)
         assert offset is not None
-        return Block(self, Place(made.memory, offset, byte_size))
+        return Block(self.free, Place(made.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
         had = sum(s.free.capacity for s in self._segments.values() if s.device == device)

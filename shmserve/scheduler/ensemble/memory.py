@@ -18,7 +18,7 @@ from itertools import starmap
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.lent import Block, LentMemory
-from shmserve.ipc.memory.mappings import Mappings
+from shmserve.ipc.memory.mappings import Mappings, opened
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.scheduler.ensemble.device_blocks import DeviceBlocks
 
@@ -138,13 +138,7 @@ class _Held:
         self.pid = memory.pid
         self.users = 0
         self.gone = False
-        try:
-            self._fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise Unavailable("the memory of a tensor is gone") from error
-        if os.fstat(self._fd).st_ino != memory.inode:
-            os.close(self._fd)
-            raise Unavailable("the memory of a tensor is gone")
+        self._fd = opened(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
 
     def close(self) -> None:

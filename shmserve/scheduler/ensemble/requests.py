@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from dataclasses import dataclass, field
 
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.inflight import InflightRequest, Response
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.tensors.inference import Inference
-from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Plan
+from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
@@ -28,34 +29,6 @@ class EnsembleRequest:
     its client has yet to read. `placed`: its client says where outputs go. `lookup` is what the
     response cache said of it, if it was asked.
     """
-
-    __slots__ = (
-        "arrived_ns",
-        "client",
-        "deadline_ns",
-        "enqueued_ns",
-        "failure",
-        "flow",
-        "gone",
-        "id",
-        "inference",
-        "lookup",
-        "over",
-        "placed",
-        "plan",
-        "responded_ns",
-        "responses",
-        "running",
-        "started_ns",
-        "submit",
-        "times_ns",
-        "told",
-        "units",
-        "unread",
-        "untimed",
-        "waiting",
-        "window",
-    )
 
     def __init__(
         self,
@@ -122,32 +95,19 @@ class Steps:
         """No worker has a step's memory any more."""
 
 
+@dataclass(slots=True, eq=False)
 class StepRequest(InflightRequest):
     """A step of a request at its model's scheduler. `placed`: the blocks of the ensemble's arena
     that its outputs were to be written to, and which nobody has yet; `given`: the outputs that go
     to places of the client's."""
 
-    __slots__ = ("answered", "firing", "given", "placed", "request", "signature", "steps")
-
-    def __init__(
-        self,
-        steps: Steps,
-        request: EnsembleRequest,
-        firing: Firing,
-        signature: Signature,
-        submit: Submit,
-        endpoint: str,
-        placed: dict[str, Block],
-        given: frozenset[str],
-    ) -> None:
-        super().__init__(submit, endpoint)
-        self.steps = steps
-        self.request = request
-        self.firing = firing
-        self.signature = signature
-        self.placed = placed
-        self.given = given
-        self.answered = False
+    steps: Steps
+    request: EnsembleRequest
+    firing: Firing
+    target: Target
+    placed: dict[str, Block] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    answered: bool = False
 
     def awaited(self) -> bool:
         return not self.request.over

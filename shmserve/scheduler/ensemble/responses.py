@@ -23,7 +23,6 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
 from shmserve.scheduler.ensemble.values import Value
-from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
@@ -40,7 +39,6 @@ class EnsembleResponses:
 
     _signature: Signature
     _decoupled: bool
-    _clients: Peers
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
@@ -56,9 +54,7 @@ class EnsembleResponses:
             request.window.sent(len(body))
             self._count(request, body, final=False, now_ns=now_ns)
             request.responses += 1
-            self._clients.post(
-                request.client.peer, Responded(request.id, "", "", body, final=False)
-            )
+            request.client.post(Responded(request.id, "", "", body, final=False))
 
     def credit(self, request: EnsembleRequest, responses: int) -> None:
         """The client has read so many responses."""
@@ -69,9 +65,8 @@ class EnsembleResponses:
         """Tell a failure; `early`: steps still have the request's memory, and `end` follows."""
         failure = request.failure
         assert failure is not None
-        self._clients.post(
-            request.client.peer,
-            Failed(request.id, failure.code, failure.message, failure.retry_after_s, early),
+        request.client.post(
+            Failed(request.id, failure.code, failure.message, failure.retry_after_s, early)
         )
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -79,7 +74,7 @@ class EnsembleResponses:
         if request.gone:
             pass
         elif request.told:
-            self._clients.post(request.client.peer, Settled(request.id))
+            request.client.post(Settled(request.id))
         elif request.failure is not None:
             self.failed(request)
         else:
@@ -103,11 +98,10 @@ class EnsembleResponses:
             _release(list(response.values()))
             self._keep(request, body, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
-        peer = request.client.peer
         if self._decoupled:
-            self._clients.post(peer, Responded(request.id, "", "", b"", True, *request.times_ns))
+            request.client.post(Responded(request.id, "", "", b"", True, *request.times_ns))
         else:
-            self._clients.post(peer, Finished(request.id, body, *request.times_ns))
+            request.client.post(Finished(request.id, body, *request.times_ns))
 
     def hit(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
@@ -116,7 +110,7 @@ class EnsembleResponses:
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
-        self._clients.post(client.peer, Finished(message.id, lookup.body))
+        client.post(Finished(message.id, lookup.body))
 
     def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:
         lookup = request.lookup

@@ -15,9 +15,12 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from shmserve.ipc import endpoints
+from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.memory.lent import LentMemory
 from shmserve.ipc.messages import (
     ClientToScheduler,
@@ -33,14 +36,14 @@ from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart
 from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.local_clients import ClientLinks, LocalClientListener
+from shmserve.scheduler.hosting.local_clients import LocalClientListener
 from shmserve.scheduler.hosting.waiting import Take, Waiter
 from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
@@ -87,15 +90,10 @@ class HostedScheduler(ABC):
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._routed = PeerCredRouter(self.endpoint, first_number)
         self._local_clients = LocalClientListener.open(start)
-        self._clients = ClientLinks(
-            self.endpoint, self._routed, self._local_clients.link, neighbours
-        )
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
-        self._front: Front[Any] = Front(
-            self._core, self._clients, self._control, time.time_ns, self._cache
-        )
+        self._front: Front[Any] = Front(self._core, self, self._control, time.time_ns, self._cache)
         if start.snapshot:
             self._front.restore(start.snapshot, start.alive)
         # The supervisor first: it says who is gone and who will come.
@@ -170,6 +168,22 @@ class HostedScheduler(ABC):
             if believed is not None:
                 front.from_client(peer, believed, now_ns)
 
+    # --- the way back to clients: see `ClientLinks`
+
+    @property
+    def malformed(self) -> int:
+        """Unreadable frames of clients so far."""
+        return self._routed.malformed + self._local_clients.link.malformed
+
+    def to(self, peer: bytes) -> Callable[[Any], object]:
+        """What queues a message for the client with this address: a program on this host, a
+        scheduler in this process, or a gateway or a model."""
+        if first_number(peer) >= FIRST:
+            return partial(self._local_clients.link.post, peer)
+        if self._neighbours.has(peer):
+            return partial(self._neighbours.post, peer, self.endpoint)
+        return partial(self._routed.post, peer)
+
     # --- turns
 
     def tick(self, now_ns: int) -> None:
@@ -200,7 +214,7 @@ class BatchingScheduler(HostedScheduler):
     def _parts(self) -> Parts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, last_number)
-        core = BatchingCore(self._settings, self._clients, workers, self._control, self._cache)
+        core = BatchingCore(self._settings, workers, self._control, self._cache)
 
         def from_workers() -> None:
             self._touched[self] = None
@@ -209,7 +223,7 @@ class BatchingScheduler(HostedScheduler):
                 if type(message) is MetricsReported:
                     self._front.metrics_reported(peer, message)
                 elif type(message) in _FROM_WORKER:
-                    core.from_worker(peer, message, now_ns)
+                    core.executions.handle(peer, message, now_ns)
                 else:
                     self._front.misplaced()
 
@@ -239,15 +253,7 @@ class EnsembleScheduler(HostedScheduler):
 
         steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
         self._memory = EnsembleMemory(self._lent, memory_dropped)
-        core = EnsembleCore(
-            self._settings,
-            start.config,
-            self._clients,
-            steps,
-            control,
-            self._memory,
-            self._cache,
-        )
+        core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
         # Steps before clients: who waits for their last words hears them first.
         return Parts(core, {}, (steps, self._routed, self._local_clients.link, control))
 

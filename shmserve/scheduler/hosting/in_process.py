@@ -26,6 +26,10 @@ class InProcessLinks:
         """Withdraw an address; what was posted there arrives."""
         del self._handlers[address]
 
+    def has(self, address: Hashable) -> bool:
+        """Whether somebody in this process has that address."""
+        return address in self._handlers
+
     def post(self, address: Hashable, sender: Any, message: Any) -> bool:
         """Queue a message; False: nobody in this process has that address."""
         handler = self._handlers.get(address)

@@ -8,7 +8,6 @@ counts as in a batch is worked out from the request itself.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.signature import BatchFit, Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.untrusted_router import UntrustedRouter
-from shmserve.scheduler.hosting.in_process import InProcessLinks
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
@@ -212,26 +209,3 @@ def _check_types(inference: Inference) -> None:
     for key, value in inference.parameters.items():
         if type(key) is not str or type(value) not in (str, int, bool, float):
             raise MalformedMessage("a parameter has the wrong type")
-
-
-@dataclass(eq=False)
-class ClientLinks:
-    """The way back to the clients of the scheduler at `endpoint`: gateways and models on one
-    socket, local clients on another, schedulers in this process by a call."""
-
-    _endpoint: str
-    _clients: Router
-    _local_clients: UntrustedRouter
-    _neighbours: InProcessLinks
-
-    @property
-    def malformed(self) -> int:
-        """Frames that could not be read."""
-        return self._clients.malformed + self._local_clients.malformed
-
-    def post(self, peer: bytes, message: Any) -> None:
-        """Queue a message for whoever has this address."""
-        if self._local_clients.connected(peer):
-            self._local_clients.post(peer, message)
-        elif not self._neighbours.post(peer, self._endpoint, message):
-            self._clients.post(peer, message)

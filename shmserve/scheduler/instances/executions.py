@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import assert_never
+from typing import Any, Protocol
 
+from shmserve.ipc.messages import GenerationNews
+from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
@@ -28,7 +30,6 @@ from shmserve.ipc.messages.inference import (
 from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.instances.service_time import ServiceTime
 from shmserve.scheduler.outboxes import Peers
 from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
@@ -39,13 +40,74 @@ from shmserve.scheduler.statistics.timing import Timing
 logger = logging.getLogger(__name__)
 
 _MOST_EARLY = 4096
+_NS_PER_S = 1_000_000_000
+_FIRST_GUESS_NS = 10_000_000
+_MARGIN_NS = 1_000_000  # timers and messages on the way
+_LONGEST_RETRY_S = 60
+_AHEAD_NS = 500_000  # of computation that may be at a worker
+_DEEPEST = 4
+_KNOWN = 16  # observations that say something about the next execution
+
+
+@dataclass(slots=True, eq=False)
+class ServiceTime:
+    """The recent service time: when to come back, when to start to be done in time (pure). Moving
+    averages, as TCP keeps them of round trips (RFC 6298): mean and mean deviation."""
+
+    _mean_ns: float = 0.0
+    _deviation_ns: float = 0.0
+    _busy_ns: float = 0.0
+    _requests: float = 0.0
+    _observed: int = 0
+    # How many batches a worker may have at a time: more than one where they are so short that it
+    # would otherwise wait for messages as long as it computes.
+    pipeline_depth: int = 1
+    # How long before a deadline an execution must start to be done in time.
+    reserve_ns: int = _FIRST_GUESS_NS
+
+    def observe(self, duration_ns: int, busy_ns: int, requests: int) -> None:
+        """An execution of `requests` requests took this long, from dispatch to return, of which
+        its worker was busy with it for `busy_ns`."""
+        self._observed += 1
+        if self._requests:
+            self._busy_ns += (busy_ns - self._busy_ns) / 8
+            error = duration_ns - self._mean_ns
+            self._mean_ns += error / 8
+            self._deviation_ns += (abs(error) - self._deviation_ns) / 4
+            self._requests += (requests - self._requests) / 8
+        else:
+            self._mean_ns = duration_ns
+            self._deviation_ns = duration_ns / 2
+            self._requests = requests
+            self._busy_ns = busy_ns
+        self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
+        if self._observed >= _KNOWN:
+            self.pipeline_depth = max(1, min(_DEEPEST, int(_AHEAD_NS / (self._busy_ns + 1))))
+
+    def drain_s(self, waiting: int, instances: int) -> int:
+        """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""
+        if not self._requests:
+            return 1
+        executions = waiting / self._requests / max(instances, 1)
+        seconds = executions * self._mean_ns / _NS_PER_S
+        return max(1, min(_LONGEST_RETRY_S, int(seconds + 0.999)))
+
+
+class Kind(Protocol):
+    """The affairs of one kind of scheduling: its dispatcher, who starts executions."""
+
+    def again(self, request: ScheduledRequest) -> bool:
+        """A model asks for a request once more; whether it gets it."""
+
+    def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
+        """Take a message that only this kind knows; whether it makes sense."""
 
 
 @dataclass(eq=False)
 class Executions:
     """The handler of what instances do for requests. `misplaced` counts messages that made no
-    sense; `again` takes a request that a model asks for once more, or does not; a `batcher` that
-    learns is told of each execution."""
+    sense; a `batcher` that learns is told of each execution; the `dispatcher` takes what is said of
+    its own affairs."""
 
     _settings: Settings
     _pool: Pool
@@ -54,9 +116,9 @@ class Executions:
     _statistics: Statistics
     _recovery: Recovery
     _batcher: Batcher
-    _again: Callable[[ScheduledRequest], bool]
     service_time: ServiceTime = field(default_factory=ServiceTime)
     misplaced: int = 0
+    dispatcher: Kind = field(init=False)
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases of outputs of instances that are still to offer themselves, by their pid.
     _early: dict[int, list[ReleaseOutputs]] = field(default_factory=dict)
@@ -80,8 +142,24 @@ class Executions:
             self._statistics.executions.padded(padded.elements())
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
-        work = list(map(_work, requests))
+        work = list(map(work_of, requests))
         self._workers.post(slot.peer, Execute(execution.id, work, self._responses.live, list(rows)))
+
+    def post(self, slot: Slot, message: Any) -> None:
+        """Tell an instance what its backend serves besides batches."""
+        self._workers.post(slot.peer, message)
+
+    def run_step(self, slot: Slot, step: Step, now_ns: int) -> None:
+        """Send a step of a generative model to its instance, which is idle."""
+        self._pool.assign(Execution(step.step, [], Closed.IDLE, now_ns, now_ns), slot)
+        self._workers.post(slot.peer, step)
+
+    def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
+        """An instance has returned its step, which had so many rows."""
+        self._pool.finish(slot, now_ns)
+        times = (message.gather_ns, message.forward_ns, message.sample_ns)
+        timing = Timing(now_ns - sum(times), *times)
+        self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
 
     def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
         """Tell the worker that has this request that its outputs are not wanted, or, `listening`,
@@ -123,9 +201,16 @@ class Executions:
 
     # --- from workers -----------------------------------------------------------------------------
 
-    def handle(self, peer: bytes, message: InstanceReady | BatchFinished, now_ns: int) -> None:
+    def handle(
+        self,
+        peer: bytes,
+        message: InstanceReady | BatchFinished | ExecutionResponded | GenerationNews,
+        now_ns: int,
+    ) -> None:
         """Handle a worker's message; what no worker of ours can have sent is dropped."""
         match message:
+            case ExecutionResponded():
+                self._responded(peer, message, now_ns)
             case BatchFinished():
                 slot = self._pool.by_peer(peer)
                 if slot is None or not slot.executions:
@@ -144,7 +229,12 @@ class Executions:
                 else:
                     self.misplaced += 1
             case _:
-                assert_never(message)
+                slot = self._pool.by_peer(peer)
+                if slot is None:
+                    self.misplaced += 1
+                elif not self.dispatcher.from_worker(slot, message, now_ns):
+                    self.misplaced += 1
+                    self._recovery.distrusted(slot, now_ns)
 
     def _returned(
         self, slot: Slot, execution: Execution, message: BatchFinished, now_ns: int
@@ -166,7 +256,7 @@ class Executions:
         for request, reply in zip(requests, replies, strict=True):
             code, text, body = reply.code, reply.message, reply.body
             del slot.requests[request.key]
-            if code == RESCHEDULED and request.state in AT_WORK and self._again(request):
+            if code == RESCHEDULED and request.state in AT_WORK and self.dispatcher.again(request):
                 continue
             if request.state is State.EXECUTING:
                 self._responses.finish(request, Outcome(code, text, body, timing), now_ns)
@@ -206,7 +296,11 @@ class Executions:
             ended = slot.requests.get(reply.key)
             if ended is None:
                 self.misplaced += 1
-            elif reply.code == RESCHEDULED and ended.state in AT_WORK and self._again(ended):
+            elif (
+                reply.code == RESCHEDULED
+                and ended.state in AT_WORK
+                and self.dispatcher.again(ended)
+            ):
                 del slot.requests[reply.key]
                 self._pool.ended(slot)
             else:
@@ -220,7 +314,7 @@ class Executions:
 
     # --- responses of a decoupled model -----------------------------------------------------------
 
-    def responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
+    def _responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
         """A request has a response, or its end."""
         slot = self._pool.by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
@@ -253,7 +347,8 @@ class Executions:
             self._responses.close(request, now_ns)
 
 
-def _work(request: ScheduledRequest) -> Work:
+def work_of(request: ScheduledRequest) -> Work:
+    """A request as its worker gets it."""
     submit = request.submit
     return Work(
         request.key,

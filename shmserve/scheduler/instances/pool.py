@@ -294,6 +294,12 @@ class Pool:
             request.responded_ns = execution.sent_ns
         return slot
 
+    def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
+        """A request is open at an instance, without an execution of its own."""
+        slot.requests[request.key] = request
+        request.worker = Worker(slot.peer, slot.pid)
+        request.responded_ns = now_ns
+
     def finish(self, slot: Slot, now_ns: int) -> None:
         """The instance has returned its batch, and begins the next one if it has it. What becomes
         of its `requests` is the caller's to say."""

@@ -46,7 +46,6 @@ class Responses:
     """The sender of messages to clients. `live` counts the requests that are not done; `cache`
     keeps what may be told again."""
 
-    _clients: Peers
     _workers: Peers
     _statistics: Statistics
     _ordered: bool
@@ -66,9 +65,8 @@ class Responses:
         if request.state is State.EXECUTING:
             request.meet(Event.RESPOND)
         request.responses += 1
-        self._clients.post(
-            request.client.peer,
-            Responded(request.id, message.code, message.message, message.body, False),
+        request.client.post(
+            Responded(request.id, message.code, message.message, message.body, False)
         )
 
     def end(
@@ -88,9 +86,8 @@ class Responses:
             self._statistics.succeeded(request, request.timing, now_ns)
         request.meet(Event.FINISH)
         times_ns = (0, now_ns - began_ns, 0) if request.timing is None else request.timing[1:]
-        self._clients.post(
-            request.client.peer,
-            Responded(request.id, last.code, last.message, last.body, True, *times_ns),
+        request.client.post(
+            Responded(request.id, last.code, last.message, last.body, True, *times_ns)
         )
         self._forget(request)
 
@@ -137,9 +134,7 @@ class Responses:
             self._statistics.succeeded(request, timing, now_ns)
         request.meet(Event.FINISH)
         _, input_ns, infer_ns, output_ns = timing
-        self._clients.post(
-            request.client.peer, Finished(request.id, body, input_ns, infer_ns, output_ns)
-        )
+        request.client.post(Finished(request.id, body, input_ns, infer_ns, output_ns))
         self._forget(request)
 
     def fail(
@@ -154,7 +149,7 @@ class Responses:
         """End a request with an error now; `early`: a worker still has it, and `close` follows."""
         self._statistics.failed(request.arrived_ns, reason, now_ns)
         request.meet(Event.FAIL_EARLY if early else Event.FINISH)
-        self._clients.post(request.client.peer, Failed(request.id, code, message, 0, early))
+        request.client.post(Failed(request.id, code, message, 0, early))
         if not early:
             self._drop_held(request)
             self._forget(request)
@@ -166,7 +161,7 @@ class Responses:
                 self.fail(request, "CANCELLED", "request cancelled", Reason.CANCELED, now_ns)
             case State.FAILED_EARLY:
                 request.meet(Event.SETTLE)
-                self._clients.post(request.client.peer, Settled(request.id))
+                request.client.post(Settled(request.id))
                 self._forget(request)
             case _:
                 request.meet(Event.SETTLE)

@@ -9,6 +9,7 @@ from shmserve.common.counters import plus, total
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
 from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
 from shmserve.scheduler.statistics.table import Table
@@ -36,16 +37,6 @@ class Reason(StrEnum):
 class Statistics(Table):
     """All counters since the version was loaded; times in ns."""
 
-    __slots__ = (
-        *("executions", "inference_count", "success", "success_ns", "fail", "fail_ns", "failures"),
-        *("queue_ns", "compute_input_ns", "compute_infer_ns", "compute_output_ns"),
-        *("cache_hit", "cache_hit_ns", "cache_miss", "cache_miss_ns"),
-        *("request_seconds", "queue_seconds", "first_response_ms"),
-        *("workers_lost", "retried", "overruns", "malformed"),
-        *("_name", "_version", "_first_responses", "_responses", "_shown_quantiles"),
-        *("_quantiles", "_base", "_ended", "_timed"),
-    )
-
     def __init__(self, settings: Settings) -> None:
         self._name = settings.name
         self._version = settings.version
@@ -65,6 +56,8 @@ class Statistics(Table):
         self._first_responses = Histogram(settings.first_response_buckets_ms, _NS_PER_MS)
         if settings.decoupled:
             self.first_response_ms = self._first_responses
+        if settings.engine is not None:
+            self.generation = GenerationStats()
         self._responses = ResponseStats()
         self._shown_quantiles = settings.quantiles
         names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))

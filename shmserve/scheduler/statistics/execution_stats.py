@@ -21,11 +21,6 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 class ExecutionStats(Table):
     """Counters of executions since the version was loaded; times in ns."""
 
-    __slots__ = (
-        *("execution_count", "last_ns", "batch_sizes", "batches_closed", "padding"),
-        *("compute_seconds", "batch_size", "_copied", "_noted"),
-    )
-
     def __init__(self) -> None:
         self.execution_count = 0
         self.last_ns = 0

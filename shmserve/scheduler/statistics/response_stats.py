@@ -43,8 +43,6 @@ _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 class ResponseStats(Table):
     """Counts and times (ns) of responses, a row an index."""
 
-    __slots__ = ("responses",)
-
     def __init__(self) -> None:
         self.responses: list[list[int]] = []  # count and ns of each name
 

@@ -1,4 +1,4 @@
-"""A flat table of counters as an object: its public slots are the entries."""
+"""A flat table of counters as an object: its public attributes are the entries."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from shmserve.scheduler.statistics.histograms import Histogram
 
 
 class Table:
-    """A table whose entries are counted in place: slots with numbers, lists of numbers, either of
-    them by key, histograms, or tables whose entries are of this one too. A slot that begins with _,
-    or was never set, is no entry. (Slots, since a request's counting reads and writes many.)"""
-
-    __slots__: tuple[str, ...] = ()
+    """A table whose entries are counted in place: attributes with numbers, lists of numbers, either
+    of them by key, histograms, or tables whose entries are of this one too. One whose name begins
+    with _ is no entry."""
 
     def table(self) -> dict[str, Any]:
         """The entries, as shmserve/common/counters.py has them."""
@@ -31,8 +29,7 @@ class Table:
                 setattr(self, name, _restored(value, snapshot[name]))
 
     def _entries(self) -> list[tuple[str, Any]]:
-        names = [name for name in self.__slots__ if name[0] != "_" and hasattr(self, name)]
-        return [(name, getattr(self, name)) for name in names]
+        return [(name, value) for name, value in vars(self).items() if name[0] != "_"]
 
 
 def _plain(value: Any) -> Any:

@@ -75,7 +75,8 @@ class StartupReport:
         if phase.startswith("loading"):
             logger.info("model %s: %s", model, phase)
         else:
-            logger.info("model %s: %s (%.2f s)", model, phase, time.monotonic() - began)
+            level = logging.ERROR if phase.startswith("failed") else logging.INFO
+            logger.log(level, "model %s: %s (%.2f s)", model, phase, time.monotonic() - began)
         if self._live and self._done < len(self._phase):
             busy = ", ".join(k for k, v in self._phase.items() if v.startswith("loading"))
             sys.stderr.write(f"[{self._done}/{len(self._phase)} models] loading {busy}"[:110])

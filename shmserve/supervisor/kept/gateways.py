@@ -85,8 +85,10 @@ class Gateways(KeptProcesses):
         return [kept.child for kept in self._kept if kept.child is not None]
 
     async def drain(self) -> None:
-        """Have every gateway finish what is in flight; returns when all are done or gone."""
+        """Have every gateway finish what is in flight, and let nobody in any more; returns when all
+        are done or gone."""
         self._stopping = True
+        self._listeners.close()  # each gateway closes its own
         loop = asyncio.get_running_loop()
         waits: list[asyncio.Future[Any]] = []
         for child in self._children():

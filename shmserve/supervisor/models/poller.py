@@ -15,7 +15,6 @@ from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
-from shmserve.supervisor.models.statuses import UNLOADED
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +50,14 @@ class Poller:
             except Exception:
                 logger.exception("the model repositories could not be looked at")
                 continue
-            for name in sorted({*found, *self._registry.names()}):
+            for name in sorted({*found, *self._registry.models}):
                 look = (name, self._may_serve(name, found.get(name)))
                 if look not in self._busy:
                     self._busy.add(look)
                     self._context.background(self._follow_in_background(*look))
 
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
-        model = self._registry.get(name)
+        model = self._registry.models.get(name)
         serves = model is not None and bool(model.serving)
         return folder is not None and not (serves and folder.problem == IN_SEVERAL)
 
@@ -74,12 +73,10 @@ class Poller:
 
     async def follow(self, name: str, present: bool) -> None:
         """Have a model be as the repositories have it; raises ShmserveError when it cannot be."""
-        model = self._registry.get(name)
+        model = self._registry.models.get(name)
         if not present:
             self._again.pop(name, None)
-            if model is not None and (
-                model.serving or model.coming or set(model.outcomes.values()) - {UNLOADED}
-            ):
+            if model is not None and (model.serving or model.orders or model.failed):
                 await self._models.unload(name)
             return
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)

@@ -4,86 +4,19 @@ process is started or ended here).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from shmserve.errors import NotFound
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
+from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
 from shmserve.supervisor.models.repository import NO_VERSION, ModelFolder
-from shmserve.supervisor.models.statuses import Outcome, index_rows, is_ready, statuses
-from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
+from shmserve.supervisor.models.statuses import index_rows, is_ready, statuses
+from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
-
-
-class LoadSource(NamedTuple):
-    """The source of a load: a request's configuration and files, or the model's folder where there
-    are none."""
-
-    config: str
-    files: dict[str, bytes]
-
-
-FOLDER = LoadSource("", {})
-
-
-@dataclass(slots=True, eq=False)
-class ModelEntry:
-    """Everything about one name. `serving` by version; `coming` are those of the load that has its
-    turn, which take over once they are `offered` and everybody knows it; `outcomes` are those of
-    what is not there. `source` is what serves, or was to serve last, is loaded of."""
-
-    name: str
-    serving: dict[str, ModelVersion] = field(default_factory=dict)
-    coming: dict[str, ModelVersion] = field(default_factory=dict)
-    offered: bool = False
-    retiring: list[ModelVersion] = field(default_factory=list)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    fingerprint: str = ""
-    source: LoadSource = FOLDER
-    changes: list[asyncio.Event] = field(default_factory=list)  # each set once it is over
-    updates: list[InstanceUpdate] = field(default_factory=list)  # as `coming`, of what serves
-    unloaded: asyncio.Event = field(default_factory=asyncio.Event)  # by the next unload
-    may_pass: bool = False  # the reason for which the last load failed: another may succeed
-
-    def give_up_loads(self) -> None:
-        """Have the loads that were asked for until now fail: the model is to be unloaded."""
-        self.unloaded.set()
-        self.unloaded = asyncio.Event()
-        for update in self.updates:
-            update.cancel()
-
-    @property
-    def shown(self) -> dict[str, ModelVersion]:
-        """What is published."""
-        return {**self.serving, **self.coming} if self.offered else self.serving
-
-    @property
-    def leaving(self) -> set[str]:
-        """The versions of which something finishes what it has."""
-        return {version.spec.version for version in self.retiring}
-
-    @property
-    def latest(self) -> str:
-        """The version that serves requests that name none; "" when there is none."""
-        return max(self.coming if self.offered else self.serving, key=int, default="")
-
-
-class Change:
-    """A change of a model, which waits for those before it."""
-
-    def __init__(self, model: ModelEntry, before: list[asyncio.Event]) -> None:
-        self.model = model
-        self._before = before
-
-    async def turn(self) -> None:
-        """Return once all changes are over that were asked for before this one."""
-        for change in self._before:
-            await change.wait()
+from shmserve.supervisor.processes.scheduler_hosts import Group
 
 
 class ModelRegistry:
@@ -91,35 +24,19 @@ class ModelRegistry:
 
     def __init__(self) -> None:
         self.publications = Publications()
-        self._models: dict[str, ModelEntry] = {}
-        self._live: set[ModelVersion] = set()  # from creation to the end of its last process
-
-    def get(self, name: str) -> ModelEntry | None:
-        """The model of this name, if anything is known of it."""
-        return self._models.get(name)
+        self.audience: Audience  # is told; it needs the registry itself when somebody comes
+        self.models: dict[str, ModelEntry] = {}
+        # From creation to the end of its last process; in order, as all that decides anything is.
+        self._live: dict[ModelVersion, None] = {}
 
     def model(self, name: str) -> ModelEntry:
         """The model of this name, entered if need be."""
-        return self._models.setdefault(name, ModelEntry(name))
+        return self.models.setdefault(name, ModelEntry(name))
 
-    def names(self) -> set[str]:
-        """Of all models of which anything is known."""
-        return set(self._models)
-
-    @contextlib.contextmanager
-    def changing(self, name: str) -> Iterator[Change]:
-        """Enter a change of a model, which has its `turn` once those are over that were entered
-        before it; of a name that is none's nothing stays."""
-        model, over = self.model(name), asyncio.Event()
-        before = model.changes[:]
-        model.changes.append(over)
-        try:
-            yield Change(model, before)
-        finally:
-            over.set()
-            model.changes.remove(over)
-            if not (model.changes or statuses(model)):
-                del self._models[name]
+    def forget(self, model: ModelEntry) -> None:
+        """Remove a model of which nothing is known any more."""
+        if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
+            del self.models[model.name]
 
     # --- processes
 
@@ -130,13 +47,11 @@ class ModelRegistry:
 
     def created(self, versions: Iterable[ModelVersion]) -> None:
         """Enter versions that may have processes from now on."""
-        self._live.update(versions)
+        self._live.update(dict.fromkeys(versions))
 
-    def ended(self, versions: Iterable[ModelVersion]) -> None:
-        """Remove versions that have no process any more."""
-        for version in versions:
-            self._live.discard(version)
-            version.ended.set()
+    def ended(self, version: ModelVersion) -> None:
+        """Remove a version that has no process any more."""
+        self._live.pop(version, None)
 
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""
@@ -146,7 +61,7 @@ class ModelRegistry:
 
     def find(self, name: str, version: str) -> dict[str, Any]:
         """The destination of a model's requests, for a model that calls it; raises NotFound."""
-        model = self._models.get(name)
+        model = self.models.get(name)
         if model is None or not statuses(model):
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         shown = model.shown
@@ -164,13 +79,13 @@ class ModelRegistry:
         }
 
     def _serving(self, name: str, version: str) -> ModelVersion | None:
-        model = self._models.get(name)
+        model = self.models.get(name)
         return None if model is None else model.shown.get(version or model.latest)
 
     def published_now(self, step: StepModel) -> m.ModelPublished | None:
         """The publication of a model version now, or None where it does not serve."""
         found = self._serving(*step)
-        return None if found is None else _publication(self._models[step.name], found)
+        return None if found is None else _publication(self.models[step.name], found)
 
     def failure_now(self, step: StepModel) -> str:
         """Why a model version serves no request, and will not; empty: it does, or will."""
@@ -187,7 +102,7 @@ class ModelRegistry:
 
     def configurations(self, name: str) -> dict[str, dict[str, Any]]:
         """Of the versions that serve, apart from what may change while they do."""
-        model = self._models.get(name)
+        model = self.models.get(name)
         serving = {} if model is None else model.serving
         return {v: each.config.immutable_config for v, each in serving.items()}
 
@@ -195,20 +110,45 @@ class ModelRegistry:
         """The ensembles with a process, serving or not, that have this model as a step."""
         return [version for version in self._live if version.uses(name)]
 
-    def with_users(self, name: str) -> list[str]:
-        """The ensembles that need a model, and those that need them, each before what it needs; and
-        the model itself. A generation that is on its way out needs nothing for long."""
-        found: dict[str, None] = {}
+    def has_users(self, version: ModelVersion) -> bool:
+        """Whether an ensemble with a process needs a version, and has to end before it; not where
+        generations need one another, and would wait for ever."""
+        found: set[ModelVersion] = set()
+        waiting = [version]
+        while waiting:
+            more = set(self.ensembles_of(waiting.pop().spec.name)) - found
+            found |= more
+            waiting += more
+        return bool(found) and version not in found
 
-        def add(each: str) -> None:
-            for user, model in self._models.items():
-                versions = (*model.serving.values(), *model.coming.values())
-                if user not in found and any(version.uses(each) for version in versions):
-                    add(user)
-            found[each] = None
+    def needs(self) -> dict[str, list[str]]:
+        """The models that each ensemble needs, or will once the load is over that is followed."""
+        return {name: model.wanted_steps for name, model in self.models.items()}
 
-        add(name)
-        return list(found)
+    def circle(
+        self, name: str, steps: Sequence[str], folders: Mapping[str, list[str]]
+    ) -> list[str]:
+        """The circle of ensembles that a model with these steps would close, if any. What serves,
+        or is to, counts as it is, and anything else as its folder has it."""
+        needs = self.needs()
+
+        def walk(each: str, above: list[str]) -> list[str]:
+            if each in above:
+                return [*above[above.index(each) :], each]
+            below = steps if not above else needs.get(each) or folders.get(each, [])
+            return next(filter(None, (walk(step, [*above, each]) for step in below)), [])
+
+        return walk(name, [])
+
+    def group(self, name: str, hosted: bool) -> Group:
+        """The models that are scheduled in one process with this one: it alone, or, where they are
+        `hosted`, a connected component of ensembles and their steps."""
+        needs = self.needs()
+        names = _component(needs, name) if hosted else {name}
+        ensembles = {each for each in names if needs.get(each)}
+        outermost = sorted(ensembles - {step for each in ensembles for step in needs[each]})
+        title = f"ensemble {outermost[0]}" if outermost else f"scheduler {name}"
+        return Group(title, frozenset(names))
 
     def asked_whether_ready(self, name: str, version: str) -> list[int]:
         """The workers that say whether a version is ready; none where it is not, or not there."""
@@ -218,7 +158,7 @@ class ModelRegistry:
     def index(self, found: Mapping[str, ModelFolder], ready: bool) -> list[dict[str, Any]]:
         """The repository index; `found` is what the repositories hold. Models never loaded have a
         name, and why they cannot be, if so."""
-        known = {name: statuses(model) for name, model in self._models.items()}
+        known = {name: statuses(model) for name, model in self.models.items()}
         names = sorted({*found, *(name for name, status in known.items() if status)})
         return [
             row
@@ -230,21 +170,25 @@ class ModelRegistry:
         """The state of each version, and the reason for it, by name and version."""
         return {
             (model.name, version): (str(status.state), status.reason)
-            for model in self._models.values()
+            for model in self.models.values()
             for version, status in statuses(model).items()
         }
 
     def publish_counters(self) -> None:
         """Have the counters of what serves published as events."""
-        for model in self._models.values():
+        for model in self.models.values():
             for version in model.serving.values():
                 version.scheduler.publish_counters()
 
     def all_ready(self) -> bool:
         """Whether every model that should serve does."""
-        return all(map(is_ready, self._models.values()))
+        return all(map(is_ready, self.models.values()))
 
-    def publish(self, audience: Audience, model: ModelEntry) -> None:
+    def known(self, model: ModelEntry) -> bool:
+        """Whether everybody knows what serves of a model."""
+        return self.publications.known(self.audience, model.name)
+
+    def publish(self, model: ModelEntry) -> None:
         """Have everybody know what serves of a model, where that differs from what they know."""
         published = {number: _publication(model, each) for number, each in model.shown.items()}
         absent = [
@@ -252,7 +196,7 @@ class ModelRegistry:
             for number, status in statuses(model).items()
             if number or status.reason.endswith(NO_VERSION)
         ]
-        self.publications.update(audience, model.name, published, absent)
+        self.publications.update(self.audience, model.name, published, absent)
 
 
 def _publication(model: ModelEntry, version: ModelVersion) -> m.ModelPublished:
@@ -291,3 +235,13 @@ def describe(config: ModelSpec) -> dict[str, Any]:
         "inputs": shown(config.input),
         "outputs": shown(config.output),
     }
+
+
+def _component(needs: Mapping[str, list[str]], name: str) -> set[str]:
+    names, waiting = {name}, [name]
+    while waiting:
+        known = waiting.pop()
+        near = {*needs.get(known, ()), *(each for each, steps in needs.items() if known in steps)}
+        waiting += near - names
+        names |= near
+    return names

@@ -14,20 +14,22 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shmserve.common.model_names import CLASS_IN_FILE, check_model_name
+from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, refused
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
+ENGINE_FILE = "engine.yaml"  # of a model that generates text
 _NAMED_CONFIGS = "configs"
 IN_SEVERAL = "model appears in two or more repositories"
 NO_VERSION = "no version is available"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _NO_MODEL = (".", "__", "lost+found")  # how the names of other folders begin
 _BYTECODE = ("__pycache__",)  # written by loading a model: no change of it
 
@@ -37,8 +39,8 @@ class ModelFolder:
     """A model as the repository has it, not yet read.
 
     `config_path` is None where it has no configuration; `versions` ascend. `problem`, when not
-    empty, says why it cannot be loaded. `class_name` and `file` are set for a model given as a
-    class in a file (see `inline_model`).
+    empty, says why it cannot be loaded. `class_name`, `file` and `settings` (its parameters by
+    name) are set for a model given as a class in a file (see `inline_model`).
     """
 
     name: str
@@ -49,6 +51,7 @@ class ModelFolder:
     problem: str = ""
     class_name: str = ""
     file: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
         """The names in a version's folder; raises InvalidArgument when it cannot be read."""
@@ -162,13 +165,16 @@ def _digest(first: bytes, lines: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def inline_model(spec: str, base_dir: Path) -> ModelFolder:
-    """The model that "path/file.py:Class" names: no config file, the native backend.
+def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> ModelFolder:
+    """The model that "path/file.py:Class" names: no config file, the native backend, `settings` as
+    its parameters; or the one that a checkpoint's folder is, called like that.
 
     It is called as the class in lower case; a class called `Model` takes the file's name instead.
     For the others it looks like any folder: `base_dir`, the server's own, gets NAME/1, a link to
     where the file is. Raises InvalidArgument when there is no such file or its name is not valid.
     """
+    if is_checkpoint(spec):
+        return _checkpoint(Path(spec).resolve(), base_dir)
     match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
         raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")
@@ -177,15 +183,35 @@ def inline_model(spec: str, base_dir: Path) -> ModelFolder:
         raise InvalidArgument(f"'{match['file']}' is not a file")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
+    path = _linked(base_dir, name, file.parent)
+    return ModelFolder(
+        *(name, path, base_dir),
+        versions=(1,),
+        class_name=class_name,
+        file=path / "1" / file.name,
+        settings=settings,
+    )
+
+
+def _checkpoint(folder: Path, base_dir: Path) -> ModelFolder:
+    name = _NO_NAME.sub("-", folder.name).lstrip(".-") or "model"
+    path = _linked(base_dir, name, folder)
+    settings = path / ENGINE_FILE
+    settings.unlink(missing_ok=True)
+    if (folder / ENGINE_FILE).is_file():
+        settings.symlink_to(folder / ENGINE_FILE)
+    return ModelFolder(name, path, base_dir, versions=(1,))
+
+
+def _linked(base_dir: Path, name: str, folder: Path) -> Path:
+    """The folder of a model in `base_dir` whose one version is `folder`."""
     check_model_name(name)
     path = base_dir / name
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     link = path / "1"
     link.unlink(missing_ok=True)
-    link.symlink_to(file.parent, target_is_directory=True)
-    return ModelFolder(
-        name, path, base_dir, versions=(1,), class_name=class_name, file=path / "1" / file.name
-    )
+    link.symlink_to(folder, target_is_directory=True)
+    return path
 
 
 def _subfolders(repository: Path) -> list[Path]:
@@ -256,7 +282,8 @@ def _read_text(path: Path) -> str:
 def _inline_config(folder: ModelFolder) -> ModelConfig:
     assert folder.file is not None
     config = ModelConfig(backend="native", default_model_filename=folder.file.name)
-    config.parameters["class"].string_value = folder.class_name
+    for name, value in {**folder.settings, "class": folder.class_name}.items():
+        config.parameters[name].string_value = value
     return config
 
 

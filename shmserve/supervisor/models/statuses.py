@@ -4,11 +4,13 @@ what is on its way out, and how what is not there any more ended (pure).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.version.model_version import ModelVersion
 
 _RESTARTING = "a process that ended is started again"
 
@@ -29,56 +31,7 @@ class Status(NamedTuple):
     reason: str = ""
 
 
-class Outcome(NamedTuple):
-    """The end of a version, or of a load that had none: it was unloaded, or for which `reason` it
-    failed."""
-
-    reason: str
-    failed: bool = True
-
-
-UNLOADED = Outcome("unloaded", failed=False)
-# The repositories are at fault, and no load is.
-DUPLICATE = Outcome(IN_SEVERAL, failed=False)
-
-
-class Generation(Protocol):
-    """A model version that has been started."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether a request submitted now would find an instance."""
-
-    @property
-    def problem(self) -> str:
-        """Why it will take no request any more, or empty."""
-
-
-class Facts(Protocol):
-    """The facts about one model, by version; "" stands for a model that has none."""
-
-    @property
-    def serving(self) -> Mapping[str, Generation]:
-        """What serves."""
-
-    @property
-    def shown(self) -> Mapping[str, Generation]:
-        """What is published: in the place of what serves, what is to take over from it."""
-
-    @property
-    def coming(self) -> Iterable[str]:
-        """What loads."""
-
-    @property
-    def leaving(self) -> Iterable[str]:
-        """What finishes what it has."""
-
-    @property
-    def outcomes(self) -> Mapping[str, Outcome]:
-        """How what is not there ended."""
-
-
-def statuses(model: Facts) -> dict[str, Status]:
+def statuses(model: ModelEntry) -> dict[str, Status]:
     """The status of each version of a model, as it is this moment."""
     return {
         **{
@@ -90,13 +43,13 @@ def statuses(model: Facts) -> dict[str, Status]:
     }
 
 
-def _of(version: Generation) -> Status:
+def _of(version: ModelVersion) -> Status:
     if version.problem:
         return Status(ModelState.UNAVAILABLE, version.problem)
     return Status(ModelState.READY) if version.ready else Status(ModelState.LOADING, _RESTARTING)
 
 
-def is_ready(model: Facts) -> bool:
+def is_ready(model: ModelEntry) -> bool:
     """Whether all of a model serves that should."""
     return not any(
         status.state is ModelState.LOADING
@@ -105,7 +58,7 @@ def is_ready(model: Facts) -> bool:
     )
 
 
-def _should_serve(model: Facts, number: str) -> bool:
+def _should_serve(model: ModelEntry, number: str) -> bool:
     return number in model.serving or model.outcomes[number].failed
 
 

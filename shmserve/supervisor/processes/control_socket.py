@@ -24,7 +24,7 @@ from shmserve.ipc.messages import (
     WorkspaceToSupervisor,
 )
 from shmserve.ipc.messages.supervision import Acknowledged
-from shmserve.ipc.transport.peercred_router import PeerCredRouter, first_number, last_number
+from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 
 logger = logging.getLogger(__name__)
 

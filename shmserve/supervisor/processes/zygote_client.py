@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
@@ -36,22 +37,17 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@dataclass(eq=False)
 class Zygote:
     """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
 
-    def __init__(
-        self,
-        table: ProcessTable,
-        run_dir: RunDirectory,
-        title: str,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-    ) -> None:
-        self._table = table
-        self._run_dir = run_dir
-        self._title = title
-        self._modules = modules
-        self._environment = environment
+    _table: ProcessTable
+    _run_dir: RunDirectory
+    _title: str
+    _modules: Sequence[str]
+    _environment: Mapping[str, str]
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._room = asyncio.Semaphore(_MOST_REQUESTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -42,26 +43,18 @@ class RegionOpener:
     ) -> OpenRegion:
         """[offset, offset + byte_size) of the POSIX object `key`, its pages reserved."""
         shared = posix_shm.open_object(key)
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(os.close, shared.fd)
             owner = ownership(peer, key, shared.uid, shared.gid, shared.mode, self._policy.group)
             posix_shm.check_range(name, shared, offset, byte_size)
             self._quota.enter(peer.uid, byte_size, shared.file)
-            try:
-                await self._reserve(name, key, shared, offset, byte_size)
-            except BaseException:
-                self._quota.release(peer.uid, byte_size, shared.file)
-                raise
-        except BaseException:
-            os.close(shared.fd)
-            raise
-        blocks = os.fstat(shared.fd).st_blocks
-        number = secrets.randbits(62)
-        region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
-        try:
+            undone.callback(self._quota.release, peer.uid, byte_size, shared.file)
+            await self._reserve(name, key, shared, offset, byte_size)
+            blocks = os.fstat(shared.fd).st_blocks
+            number = secrets.randbits(62)
+            region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
             self._pin(region, pin, copied=owner.copied)
-        except InvalidArgument:
-            self.close(region)
-            raise
+            undone.pop_all()
         return region
 
     async def _reserve(

@@ -26,9 +26,8 @@ class RegionQuota:
         self._regions: Counter[int] = Counter()  # by uid
         self._bytes: Counter[int] = Counter()
         self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
-        self._allocated: dict[
-            tuple[int, int], tuple[str, int]
-        ] = {}  # (device, inode) -> key, bytes
+        # (device, inode) -> key, bytes
+        self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
 
     def enter(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """A user's region of an object, `file` (device, inode), or of a device's memory.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.common.access.shm_access import Ownership
@@ -15,7 +15,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.events import RegionRegistered
 from shmserve.ipc.messages.memory import RegionPublished
-from shmserve.ipc.tensors.descriptors import CudaHandle
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, pack_place
 
 
 class ExporterWatch:
@@ -74,30 +74,21 @@ class OpenRegion:
 
     def published(self, acknowledge: int) -> RegionPublished:
         """The message to gateways."""
-        shared, handle, end = self.shared, self.cuda, self.offset + self.byte_size
-        news = RegionPublished(
-            name=self.name,
-            key=self.key,
-            memory_id=self.memory_id,
-            pid=0,
-            fd=-1,
-            inode=0,
-            object_size=end,
-            offset=self.offset,
-            byte_size=self.byte_size,
-            uid=self.owner.uid,
-            group=self.owner.group,
+        place = list(pack_place(Place(self._memory(), self.offset, self.byte_size)))
+        owner = self.owner
+        return RegionPublished(self.name, self.key, place, owner.uid, owner.group, acknowledge)
+
+    def _memory(self) -> Memory:
+        shared, end = self.shared, self.offset + self.byte_size
+        if self.cuda is not None:
+            return Memory.on_device(self.memory_id, end, self.cuda)
+        assert shared is not None
+        return Memory(
+            *(self.memory_id, os.getpid(), shared.fd, shared.inode, min(shared.size, end)),
+            sealed=False,
             copied=self.owner.copied,
-            acknowledge=acknowledge,
             pinned=self.pinned,
         )
-        if handle is not None:
-            return replace(
-                news, handle=handle.raw, device_id=handle.device, device_uuid=handle.uuid
-            )
-        assert shared is not None
-        size = min(shared.size, end)
-        return replace(news, pid=os.getpid(), fd=shared.fd, inode=shared.inode, object_size=size)
 
     def registered(self) -> RegionRegistered:
         """The event."""

@@ -20,12 +20,14 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
-from tests.support.servers import Server, run_command, running, title
+from tests.support.servers import Server, refuses, run_command, running, title
+from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
     DATA,
     END_HEADERS,
     END_STREAM,
+    GO_AWAY,
     HEADERS,
     OPENED,
     SERVICE,
@@ -294,6 +296,8 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
             wait.wait(20)
             yield simple_request("late")
 
+        idle_sock = socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10)
+        idle_sock.sendall(OPENED)
         idle = call.ModelStreamInfer(requests(), timeout=30)
         assert next(idle).infer_response.id == "in a stream"
         watch = call.ServerLive  # still answered, with what is true
@@ -306,10 +310,21 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 
         while not _true(stopping):
             pass
-        assert is_right(call.ModelInfer(simple_request(), timeout=20))
+        text = (
+            "Server is stopping, scheduler for model has stopped accepting new inference requests"
+        )
+        for name, prefix in (("", "[request id: <id_unknown>] "), ("x", "[request id: x] ")):
+            refused = refusal(call.ModelInfer, simple_request(name))
+            assert refused == ("UNAVAILABLE", prefix + text)
         wait.set()
-        late = next(idle)
-        assert is_right(late.infer_response) and late.infer_response.id == "late"
+        assert next(idle).error_message == f"[request id: late] {text}"
+        with idle_sock:  # told to go, and nobody comes any more
+            said = b""
+            while not said.endswith(frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))):
+                piece = idle_sock.recv(65536)
+                assert piece, said
+                said += piece
+        until("nobody is let in", lambda: refuses(server.grpc_port))
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0

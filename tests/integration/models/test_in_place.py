@@ -145,6 +145,33 @@ def test_what_else_changes_takes_another_deployment(explicit: Explicit, change: 
         assert not before & workers(server, "simple")
 
 
+@pytest.mark.parametrize("limiter", ["off", "execution_count"])
+def test_what_asks_for_no_other_instances_touches_nothing(repository: Path, limiter: str) -> None:
+    """However it is written; and another count adds and removes just so many."""
+    folder = add_simple(repository)
+    needs = "rate_limiter { resources { name: 'R' count: 1 } }"
+    config = folder / "config.pbtxt"
+    written = [line for line in config.read_text().splitlines() if "instance_group" not in line]
+
+    def group(text: str) -> None:
+        made = f"instance_group [ {{ kind: KIND_CPU {needs} {text} }} ]"
+        config.write_text("\n".join([*written, made, ""]))
+
+    group("")
+    flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
+    with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
+        scheduler, before = server.one("scheduler simple").pid, workers(server, "simple")
+        for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
+            group(text)
+            load(http, "simple").ok()
+            wait_workers(server, "simple", count)
+            assert before <= workers(server, "simple")
+        config.touch()
+        load(http, "simple").ok()
+        assert workers(server, "simple") == before
+        assert server.one("scheduler simple").pid == scheduler
+
+
 def test_an_instance_that_does_not_load_refuses_the_reload(explicit: Explicit) -> None:
     """The others stay as they were, and so does what is told of them."""
     server, repository = explicit

@@ -103,8 +103,9 @@ def test_mode_none_serves_both_repositories_and_refuses_control(everything: Serv
         assert answer(http) == 1
         for reply in (load(http, "constant"), unload(http, "constant")):
             assert reply.status == 503
-            assert (
-                reply.error == "explicit model load / unload is not allowed if polling is enabled"
+            assert reply.error == (
+                "explicit model load / unload is not allowed if polling is enabled "
+                "(--model-control-mode is none, and has to be explicit)"
             )
 
 
@@ -155,6 +156,7 @@ def test_lines_in_the_log_that_operators_look_for(explicit: Explicit) -> None:
         assert load(http, "bad").status == 400
         server.wait_log("failed to load 'bad' version 1: Internal: ")
         server.wait_log("failed to load 'bad'\n")
+        server.wait_log("model bad: load failed for model 'bad': version 1 is at UNAVAILABLE")
         unload(http, "good").ok()
         server.wait_log("successfully unloaded 'good' version 1")
 
@@ -274,9 +276,17 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
     for name in ("versionless", "unreadable"):
         shutil.rmtree(repositories.add_as(repository, name, "constant") / "1")
     (repository / "unreadable" / "config.pbtxt").write_text("nonsense: 1")
-    server = Server([repository], ["--exit-on-error=false"])
+    server = Server([repository], ["--exit-on-error=false", "--log-info=false"])
     try:
         server.wait_ready("/v2/models/identity/ready")
+        for name, reason in (
+            ("constant", "broken on purpose"),
+            ("versionless", "no version is available"),
+            ("unreadable", "nonsense: no such field"),
+        ):
+            server.wait_log(f" model {name}: failed: ")
+            lines = [line for line in server.log().splitlines() if f" model {name}: " in line]
+            assert len(lines) == 1 and lines[0].startswith("E ") and reason in lines[0]
         with server.http() as http:
             # Its own process says so in the log a moment before the index does.
             until("it has failed", lambda: index(http)[("constant", "1")][0] != "LOADING")
@@ -723,21 +733,28 @@ def test_poll_mode_waits_for_no_model(tmp_path: Path, polling: tuple[Server, Pat
 def test_a_model_that_comes_to_stand_in_two_repositories(
     tmp_path: Path, polling: tuple[Server, Path, Path]
 ) -> None:
-    """Polling unloads it, and loads it again when it is in one."""
+    """Polling unloads it, which leaves the server ready, and loads all of the one that is left."""
     server, one, two = polling
     repositories.add_as(tmp_path, "twice", "constant").rename(one / "twice")
     with server.http() as http:
         until("it is served", lambda: http.infer("twice", ASK).status == 200, 10)
         assert answer(http, "twice") == 1
-        repositories.add_as(tmp_path, "twice", "constant").rename(two / "twice")
+        another = "version_policy: { all {} }\n"
+        repositories.add_as(tmp_path, "twice", "constant", another).rename(two / "twice")
+        rewrite(two, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
         until("it is not served", lambda: http.infer("twice", ASK).status == 404)
+        server.wait_log("model 'twice': not unique across all model repositories")
         found = index(http)
         assert found[("twice", "")] == severally and ("twice", "1") not in found
-        (two / "twice").rename(tmp_path / "twice")
+        until("all have ended", lambda: not server.find("scheduler twice"))
+        assert http.get("/v2/health/ready").status == 200
+        (one / "twice").rename(tmp_path / "twice")
         until("it is served again", lambda: http.infer("twice", ASK).status == 200)
         found = index(http)
-        assert found[("twice", "1")] == ("READY", "") and ("twice", "") not in found
+        assert found[("twice", "1")] == found[("twice", "2")] == ("READY", "")
+        assert ("twice", "") not in found
+        assert answer(http, "twice") == 2
 
 
 def test_a_broken_model_that_is_taken_away_leaves_a_ready_server(

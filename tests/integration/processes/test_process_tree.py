@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support import repositories
 from tests.support.crowd import crowd, values
 from tests.support.load import Load
-from tests.support.servers import ROOT, Server, run_command, running
+from tests.support.servers import ROOT, Server, refuses, run_command, running
 from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input
 
 # It is to end as soon as it has its folder, and once more when it has ended but for that.
 _IMPATIENT = """
@@ -55,6 +57,9 @@ def test_every_process_says_what_it_is(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles
+    # What the README says that a model costs.
+    of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
+    assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
     listed = subprocess.run(
         ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
     )
@@ -117,12 +122,23 @@ def test_sigterm_loses_nothing_that_was_taken(repository: Path) -> None:
     try:
         server.wait_ready()
         members = server.tree()
-        with crowd(server) as people:
+        with crowd(server) as people, server.http() as known, server.http() as asked:
+            known.get("/v2/health/ready").ok()
+            asked.get("/v2").ok()
             taken = [people.number("gated", value) for value in range(3)]
             visit = server.gate.next()
             server.wait_pending("gated", 2)
             server.process.terminate()
-            until("it is not ready any more", lambda: not server.answers("/v2/health/ready"))
+            until("nobody is let in", lambda: refuses(server.http_port))
+            one = json_input("INPUT0", np.ones((1, 1), np.int32))
+            refused = asked.infer("gated", {"id": "x", "inputs": [one]})
+            assert (refused.status, refused.error) == (
+                503,
+                "[request id: x] Server is stopping, scheduler for model has stopped accepting "
+                "new inference requests",
+            )
+            health = known.get("/v2/health/live")
+            assert (health.status, health.error) == (503, "Server exiting")
             assert server.wait_exit(0.2) is None
             visit.release()
             for _ in range(2):
@@ -154,6 +170,7 @@ def test_sigterm_under_load(repository: Path) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> None:
+    """But for one that comes at once: timeout(1) signals its child, and then the group of both."""
     repositories.add(repository, "gated")
     server = Server([repository])
     try:
@@ -164,7 +181,8 @@ def test_a_second_signal_is_fast(repository: Path, second: signal.Signals) -> No
             server.gate.next()
             server.process.terminate()
             server.wait_log("stopping")  # one that it has not heard yet would be the same signal
-            assert server.wait_exit(0.5) is None
+            os.kill(server.pid, second)
+            assert server.wait_exit(1.1) is None
             os.kill(server.pid, second)
             began = time.monotonic()
             assert server.wait_exit(5) is not None

@@ -13,7 +13,8 @@ SERVICE = "/inference.GRPCInferenceService/"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 # Types of frames, and what some of their flags say.
-DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, WINDOW, CONTINUATION = 0, 1, 2, 3, 4, 6, 8, 9
+DATA, HEADERS, PRIORITY, RESET, SETTINGS = range(5)
+PING, GO_AWAY, WINDOW, CONTINUATION = range(6, 10)
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 _AHEAD = 65536

@@ -17,8 +17,7 @@ import pytest
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.errors import Disconnected
-from shmserve.client.inflight.channel import RequestChannel
-from shmserve.client.inflight.pending import ClientRequest
+from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import PackedRequest

@@ -25,6 +25,7 @@ from shmserve.ipc.messages.memory import (
     RegisterRegion,
     UnregisterRegion,
 )
+from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, in_region, raw_connection
@@ -384,10 +385,9 @@ def test_registrations_are_checked(
 
 
 def region(name: str, memory_id: int, offset: int) -> Callable[[int], RegionPublished]:
-    return lambda number: RegionPublished(
-        *(name, f"/{name}", memory_id, os.getpid(), 3, 4, 10_000, offset, 100),
-        *(os.getuid(), -1, False, number),
-    )
+    memory = Memory(memory_id, os.getpid(), 3, 4, 10_000, sealed=False)
+    place = list(pack_place(Place(memory, offset, 100)))
+    return lambda number: RegionPublished(name, f"/{name}", place, os.getuid(), -1, number)
 
 
 def test_the_status_of_regions(gateway: Rig, http: Http) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.inference.response import classified, largest
+from shmserve.gateway.inference.request import InferOutput, InferRequest
+from shmserve.gateway.inference.response import classified_as_requested, largest
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -29,6 +31,21 @@ def texts(tensor: TensorRef) -> list[str]:
     return found
 
 
+def classified(
+    answer: Inferred,
+    count: int,
+    labels: dict[str, tuple[str, ...]] | None = None,
+    *,
+    batched: bool = False,
+) -> Inferred:
+    """The response to a request for so many values of OUT."""
+    signature = SimpleNamespace(max_batch_size=int(batched))
+    model: Any = SimpleNamespace(signature=signature, labels=labels or {})
+    request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])
+    nothing: Any = None
+    return classified_as_requested(nothing, model, request, answer)
+
+
 def classify(
     values: Any,
     datatype: str,
@@ -41,7 +58,7 @@ def classify(
     other = TensorRef("OTHER", "INT32", (1,), bytes(4))
     tensor = TensorRef("OUT", datatype, array.shape, array.tobytes())
     answer = Inferred((other, tensor), {"k": 1})
-    shown = classified(answer, {"OUT": count}, {"OUT": labels}, memoryview, batched=batched)  # type: ignore[arg-type]
+    shown = classified(answer, count, {"OUT": labels}, batched=batched)
     assert shown.outputs[0] is other and shown.parameters == {"k": 1}
     return shown.outputs[1]
 
@@ -94,7 +111,7 @@ def test_nothing_is_left_of_nothing() -> None:
 def test_what_cannot_be_sorted(datatype: str) -> None:
     answer = Inferred((TensorRef("OUT", datatype, (1,), b"\0\0"),))
     with pytest.raises(InvalidArgument) as caught:
-        classified(answer, {"OUT": 1}, {}, memoryview, batched=False)  # type: ignore[arg-type]
+        classified(answer, 1)
     text = f"class result not available for output due to unsupported type '{datatype}'"
     assert caught.value.message == text
 
@@ -102,7 +119,7 @@ def test_what_cannot_be_sorted(datatype: str) -> None:
 def test_too_many_values() -> None:
     answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
     with pytest.raises(InvalidArgument, match="classification output tensor too large"):
-        classified(answer, {"OUT": 1}, {}, memoryview, batched=False)  # type: ignore[arg-type]
+        classified(answer, 1)
 
 
 @given(

@@ -1,17 +1,23 @@
-"""Requests that nobody waits for any more: what they were answered takes up a worker's memory."""
+"""Requests that nobody waits for any more: what they were answered takes up a worker's memory; and
+those that come too late."""
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from shmserve.errors import Unavailable
+from shmserve.gateway.inference.submit import prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
-from shmserve.ipc.tensors.inference import Inferred, pack_inferred
+from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
 
 WORKER = Memory(1, 4321, 5, 6, 1 << 20, True)
@@ -60,9 +66,8 @@ def test_an_answer_that_is_not_read_is_given_back(
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        pending = GatewayRequest(
-            scheduler, submit, lambda: None, asyncio.get_running_loop().create_future()
-        )
+        future = asyncio.get_running_loop().create_future()
+        pending = GatewayRequest(submit, "ipc://nowhere", scheduler, lambda: None, future)
         scheduler.inflight.add(pending)
         if answered == "before":
             scheduler._take(answer())
@@ -268,3 +273,31 @@ def test_a_scheduler_without_users_is_dropped_after_its_last_report(
         return [*known, scheduler.endpoint in dispatcher._schedulers]
 
     assert asyncio.run(report()) == [True, False]
+
+
+STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "stateful", "request_id", "text"),
+    [
+        ("", False, "", f"[request id: <id_unknown>] {STOPPING}"),
+        ("", False, "x", f"[request id: x] {STOPPING}"),
+        ("", True, "", STOPPING),
+        ("", True, "x", f"[request id: x] {STOPPING}"),
+        ("in ensemble 'e', ", False, "", f"in ensemble 'e', [request id: <id_unknown>] {STOPPING}"),
+    ],
+)
+def test_what_begins_while_the_server_ends_is_refused(
+    prefix: str, stateful: bool, request_id: str, text: str
+) -> None:
+    """In the words of Triton's schedulers; who has begun a sequence goes on."""
+    leaving: Any = SimpleNamespace(health=HealthChanged(live=True, ready=False, exiting=True))
+    model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
+    begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
+    built: Any = MagicMock(infer_request=begins)
+    client: Any = None
+    with pytest.raises(Unavailable) as caught:
+        prepare_submit(leaving, model, built, client, 0)
+    assert caught.value.message == text
+    built.release.assert_called_once()

@@ -15,6 +15,7 @@ import pytest
 from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionWithdrawn
+from shmserve.ipc.tensors.descriptors import unpack_place
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -67,15 +68,17 @@ def test_register_and_unregister(key: str) -> None:
         await office.registry.register("r", key, 100, 1000, ME)
         (published,) = office.told
         assert isinstance(published, RegionPublished)
-        assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
+        extent = unpack_place(published.place)
+        memory = extent.memory
+        assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
         await office.registry.unregister("r", ME)
         withdrawn, draining = office.told[1:]
-        assert withdrawn == RegionWithdrawn("r", published.memory_id, 1)
+        assert withdrawn == RegionWithdrawn("r", memory.id, 1)
         assert draining == replace(published, draining=True)
         assert office.registry.active() == []
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registry.draining.released(7, published.memory_id)
-        assert office.workers == [MemoryDropped(published.memory_id)]
+        office.registry.draining.released(7, memory.id)
+        assert office.workers == [MemoryDropped(memory.id)]
 
     asyncio.run(steps())
 
@@ -102,9 +105,9 @@ def test_a_client_that_died_and_came_back_takes_its_name_over(key: str) -> None:
         make_object()
         await office.registry.register("r", key, 0, 8192, ME)
         before, withdrawn, draining, now = office.told
-        assert withdrawn == RegionWithdrawn("r", before.memory_id, 1)
+        assert withdrawn == RegionWithdrawn("r", unpack_place(before.place).memory.id, 1)
         assert draining == replace(before, draining=True)
-        assert before.inode != now.inode
+        assert unpack_place(before.place).memory.inode != unpack_place(now.place).memory.inode
         office.registry.draining.gateway_exited(7)
         assert len(office.workers) == 1
         office.registry.close()
@@ -148,14 +151,14 @@ def test_regions_are_pinned_as_far_as_a_process_may_lock_memory(
         office = Office(devices=1)
         pin = office.registry.register
         await pin("r", key, 4096, 1024, ME, pin=True)
-        assert office.told[-1].pinned
+        assert unpack_place(office.told[-1].place).memory.pinned
         with pytest.raises(AlreadyExists):
             await pin("r", key, 4096, 1024, ME)
         text = r"4096 bytes cannot be pinned: 5120 of the 8192 bytes .*RLIMIT_MEMLOCK"
         with pytest.raises(InvalidArgument, match=text):
             await pin("s", key, 0, 4096, ME, pin=True)
         await office.registry.register("s", key, 0, 4096, ME)
-        assert not office.told[-1].pinned
+        assert not unpack_place(office.told[-1].place).memory.pinned
         await office.registry.unregister("r", ME)
         await office.registry.unregister("s", ME)
         office.registry.draining.gateway_exited(7)

@@ -41,6 +41,7 @@ EXAMPLES: dict[Any, Any] = {
     bool: True,
     float: 0.5,
     list[int]: [1, 2],
+    list[Any]: [1, b"x"],
     list[list[Any]]: [[1, 2, b"x"]],
     list[m.Work]: [m.Work(1, 2, b"x")],
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],

@@ -205,7 +205,7 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     rig.supervisor(ProcessExited(101, ""))
     assert rig.workers.take() == [(peer, m.ReaderExited(101))]
     rig.start(1, 101)
-    assert rig.workers.take() == [] and rig.core._executions._early == {}
+    assert rig.workers.take() == [] and rig.core.executions._early == {}
 
 
 # --- admission ------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> Non
 def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     rig = Rig({})
     rig.start()
-    rig.core._executions.service_time.pipeline_depth = 2
+    rig.core.executions.service_time.pipeline_depth = 2
     (running,) = rig.submit()
     ahead, later = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.executes()

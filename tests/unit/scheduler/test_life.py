@@ -37,7 +37,7 @@ POLICY = {"max_queue_size": 12, "default_timeout_microseconds": 4000}
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_moves_as_the_table_says_or_changes_nothing(state: State, event: Event) -> None:
-    request = ScheduledRequest(1, Client(b"1.a"), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
+    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, OVER)
     request.state = state
     if event in LIFE[state]:
         request.meet(event)

@@ -16,7 +16,7 @@ NOTHING = Lost([], [])
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     """A batch of one request."""
-    client = Client[ScheduledRequest](b"77.ab")
+    client = Client[ScheduledRequest](b"77.ab", print)
     request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, OVER)
     return Execution(number, [request], Closed.IDLE, started_ns, started_ns)
 

@@ -13,7 +13,7 @@ from shmserve.scheduler.requests.priority import PriorityQueue
 from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
-CLIENT = Client[ScheduledRequest](b"1.a")
+CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 
 def request(key: int, level: int) -> ScheduledRequest:

@@ -16,7 +16,7 @@ from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, 
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000
-CLIENT = Client[ScheduledRequest](b"77.ab")
+CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
 def backlog(

@@ -15,7 +15,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExpected,
     StatisticsSnapshot,
 )
-from shmserve.scheduler.instances.service_time import ServiceTime
+from shmserve.scheduler.instances.executions import ServiceTime
 from shmserve.scheduler.statistics.histograms import Histogram
 from shmserve.scheduler.statistics.timing import Timing
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok

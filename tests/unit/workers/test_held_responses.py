@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.links import scheduler as scheduler_link
-from shmserve.workers.links.scheduler import HOLD_NS, InstanceLink
-from shmserve.workers.links.timer import Timer
+from shmserve.workers.links.scheduler import HOLD_NS, InstanceLink, Timer
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, model_config, rig, tensor_config
 from tests.support.waiting import until

@@ -25,8 +25,8 @@ from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.described import Description, complete
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
 from shmserve.workers.backends.onnx.session import check, describe, open_session
-from shmserve.workers.backends.pytorch.runner import Runner
 from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import Device, open_device
 from shmserve.workers.model_view import as_model_sees, made_here
 

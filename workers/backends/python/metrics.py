@@ -111,8 +111,6 @@ def _changing() -> Iterator[None]:
 class _Owner:
     """The metrics of one `MetricFamily` object. `alive`: the object is."""
 
-    __slots__ = ("alive", "family", "labels")
-
     def __init__(self, family: _Family) -> None:
         self.family = family
         self.labels: set[Labels] = set()

@@ -75,22 +75,6 @@ class InferenceRequest:
     `priority` is its level in the other model's queue, 1 the highest, 0 that model's default.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_correlation_id",
-        "_flags",
-        "_inputs",
-        "_model_name",
-        "_model_version",
-        "_outputs",
-        "_parameters",
-        "_priority",
-        "_release_flags",
-        "_request_id",
-        "_timeout",
-        "_trace",
-    )
-
     def __init__(
         self,
         request_id: str = "",
@@ -287,8 +271,6 @@ async def _iterator(
 class ReceivedRequest(InferenceRequest):
     """A request as `execute` gets it."""
 
-    __slots__ = ("_origin", "_sender", "outbox", "tensors")
-
     def __init__(self, origin: Request, lender: Lender | None) -> None:
         work = origin.work
         self._origin = origin
@@ -339,8 +321,6 @@ class ReceivedRequest(InferenceRequest):
 class DecoupledRequest(ReceivedRequest):
     """A request as `execute` of a decoupled model gets it. Once neither it nor its sender is left,
     nobody can send any more, and it ends."""
-
-    __slots__ = ("_kept_sender",)
 
     def __init__(self, stream: ResponseStream) -> None:
         super().__init__(stream.request, None)

@@ -7,7 +7,7 @@ import json
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -134,20 +134,7 @@ class ResponseIterator:
 RESPONSE_COMPLETE_FINAL = 1
 
 
-class ResponseChannel(Protocol):
-    """The channel that a sender's responses go into."""
-
-    def send(self, response: InferenceResponse | None, final: bool) -> None:
-        """Take a response, the end, or both. Raises TritonModelException where it may not come."""
-
-    def is_cancelled(self) -> bool:
-        """Whether nobody waits for a response any more."""
-
-    def abandon(self) -> None:
-        """The model has let go of the sender."""
-
-
-class SingleResponse(ResponseChannel):
+class SingleResponse:
     """Where the one response to a request is put that does not come back from `execute`.
 
     `done` is set when it is there, or when nobody is left who could put it; `listener` is called
@@ -191,7 +178,7 @@ class SingleResponse(ResponseChannel):
             self.listener()
 
 
-class StreamedResponses(ResponseChannel):
+class StreamedResponses:
     """The responses of a decoupled model: each is sent at once."""
 
     def __init__(self, stream: ResponseStream) -> None:
@@ -217,7 +204,7 @@ class InferenceResponseSender:
 
     __slots__ = ("__weakref__", "_channel")
 
-    def __init__(self, channel: ResponseChannel) -> None:
+    def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
         self._channel = channel
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:

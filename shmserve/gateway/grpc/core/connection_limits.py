@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 _RESTS = 20  # times as long as looking took
+# GOAWAY of HTTP/2 (RFC 9113, 6.8), without an error and with the highest stream: what has been sent
+# meanwhile is still served.
+_GO_AWAY = bytes.fromhex("000008 07 00 00000000 7fffffff 00000000")
 
 
 class Seen(NamedTuple):
@@ -79,6 +82,17 @@ class ConnectionLimits:
             self._loop.remove_reader(fd)
             os.close(fd)
         self._listeners.clear()
+
+    def let_nobody_in(self, *, told: bool) -> None:
+        """Refuse connections from now on. Who has one without a call is `told` to go, where no TLS
+        is between; a request on one that has calls is for others to refuse."""
+        self.close()
+        for fd in core_sockets.listeners(self._ports):
+            core_sockets.refuse(fd)
+        busy = self._calls.addresses()
+        for one in core_sockets.connections():
+            if told and one.here[1] in self._ports and one.client not in busy:
+                core_sockets.send(one, _GO_AWAY)
 
     def _wait(self) -> None:
         for fd in self._listeners:

@@ -1,5 +1,4 @@
-"""Calls taken from gRPC's core instead of grpc.aio (`Acceptor`), and those with one request and one
-response served without a task (`DirectUnaryCall`); direct_stream.py has the others.
+"""Calls with one request and one response, served without a task; direct_stream.py has the others.
 
 For every call grpc.aio has three tasks, four futures and a few more turns of the loop, and asks the
 core for the next call only when one has come. The inference call is too frequent for that: here
@@ -14,22 +13,18 @@ Whether a client leaves is asked only of calls that last: each question to gRPC'
 which is a wake-up, and most calls are over sooner than anybody leaves. Of the small inferences
 in a second that this takes, with 16 in flight, grpc.aio's own way takes 0.63 times as many (half of
 the CPU time is then the gateway's), and this one with every call watched 0.92 times.
-
-This stands on parts of gRPC that are not its public interface. Where a release of it does not have
-them, every call goes grpc.aio's own way, as some always do: grpc.aio asks for calls, too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from shmserve.gateway.grpc.core.call_watchdog import LATE, MISSING, Calls
-from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, CoreWaiter, Metadata, start
+from shmserve.gateway.grpc.core.core_call import HERE, CoreCall, Metadata, start
 
 try:
     from grpc._cython import cygrpc
@@ -38,12 +33,6 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
-_MOST_ASKED = 64
-_PARTS = (
-    *("_receive_message", "execute_batch", "_ServicerContext", "ReceiveCloseOnServerOperation"),
-    *("SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation"),
-)
-_SERVER_PARTS = ("add_registered_method_handlers", "_request_registered_call", "is_running")
 _OK = grpc.StatusCode.OK.value[0]
 
 
@@ -145,69 +134,3 @@ class DirectUnaryCall(CoreCall):
 
 # How a call ends that may not be made: its status, text and trailing metadata.
 Refuse = Callable[[DirectUnaryCall], tuple[grpc.StatusCode, str, Metadata] | None]
-
-
-class Acceptor:
-    """Asks a server for calls of one method, for `most` at a time, and hands each as gRPC has it to
-    `begin`."""
-
-    def __init__(
-        self, server: Any, path: str, begin: Callable[[Any], None], most: int = _MOST_ASKED
-    ) -> None:
-        self._server = server
-        self._path = path.encode()
-        self._begin = begin
-        self._most = most
-        self._loop: Any = asyncio.get_running_loop()
-        self._taken = 0  # in this turn of the loop
-
-    def open(self) -> None:
-        """Take calls; the server has started."""
-        self._taken = self._most
-        self._ask_again()
-
-    def _ask_again(self) -> None:
-        taken, self._taken = self._taken, 0
-        if self._server.is_running():
-            for _ in range(taken):
-                self._ask()
-
-    def _ask(self) -> None:
-        # gRPC takes a future of the loop's for this, whose callbacks would run a turn later.
-        self._loop.create_future = CoreWaiter
-        try:
-            start(self._server._request_registered_call(self._path), self._accepted)
-        finally:
-            del self._loop.create_future
-
-    def _accepted(self, state: Any) -> None:
-        # Not at once: while calls come without end, nothing else would have its turn.
-        self._taken += 1
-        if self._taken == 1:
-            self._loop.call_soon(self._ask_again)
-        # None: the server is stopping, or the call was gone before it was here.
-        if state is not None:
-            self._begin(state)
-
-
-def acceptors(
-    server: grpc.aio.Server, ways: Mapping[str, tuple[Any, Callable[[Any], None]]]
-) -> list[Acceptor]:
-    """The acceptors of calls of these methods, for a server that is not started yet.
-
-    `ways` has of each method's path grpc.aio's own way for it, and `begin`, which gets each call as
-    gRPC has it. None are left where this gRPC has not what it takes, which is logged.
-    """
-    core: Any = getattr(server, "_server", None)
-    missing = [name for name in _SERVER_PARTS if not hasattr(core, name)]
-    missing += [name for name in _PARTS if not hasattr(cygrpc, name)]
-    if missing:
-        logger.warning(
-            "gRPC %s is not one that was tested (it has no %s): calls go through grpc.aio alone, "
-            "which is slower",
-            grpc.__version__,
-            ", ".join(missing),
-        )
-        return []
-    core.add_registered_method_handlers({path: way for path, (way, _) in ways.items()})
-    return [Acceptor(core, path, begin) for path, (_, begin) in ways.items()]

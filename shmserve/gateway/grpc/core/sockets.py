@@ -91,6 +91,18 @@ def shut(connection: GrpcConnection) -> None:
     _ask(connection, lambda sock: sock.shutdown(socket.SHUT_RDWR))
 
 
+def refuse(listener: int) -> None:
+    """Have connections to a listening socket refused: gRPC's descriptor becomes one at which
+    nothing ever comes. Of a socket that were only shut, it would say that it is broken."""
+    with socket.socket(type=socket.SOCK_DGRAM) as deaf:
+        os.dup2(deaf.fileno(), listener, inheritable=False)
+
+
+def send(connection: GrpcConnection, frame: bytes) -> None:
+    """Send a frame between gRPC's own: a connection without calls has none under way."""
+    _ask(connection, lambda sock: sock.send(frame, socket.MSG_DONTWAIT))
+
+
 def address_of(peer: str) -> Address | None:
     """The address that gRPC calls "ipv4:HOST:PORT" or "ipv6:[HOST]:PORT" (escaped); None for
     anything else."""

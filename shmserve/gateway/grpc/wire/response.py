@@ -51,8 +51,6 @@ class GrpcResponseTemplate:
 class ResponseEncoder:
     """Serializes responses, and their templates, behind heads that are cached."""
 
-    __slots__ = ("_heads",)
-
     def __init__(self) -> None:
         self._heads: BoundedCache[_Form, bytes] = BoundedCache(_MOST_HEADS)
 

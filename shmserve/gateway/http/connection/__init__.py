@@ -1,8 +1,7 @@
 """The connections of an HTTP listener.
 
 aiohttp_parts.py   the parser, and the streams that bodies are in
-flow_control.py    back-pressure, both ways
-incoming.py        bytes -> the queue of requests; timeouts for heads and bodies
+incoming.py        bytes -> the queue of requests; timeouts for heads and bodies; back-pressure
 protocol.py        a connection, and its requests one after the other
 limits.py          how many there may be, and which idle ones are evicted
 """

@@ -1,7 +1,11 @@
-"""The receiving half of a connection: bytes -> the queue of its requests, and read timeouts.
+"""The receiving half of a connection: bytes -> the queue of its requests, read timeouts, and
+back-pressure both ways.
 
 Heads are cached: one that is byte for byte the last one's, as programs send it again and again, is
 not parsed again, whether its body comes with it or, as most clients write it, right behind.
+
+Writing waits while the client reads more slowly than we write. A connection is not read while the
+stream of a body is full, or while too many pipelined requests are queued.
 """
 
 from __future__ import annotations
@@ -9,38 +13,36 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
     Message,
     StreamReader,
+    make_parser,
 )
-from shmserve.gateway.http.connection.flow_control import FlowControl
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
 from shmserve.gateway.settings import GatewaySettings
 
 SMALL_BODY = 64 * 1024
 _LONGEST_CACHED_HEAD = 2048
+_MOST_QUEUED = 32
 
 
-class Incoming(FlowControl):
+class Incoming(asyncio.Protocol):
     """The requests of a connection, as their bytes come.
 
     `client` is who sends them, once the connection is made.
     """
 
-    __slots__ = (
-        *("_awaiting", "_busy", "_timer", "_content", "_deadline", "_ended", "_held"),
-        *("_cached_head", "_cached_request", "_cached_size", "_messages", "_missing", "_settings"),
-        *("_since", "_starts", "_parsing", "_waiter", "client"),
-    )
-
     client: ClientIdentity
 
     def __init__(self, loop: asyncio.AbstractEventLoop, settings: GatewaySettings) -> None:
-        super().__init__(loop)
+        self._loop = loop
         self._settings = settings
+        self._parser = make_parser(self, loop, _MOST_QUEUED)
+        self.transport: asyncio.Transport | None = None  # once the connection is made
         self._ended = False
         # --- what has come
         # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
@@ -64,6 +66,17 @@ class Incoming(FlowControl):
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
         self._missing = 0
         self._since = loop.time()  # the last request ended, or the connection was made
+        # --- back-pressure
+        self.writing_paused = False
+        self._drained: asyncio.Future[None] | None = None
+        self._stream_full = False
+        self._too_many = False  # requests are queued
+        self._reading_paused = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a client."""
+        return self.transport is not None
 
     def force_close(self) -> None:
         """End it; what is written already may still be flushed."""
@@ -148,7 +161,9 @@ class Incoming(FlowControl):
         waiter = self._waiter
         if self._messages and waiter is not None and not waiter.done():
             waiter.set_result(None)
-        self._queued(len(self._messages))
+        if len(self._messages) >= _MOST_QUEUED:
+            self._too_many = True
+            self._set_reading()
         if between:
             self._cache_head(data)
         elif data:
@@ -211,3 +226,55 @@ class Incoming(FlowControl):
             self.force_close()
         elif self._content is not None:
             self._content.set_exception(TimeoutError())
+
+    # --- writing
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self.writing_paused = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up, or is gone."""
+        self.writing_paused = False
+        drained, self._drained = self._drained, None
+        settle(drained, None)
+
+    async def drain(self) -> None:
+        """Wait until the client has read what was written; raises ConnectionError."""
+        if self.writing_paused and self.transport is not None:
+            self._drained = self._loop.create_future()
+            await self._drained
+        if self.transport is None:
+            raise ConnectionResetError("the client is gone")
+
+    # --- reading, as the parser and its streams ask for it
+
+    def pause_reading(self) -> None:
+        """The stream of a body is full."""
+        self._stream_full = True
+        self._parser.pause_reading()
+        self._set_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """The stream of a body is not full any more, or has ended."""
+        if self._stream_full:
+            self._stream_full = False
+            if resume_parser:
+                self._parse_rest()
+            self._set_reading()
+
+    def _dequeued(self, count: int) -> None:
+        """One request less is queued: `count` are."""
+        self._parser.message_consumed()
+        if self._too_many and count <= _MOST_QUEUED // 2:
+            self._too_many = self._parse_rest() >= _MOST_QUEUED
+            self._set_reading()
+
+    def _set_reading(self) -> None:
+        paused = self._stream_full or self._too_many
+        if paused is not self._reading_paused and self.transport is not None:
+            self._reading_paused = paused
+            if paused:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()

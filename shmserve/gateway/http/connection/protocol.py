@@ -47,8 +47,6 @@ class Owner(Protocol):
 class HttpConnection(Incoming):
     """One client's connection. `handle` gives the response to each request, and raises nothing."""
 
-    __slots__ = ("_handle", "_idle_timer", "_owner", "_task")
-
     def __init__(
         self,
         owner: Owner,

@@ -12,6 +12,7 @@ from shmserve.gateway.http.body.reader import read_json
 from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
 
 
@@ -96,17 +97,10 @@ async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None
     device_id = _member(body, "device_id", int)
     offset = _member(body, "offset", int) if "offset" in body else 0
     uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
-    await api.register_cuda(
-        gateway,
-        peer,
-        name,
-        api.decode_handle(encoded),
-        device_id,
-        byte_size,
-        offset=offset,
-        device_uuid=api.decode_uuid(uuid) if uuid else b"",
-        exporter_pid=unix_pid(request.connection.transport),
-    )
+    raw = api.decode_handle(encoded)
+    handle = CudaHandle(raw, device_id, api.decode_uuid(uuid) if uuid else b"")
+    exporter_pid = unix_pid(request.connection.transport)
+    await api.register_cuda(gateway, peer, name, handle, offset, byte_size, exporter_pid)
     return HttpResponse()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -34,7 +35,7 @@ from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
-from shmserve.gateway.inference.response import check_size
+from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.inference.streaming_request import error_of
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import element_count
@@ -109,28 +110,23 @@ async def _begin(
     return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
 
 
+@dataclass(slots=True, eq=False)
 class _Generation:
     """A request under way, and its responses as flat JSON."""
 
-    def __init__(self, gateway: Gateway, model: GatewayModel, responses: ResponseQueue) -> None:
-        self._gateway = gateway
-        self._model = model
-        self.responses = responses
+    _gateway: Gateway
+    _model: GatewayModel
+    responses: ResponseQueue
 
     async def first_status(self) -> int:
         """The HTTP status, which the first response decides, once it is here.
 
         Raises QueueFull: then the request never reached the model.
         """
-        responses = self.responses
-        try:
-            await responses.wait()
-            error = error_of(responses.first)
-            if isinstance(error, QueueFull):
-                raise error
-        except BaseException:
-            responses.close()
-            raise
+        error = error_of(await self.responses.begun())
+        if isinstance(error, QueueFull):
+            self.responses.close()
+            raise error
         return 200 if error is None else 400  # Triton's for any error of a model here
 
     async def encode(self) -> tuple[bytes | None, Inferred | None]:
@@ -148,9 +144,7 @@ class _Generation:
     async def _text(self, inferred: Inferred) -> bytes:
         outputs = []
         for tensor in inferred.outputs:
-            raw = tensor.data
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            check_size(tensor, len(data))
+            data = output_bytes(self._gateway, tensor)
             output = SentOutput(tensor.name, tensor.datatype, tensor.shape, binary=False)
             outputs.append((tensor, await output_text(output, data, self._gateway.malloc_trim)))
         model = self._model

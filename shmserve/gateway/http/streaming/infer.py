@@ -8,10 +8,10 @@ from dataclasses import replace
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
-from shmserve.gateway.http.json.events import Framing, accepted
+from shmserve.gateway.http.json.events import Framing
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
 from shmserve.gateway.http.json.tensors import encode
-from shmserve.gateway.http.request import ACCEPT, HttpRequest
+from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
 from shmserve.gateway.inference.request import InferRequest
@@ -26,11 +26,6 @@ from shmserve.ipc.tensors.template_cache import TemplateCache
 _MOST_TEMPLATES = 8
 
 
-def accepted_stream(request: HttpRequest) -> Framing | None:
-    """The stream that a client asks for, if it does."""
-    return accepted(request.headers[ACCEPT]) if ACCEPT in request.headers else None
-
-
 async def infer_stream(
     gateway: Gateway, request: HttpRequest, model: GatewayModel, framing: Framing, arrived_ns: int
 ) -> HttpResponse:
@@ -38,24 +33,15 @@ async def infer_stream(
     fails with where none follows."""
     built = await read_request(gateway, model, request)
     responses = ResponseQueue(gateway, request, model, built, arrived_ns)
-    try:
-        await responses.wait()
-        status = _status(responses)
-    except BaseException:
+    first = await responses.begun()
+    error = error_of(first)
+    if error is not None and is_last(first):
         responses.close()
-        raise
-    events = _Events(gateway, model, responses, framing)
-    return streaming_response(status, framing.content_type, responses, events.next)
-
-
-def _status(responses: ResponseQueue) -> int:
-    error = error_of(responses.first)
-    if error is None:
-        return 200
-    if is_last(responses.first):
         log_failure(responses.request.model, responses.request.infer_request.id, error)
         raise error
-    return error.status
+    status = 200 if error is None else error.status
+    events = _Events(gateway, model, responses, framing)
+    return streaming_response(status, framing.content_type, responses, events.next)
 
 
 class _Events:

@@ -57,6 +57,15 @@ class ResponseQueue:
             self._news.clear()
             await self._news.wait()
 
+    async def begun(self) -> Message:
+        """The first response, once it is here; the request is cancelled if nobody waits so long."""
+        try:
+            await self.wait()
+        except BaseException:
+            self.close()
+            raise
+        return self._here[0]
+
     def pop(self, inferred: Inferred | None) -> bool:
         """The first one, which had the outputs `inferred`, is encoded: their memory is free, and
         the model may send another. Returns whether it was the last."""

@@ -12,7 +12,7 @@ from shmserve.ipc.messages.inference import SequenceRow, Submit
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.batchers.base import WaitUntil
-from shmserve.scheduler.batchers.dispatcher import Dispatcher, SequenceKey
+from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.sequence.sequences import Sequences
 from shmserve.scheduler.batchers.sequence.slots import InstanceSlots, Rows, Sequence, decide
 from shmserve.scheduler.instances.pool import Slot

@@ -38,8 +38,6 @@ class WaitingRequests:
     request at its front, and a START begins one. Every operation takes constant time, a request's
     removal for each one that leaves with it."""
 
-    __slots__ = ("_run_of", "_runs")
-
     def __init__(self) -> None:
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = (
             deque()

@@ -80,7 +80,7 @@ class StepOutputs:
         own = Holding(lambda: self._credit(step)) if more_follow else None
         if own is not None:
             held = (*held, own)
-        batched = step.signature.max_batch_size > 0
+        batched = step.target.signature.max_batch_size > 0
         values: dict[str, Value] = {}
         try:
             for tensor in inferred.outputs:

@@ -14,7 +14,13 @@ from functools import partial
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.inflight import ENDED, InflightTable, Response
 from shmserve.ipc.messages import SchedulerToClient
-from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Responded, Settled
+from shmserve.ipc.messages.inference import (
+    Cancel,
+    Failed,
+    Finished,
+    Responded,
+    StatisticsReported,
+)
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import Graph
@@ -24,6 +30,7 @@ from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest, S
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
 from shmserve.scheduler.ensemble.steps.submission import prepare
 from shmserve.scheduler.ensemble.steps.targets import Target, Targets
+from shmserve.scheduler.requests.request import OVER
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +55,15 @@ class StepRunner(Steps):
         self._waiting: list[deque[tuple[EnsembleRequest, Firing]]] = [deque() for _ in steps]
 
     def hear(self, endpoint: str, message: SchedulerToClient) -> None:
-        """Handle what the scheduler at `endpoint` says."""
-        match message:
-            case Finished() | Responded():
-                if not self._table.take(message):
-                    self._outputs.discard(endpoint, message.body)
-            case Failed() | Settled():
-                self._table.take(message)
-            case _:
-                pass
+        """Handle what the scheduler at `endpoint` says: of a step that has gone elsewhere since,
+        nothing is taken."""
+        if isinstance(message, StatisticsReported):
+            return
+        table = self._table
+        step = table.pending.get(message.id) or table.settling.get(message.id)
+        taken = step is not None and step.endpoint == endpoint and table.take(message)
+        if not taken and isinstance(message, Finished | Responded):
+            self._outputs.discard(endpoint, message.body)
 
     def responded(self, step: StepRequest, message: Response) -> None:
         request = step.request
@@ -165,16 +172,12 @@ class StepRunner(Steps):
         number = next(self._numbers)
         try:
             target = self._targets.find(firing.step)
-            submit, placed, given = prepare(
-                number, request, firing, target, self._graph, self._memory, self._live.now_ns
-            )
+            step = StepRequest(OVER, target.endpoint, self, request, firing, target)
+            prepare(step, number, self._graph, self._memory, self._live.now_ns)
         except ShmserveError as error:
             let_go(firing)
             self._live.fail(request, error.code, error.message)
             return
-        step = StepRequest(
-            self, request, firing, target.signature, submit, target.endpoint, placed, given
-        )
         request.running[number] = step
         self._running[firing.step.index] += 1
         self._send(step, target)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
-from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import (
@@ -19,71 +18,48 @@ from shmserve.ipc.tensors.inference import (
     RequestedOutput,
     pack_inference,
 )
-from shmserve.ipc.tensors.signature import BatchFit, Signature, agree
+from shmserve.ipc.tensors.signature import BatchFit, agree
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.requests import EnsembleRequest
+from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest
 from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 
 _MOST_FORMS = 256
 
 
-class Prepared(NamedTuple):
-    """A message, the blocks of the arena that outputs go to, by their names, and the outputs that
-    go to places of the client's."""
-
-    submit: Submit
-    placed: dict[str, Block]
-    given: frozenset[str]
-
-
 def prepare(
-    number: int,
-    request: EnsembleRequest,
-    firing: Firing,
-    target: Target,
-    graph: Graph,
-    memory: EnsembleMemory,
-    now_ns: int,
-) -> Prepared:
-    """The submission of a step to its scheduler. Raises InvalidArgument when the inputs do not fit
-    its model, Unavailable when the arena is full."""
-    inputs = [
-        _input(name, value, target.signature, memory) for name, value in firing.inputs.items()
-    ]
-    form = _form(request, firing, target, graph, inputs)
-    placed: dict[str, Block] = {}
+    step: StepRequest, number: int, graph: Graph, memory: EnsembleMemory, now_ns: int
+) -> None:
+    """Make the message that submits a step to its scheduler, with this number, and find its outputs
+    their places. Raises InvalidArgument when the inputs do not fit its model, Unavailable when the
+    arena is full."""
+    inputs = [_input(name, value, step, memory) for name, value in step.firing.inputs.items()]
+    form = _form(step, graph, inputs)
+    devices, outputs = step.request.plan.devices, step.firing.step.outputs
     try:
         for name, byte_size in form.known.items():
-            device = request.plan.devices.get(firing.step.outputs[name])
-            placed[name] = memory.allocate(byte_size, device)
-        submit = _submit(number, request, firing, form, inputs, placed, now_ns)
+            step.placed[name] = memory.allocate(byte_size, devices.get(outputs[name]))
+        step.submit = _submit(number, step, form, inputs, now_ns)
     except BaseException:
-        for block in placed.values():
+        for block in step.placed.values():
             block.release()
         raise
-    return Prepared(submit, placed, form.given)
+    step.given = form.given
 
 
 def _submit(
-    number: int,
-    request: EnsembleRequest,
-    firing: Firing,
-    form: _Form,
-    inputs: list[TensorRef],
-    placed: dict[str, Block],
-    now_ns: int,
+    number: int, step: StepRequest, form: _Form, inputs: list[TensorRef], now_ns: int
 ) -> Submit:
     """The message, whose outputs go to where they are `placed`."""
-    origin = request.submit
-    correlation_id, flags = sequence_of(origin, firing.inputs.values())
+    request, origin = step.request, step.request.submit
+    correlation_id, flags = sequence_of(origin, step.firing.inputs.values())
     return make_submit(
         number,
         form.fit,
         now_ns,
-        _work(request, form, inputs, placed),
+        _work(step, form, inputs),
         request_id=origin.request_id,
         priority=origin.priority,
         timeout_us=origin.timeout_us,
@@ -94,11 +70,10 @@ def _submit(
     )
 
 
-def _work(
-    request: EnsembleRequest, form: _Form, inputs: list[TensorRef], placed: dict[str, Block]
-) -> bytes:
+def _work(step: StepRequest, form: _Form, inputs: list[TensorRef]) -> bytes:
     """The packed `Inference`: from the template where all that is new are the bytes of inputs."""
-    if form.template is not None and not request.inference.parameters:
+    parameters, placed = step.request.inference.parameters, step.placed
+    if form.template is not None and not parameters:
         return form.template.fill([tensor.data for tensor in inputs])  # type: ignore[misc]
     outputs = form.wanted
     if placed:
@@ -106,7 +81,7 @@ def _work(
             RequestedOutput(name, placed[name].place if name in placed else place)
             for name, place in [(output.name, output.place) for output in outputs]
         )
-    return pack_inference(Inference(tuple(inputs), outputs, request.inference.parameters))
+    return pack_inference(Inference(tuple(inputs), outputs, parameters))
 
 
 class _Form(NamedTuple):
@@ -121,23 +96,17 @@ class _Form(NamedTuple):
     template: PackedTemplate | None = None
 
 
-def _form(
-    request: EnsembleRequest,
-    firing: Firing,
-    target: Target,
-    graph: Graph,
-    inputs: list[TensorRef],
-) -> _Form:
+def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
     """Raises InvalidArgument when the inputs do not fit the step's model."""
     # What a client places, it places anew each time.
-    if request.placed:
-        return _new_form(request, firing, target, graph, inputs)
+    if step.request.placed:
+        return _new_form(step, graph, inputs)
     described = tuple([_described(tensor) for tensor in inputs])
-    key = (firing.step.index, target.signature, described)
-    forms: dict[Any, _Form] = request.plan.forms
+    key = (step.firing.step.index, step.target.signature, described)
+    forms: dict[Any, _Form] = step.request.plan.forms
     form = forms.get(key)
     if form is None:
-        form = _new_form(request, firing, target, graph, inputs)
+        form = _new_form(step, graph, inputs)
         if len(forms) >= _MOST_FORMS:
             forms.clear()
         forms[key] = form
@@ -154,16 +123,10 @@ def _described(tensor: TensorRef) -> tuple[Any, ...]:
     return (tensor.name, tensor.datatype, tensor.shape, *size)
 
 
-def _new_form(
-    request: EnsembleRequest,
-    firing: Firing,
-    target: Target,
-    graph: Graph,
-    inputs: list[TensorRef],
-) -> _Form:
-    wanted = _wanted(request, firing)
-    fit = target.signature.check(request.submit.request_id, inputs, wanted)
-    sizes = placed_sizes(firing.step, target, graph, fit.batch_size, wanted)
+def _new_form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
+    wanted, target = _wanted(step.request, step.firing), step.target
+    fit = target.signature.check(step.request.submit.request_id, inputs, wanted)
+    sizes = placed_sizes(step.firing.step, target, graph, fit.batch_size, wanted)
     given = frozenset(output.name for output in wanted if output.place is not None)
     inline = all(isinstance(tensor.data, bytes) for tensor in inputs)
     return _Form(fit, wanted, sizes, given, inline and not sizes and not given)
@@ -181,8 +144,8 @@ def fitted(
     return shape
 
 
-def _input(name: str, value: Value, signature: Signature, memory: EnsembleMemory) -> TensorRef:
-    tensor = value.tensor
+def _input(name: str, value: Value, step: StepRequest, memory: EnsembleMemory) -> TensorRef:
+    tensor, signature = value.tensor, step.target.signature
     assert tensor is not None
     spec, data = signature.inputs.get(name), tensor.data
     shape = tensor.shape

@@ -65,24 +65,25 @@ class FailOver:
         """Have the version scheduled in the process of another group, without a lost request: a new
         scheduler takes what comes, the old one finishes what it has, and the instances change over.
 
-        `publish()` returns once every client knows where requests go now. Where a worker or the old
-        scheduler dies meanwhile, what that had is submitted again. Raises Unavailable, and changes
-        nothing, when the new one does not come up.
+        `publish()` returns once every client knows where requests go now. Where all its workers, or
+        the old scheduler, die meanwhile, what that had is submitted again: nothing runs it any
+        more. Raises Unavailable, and changes nothing, when the new one does not come up.
         """
         scheduler, instances = self._scheduler, self._instances
         old, lost = scheduler.serving, scheduler.endpoint
         workers = [child.exited for child in instances.children() if child.alive]
+        unless = [asyncio.gather(*workers)] if workers else []
         if self._keeping is not None:
             self._keeping.cancel()
         try:
             await scheduler.succeed(group, instances.config)
             await publish()
-            await scheduler.drain_one(old, unless=workers)
+            await scheduler.drain_one(old, unless=unless)
             instances.introduce([])
             self._say_lost(lost, scheduler.endpoint, *_CLIENTS)
             await publish()
             # Outputs that were read meanwhile are released by way of the old one.
-            await scheduler.drain_one(old, unless=workers)
+            await scheduler.drain_one(old, unless=unless)
             instances.attach()
             self._on_change()
             await self._context.hosts.close(old)

@@ -45,10 +45,11 @@ def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
 
 class InstanceUpdate:
     """A change from the instances that a version has to those of `config`, the final configuration
-    of `spec`."""
+    of `spec`; `differs`: which is another one than it has."""
 
     def __init__(self, instances: Instances, spec: VersionSpec, config: ModelSpec) -> None:
         self.spec = spec
+        self.differs = config != instances.config
         self._instances = instances
         self._config = config
         self._change: InstanceChange | None = None
@@ -79,7 +80,7 @@ class ModelVersion:
     changes; `models` are those that serve, for an ensemble's steps. Its
     scheduler is hosted with those of its `group`.
 
-    `loaded`: it was ready once; `ended`: it has no process any more.
+    `loaded`: it was ready once.
     """
 
     def __init__(
@@ -95,7 +96,6 @@ class ModelVersion:
         self.load_seconds = 0.0
         self._context = context
         self._on_change = on_change
-        self.ended = asyncio.Event()
         self._news = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, spec, group, lifetime, self._scheduler_said)
@@ -125,13 +125,18 @@ class ModelVersion:
         """Whether a request submitted now would find an instance."""
         return self.loaded and self.scheduler.serves and self.instances.any_ready
 
+    @property
+    def hopeless(self) -> str:
+        """Why nobody should wait until it is ready, or empty."""
+        if self._lifetime.retiring or self._lifetime.stopping:
+            return self.problem or "the model is unloaded"
+        return self.problem or ("no scheduler could be started" if self._fail_over.hopeless else "")
+
     async def until_ready(self) -> None:
         """Wait until it is ready. Raises Unavailable when it will not be."""
         while not self.ready:
-            if self.instances.problem or self._lifetime.retiring or self._lifetime.stopping:
-                raise Unavailable(self.instances.problem or "the model is unloaded")
-            if self._fail_over.hopeless:
-                raise Unavailable("no scheduler could be started")
+            if self.hopeless:
+                raise Unavailable(self.hopeless)
             self._news.clear()
             await self._news.wait()
 
@@ -166,7 +171,7 @@ class ModelVersion:
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
         """The update by which this version, which serves, becomes `spec`; None where it differs in
-        more than its instances, or in nothing, or is broken."""
+        more than its instances, or is broken."""
         if self.spec.steps or self.instances.failure:
             return None
         # A scheduler is told when it starts whether it has to ask before its instances execute.
@@ -179,8 +184,7 @@ class ModelVersion:
             config = spec.complete(self.instances.completed)
         except ShmserveError:
             return None  # loading it says what is wrong
-        same_rest = config.immutable_config == self.config.immutable_config
-        if not same_rest or config == self.config:
+        if config.immutable_config != self.config.immutable_config:
             return None
         return InstanceUpdate(self.instances, spec, config)
 

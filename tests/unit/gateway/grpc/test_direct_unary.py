@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading, Soon
-from shmserve.gateway.grpc.core.core_call import CoreWaiter
-from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall, acceptors
+from shmserve.gateway.grpc.core.core_call import CoreWaiter, acceptors
+from shmserve.gateway.grpc.core.direct_unary import DirectUnaryCall
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from tests.support.wire.http2 import (
     ACK,

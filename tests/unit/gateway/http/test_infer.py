@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerLost,
     Stop,
 )
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import Inference, Inferred, unpack_inference
 from tests.rigs.gateway_rig import (
     SIMPLE,
@@ -618,10 +618,9 @@ def test_a_process_that_is_gone_is_unmapped(gateway: Rig, arena: Arena) -> None:
 
 
 def region(name: str, memory_id: int, byte_size: int = 1000, offset: int = 4096) -> Any:
-    return lambda number: m.RegionPublished(
-        *(name, "/key", memory_id, os.getpid(), 3, 77, offset + byte_size, offset, byte_size),
-        *(os.getuid(), -1, False, number),
-    )
+    memory = Memory(memory_id, os.getpid(), 3, 77, offset + byte_size, sealed=False)
+    place = list(pack_place(Place(memory, offset, byte_size)))
+    return lambda number: m.RegionPublished(name, "/key", place, os.getuid(), -1, number)
 
 
 @pytest.fixture
@@ -830,15 +829,21 @@ def test_draining_finishes_what_is_in_flight(gateway: Rig, simple: Scheduler) ->
     simple.held = True
     caller = ClientIdentity(gateway.port, "simple", simple_body())
     until("the request is there", lambda: simple.waiting)
-    gateway.tell(HealthChanged(live=True, ready=False, exiting=True), Drain())
+    gateway.tell(HealthChanged(live=True, ready=False, exiting=True))
     until("health says so", lambda: http.get("/v2/health/ready").status == 503)
     live = http.get("/v2/health/live")
     assert (live.status, live.error) == (503, "Server exiting")
-    late = ClientIdentity(gateway.port, "simple", simple_body())
-    until("the late one is there", lambda: len(simple.waiting) == 2)
+    late = http.infer("simple", simple_body())
+    assert (late.status, late.error) == (
+        503,
+        "[request id: <id_unknown>] Server is stopping, scheduler for model has stopped accepting "
+        "new inference requests",
+    )
+    gateway.tell(Drain())
+    path = "/v2/health/live"
+    until("an answer ends it", lambda: http.get(path).headers.get("Connection") == "close")
     assert not gateway.heard_of(Drained)
     simple.answer_all()
-    assert late.reply().ok().headers["Connection"] == "close"
     assert caller.reply().ok().headers["Connection"] == "close"
     until("it says so", lambda: gateway.heard_of(Drained))
     gateway.tell(Stop())

@@ -71,6 +71,19 @@ def test_an_error_waits_for_the_steps_that_run() -> None:
     assert rig.runs() == {}
 
 
+def test_what_a_step_s_queue_refuses_is_told_in_its_words() -> None:
+    """Behind the ensemble's name, and without a code: the error has that. To the ensemble it is a
+    failure of OTHER, as in Triton: REJECTED is the step's."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    text = "[request id: <id_unknown>] Exceeds maximum queue size"
+    rig.step_says("a", m.Failed(rig.runs()["a"], "UNAVAILABLE", text, 2, False))
+    failed = only(rig.told(), m.Failed)
+    assert (failed.code, failed.retry_after_s) == ("UNAVAILABLE", 2)
+    assert failed.message == f"in ensemble 'e', {text}"
+    assert {k: n for k, n in rig.core.statistics.failures.items() if n} == {"OTHER": 1}
+
+
 def test_the_first_error_counts() -> None:
     rig = EnsembleRig(FORK, MODELS)
     rig.submit()
@@ -291,6 +304,18 @@ def test_a_scheduler_that_is_lost() -> None:
     assert rig.sent() == [("a2", first)]
     rig.control_says(SchedulerLost("a2", ""))
     assert only(rig.told(), m.Failed).code == "UNAVAILABLE"
+
+
+def test_what_a_scheduler_says_of_a_step_that_has_gone_elsewhere_is_not_taken() -> None:
+    """It is in the same process, and stops: its model has moved to another one."""
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.submit()
+    ((_, first),) = rig.sent()
+    rig.control_says(SchedulerLost("a", "a2"))
+    rig.step_says("a", m.Failed(first.id, "UNAVAILABLE", "stopping", 0, False))
+    assert rig.told() == [] and rig.sent() == [("a2", first)]
+    rig.finish("a2", first.id)
+    assert rig.runs().keys() == {"b"}
 
 
 def test_a_step_that_was_refused_goes_to_who_serves_now() -> None:

@@ -168,7 +168,7 @@ def test_with_a_policy_nothing_is_sent_before_an_instance_waits(
     """Rule 3.1.8: without one, what cannot grow may be sent ahead to an instance that is busy."""
     rig = Rig(block)
     rig.start()
-    rig.core._executions.service_time.pipeline_depth = 2
+    rig.core.executions.service_time.pipeline_depth = 2
     rig.submit()
     rig.execute()
     rig.submit(9)

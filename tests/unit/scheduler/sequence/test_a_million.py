@@ -60,8 +60,8 @@ class Table:
 def test_each_of_a_million_runs_once_and_is_forgotten() -> None:
     """All have a slot, one after the other, until they have been idle for too long."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a")
-    other: Client[ScheduledRequest] = Client(b"7002.a")
+    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    other: Client[ScheduledRequest] = Client(b"7002.a", print)
     opened = 0
     while opened < MILLION:
         for _ in range(SLOTS):
@@ -82,8 +82,8 @@ def test_each_of_a_million_runs_once_and_is_forgotten() -> None:
 def test_of_a_million_that_find_no_slot_so_many_wait() -> None:
     """The others are refused, and leave nothing; who comes with another client has its turn."""
     table = Table()
-    greedy: Client[ScheduledRequest] = Client(b"7001.a")
-    other: Client[ScheduledRequest] = Client(b"7002.a")
+    greedy: Client[ScheduledRequest] = Client(b"7001.a", print)
+    other: Client[ScheduledRequest] = Client(b"7002.a", print)
     refused = 0
     for sequence in range(MILLION):
         try:

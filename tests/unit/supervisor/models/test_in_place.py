@@ -181,7 +181,8 @@ def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> 
         await turns()
         assert not worker.alive and model.ready
         seen.append(model.instances.states())
-        assert model.update_to(spec(config(group("m_0", 1)))) is None
+        same = model.update_to(spec(config(group("m_0", 1))))
+        assert same is not None and not same.differs
         await processes.end()
         return seen
 

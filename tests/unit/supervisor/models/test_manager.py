@@ -108,7 +108,7 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
         async with asyncio.timeout(10):
             outcomes = await asyncio.gather(*loads, return_exceptions=True)
             await asyncio.gather(*asked)
-        assert repository.discarded == repository.planned == len(loads)
+        await until(lambda: repository.discarded == repository.planned == 1)
         processes.hanging = False
         await served.load("m")
         assert [row["state"] for row in await served.index(ready=False)] == ["READY"]
@@ -152,7 +152,7 @@ def test_a_model_that_hangs_is_removed() -> None:
     async def live() -> list[Any]:
         processes, repository = Processes(), Repository()
         served, poller = server(processes, repository)
-        object.__setattr__(processes.context.config, "repository_poll_s", 0)
+        object.__setattr__(processes.context.config, "repository_poll_s", 0.001)
 
         async def shown(key: str, value: str) -> None:
             async with asyncio.timeout(10):

@@ -48,6 +48,8 @@ class Repository:
     def __init__(self, **models: list[str]) -> None:
         self.models = models
         self.versions = ["1"]
+        self.files: dict[str, str] = {}  # of each version, if they have changed
+        self.read: list[str] = []
 
     def scan(self) -> dict[str, ModelFolder]:
         """As `LoadPlanner.scan`."""
@@ -62,8 +64,8 @@ class Repository:
         return False
 
     def fingerprint(self, name: str) -> str:
-        """No file changes."""
-        return "1"
+        """As `LoadPlanner.fingerprint`."""
+        return json.dumps([self.versions, self.files])
 
     def _config(self, name: str, override: str) -> ModelSpec:
         if name not in self.models:
@@ -79,6 +81,7 @@ class Repository:
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """As `LoadPlanner.plan`."""
+        self.read.append(name)
         config = self._config(name, override)
 
         def complete(completed: dict[str, Any]) -> ModelSpec:
@@ -88,7 +91,15 @@ class Repository:
 
         folder = Path("/")
         return [
-            VersionSpec(name, version, folder, folder, config, complete)
+            VersionSpec(
+                name,
+                version,
+                folder,
+                folder,
+                config,
+                complete,
+                files=self.files.get(version, ""),
+            )
             for version in self.versions
         ]
 
@@ -133,9 +144,9 @@ class Server(Processes):
         """Unload a model."""
         await self.models.unload_on_request(name, False)
 
-    def state(self, name: str) -> tuple[str, str]:
-        """Of the one version of a model: its state and the reason."""
-        return self.registry.states()[name, "1"]
+    def state(self, name: str, version: str = "1") -> tuple[str, str]:
+        """Of a version of a model: its state and the reason."""
+        return self.registry.states()[name, version]
 
     def note(self, name: str) -> str:
         """The note of the configuration that serves."""
@@ -205,6 +216,31 @@ def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
         await unload
         await asyncio.gather(load, return_exceptions=True)
         await until(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
+        await server.end()
+
+    live(story)
+
+
+def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() -> None:
+    """Its step is unloaded while it still serves, for another ensemble is to go before it."""
+
+    async def story() -> None:
+        server = Server(s=[], t=[], e=["s"], f=["s", "t"])
+        await server.load("e")
+        server.hanging = True
+        load = asyncio.ensure_future(server.load("f"))
+        await until(lambda: server.registry.model("t").coming)
+        server.deaf = True
+        unload = asyncio.ensure_future(server.unload("s"))
+        await turns()
+        server.deaf = False  # it has not acknowledged the end of e
+        server.load_held()
+        await as_far_as_they_come()
+        server.hears_again()
+        await unload
+        with pytest.raises(InvalidArgument, match="the model is unloaded"):
+            await load
+        await until(lambda: not server.registry.live)
         await server.end()
 
     live(story)
@@ -444,6 +480,135 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
         assert first >= 3600
         assert others == [0.0] * 4
+        await server.end()
+
+    live(story)
+
+
+def pids(server: Server, name: str) -> dict[str, list[int]]:
+    """The processes of each version that serves."""
+    serving = server.registry.model(name).serving
+    return {version: each.instances.pids() for version, each in serving.items()}
+
+
+def test_a_reload_touches_only_versions_that_differ() -> None:
+    """What stays has its processes, and with them its statistics and state."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        server.repository.versions = ["1", "2"]
+        await server.load("s")
+        before, kept = pids(server, "s"), server.registry.model("s").serving["1"]
+        server.repository.versions = ["1", "2", "3", "4"]
+        server.repository.files = {"2": "touched"}
+        server.told.clear()
+        await server.load("s")
+        after = pids(server, "s")
+        assert list(after) == ["1", "2", "3", "4"]
+        assert after["1"] == before["1"] and after["2"] != before["2"]
+        assert server.registry.model("s").serving["1"] is kept
+        published = [news.version for news in server.told if isinstance(news, m.ModelPublished)]
+        assert sorted(published) == ["2", "3", "4"]
+        server.repository.versions = ["1", "3"]
+        await server.load("s")
+        assert pids(server, "s") == {version: after[version] for version in "13"}
+        await until(lambda: server.state("s", "2") == ("UNAVAILABLE", "unloaded"))
+        await server.end()
+
+    live(story)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_reload_of_what_does_not_differ(written: bool) -> None:
+    """Where its files were written again nothing is touched; else who asks means all of it."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        await server.load("s")
+        before = pids(server, "s")
+        if written:
+            server.repository.files = {"another": "version"}
+        await server.load("s")
+        assert (pids(server, "s") == before) is written
+        await server.end()
+
+    live(story)
+
+
+def test_a_version_that_fails_leaves_those_that_stay_as_they_are() -> None:
+    """All of a load or none."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        await server.load("s")
+        before = pids(server, "s")
+        server.repository.versions = ["1", "2"]
+        server.at_start = lambda child: child.kill()
+        with pytest.raises(InvalidArgument, match="version 2 is at UNAVAILABLE state"):
+            await server.load("s")
+        assert pids(server, "s") == before
+        assert server.state("s") == ("READY", "")
+        await server.end()
+
+    live(story)
+
+
+def test_equal_loads_that_wait_are_one() -> None:
+    """Each is answered; one that differs, or that has begun, is another."""
+
+    async def story() -> None:
+        server = Server(s=[])
+        server.hanging = True
+        loads = [asyncio.ensure_future(server.load("s", [], note)) for note in "abbcb"]
+        await until(lambda: len(server.started) == 2)
+        server.load_held()
+        await asyncio.gather(*loads)
+        assert server.note("s") == "b"
+        assert server.repository.read == ["s"] * 4
+        await server.end()
+
+    live(story)
+
+
+@pytest.mark.parametrize("others", [[], ["f"], ["s"]])
+def test_a_load_that_is_given_up_leaves_no_steps_load_for_nobody(others: list[str]) -> None:
+    """Where another ensemble, or a request, waits for the step, too, it goes on."""
+
+    async def story() -> None:
+        server = Server(s=[], e=["s"], f=["s"])
+        server.hanging = True
+        load = asyncio.ensure_future(server.load("e"))
+        await until(lambda: server.registry.model("s").coming)
+        more = [asyncio.ensure_future(server.load(name)) for name in others]
+        await as_far_as_they_come()
+        await server.unload("e")
+        with pytest.raises(InvalidArgument, match="failed to load 'e', no version is available"):
+            await load
+        await as_far_as_they_come()
+        assert any(child.alive for child in server.started) is bool(others)
+        server.load_held()
+        await asyncio.gather(*more)
+        assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
+        assert bool(server.registry.model("s").serving) is bool(others)
+        await server.end()
+
+    live(story)
+
+
+def test_an_unload_gives_up_all_loads_before_it_and_none_after_it() -> None:
+    async def story() -> None:
+        server = Server(s=[])
+        server.hanging = True
+        before = [asyncio.ensure_future(server.load("s", [], note)) for note in "ab"]
+        await until(lambda: server._held)
+        unload = asyncio.ensure_future(server.unload("s"))
+        after = asyncio.ensure_future(server.load("s", [], "c"))
+        await until(lambda: len(server.started) == 4)
+        server.load_held()
+        outcomes = await asyncio.gather(*before, unload, after, return_exceptions=True)
+        text = "failed to load 's', no version is available: Unavailable: the model is unloaded"
+        assert [getattr(each, "message", None) for each in outcomes] == [text, text, None, None]
+        assert server.note("s") == "c"
         await server.end()
 
     live(story)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shmserve.supervisor.models.orders import DUPLICATE, UNLOADED, LoadOutcome, ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL
-from shmserve.supervisor.models.statuses import (
-    DUPLICATE,
-    UNLOADED,
-    Generation,
-    Outcome,
-    is_ready,
-    statuses,
-)
+from shmserve.supervisor.models.statuses import is_ready, statuses
 
 
 @dataclass
@@ -26,19 +21,16 @@ class Version:
     problem: str = ""
 
 
-@dataclass
-class Model:
-    """The facts of one model."""
-
-    serving: dict[str, Generation] = field(default_factory=dict)
-    shown: dict[str, Generation] = field(default_factory=dict)
-    coming: dict[str, Generation] = field(default_factory=dict)
-    leaving: set[str] = field(default_factory=set)
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+def model(**facts: Any) -> ModelEntry:
+    return ModelEntry("m", **facts)
 
 
-def serving(version: Version, **more: Any) -> Model:
-    return Model(serving={"1": version}, shown={"1": version}, **more)
+def serving(version: Version, **more: Any) -> ModelEntry:
+    return model(serving={"1": version}, **more)
+
+
+def leaving() -> list[Any]:
+    return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
 
 RESTARTING = "a process that ended is started again"
@@ -48,26 +40,25 @@ TABLE = [
     (serving(Version(ready=False)), "LOADING", RESTARTING, False),
     (serving(Version(ready=False, problem="it broke")), "UNAVAILABLE", "it broke", False),
     (serving(Version(), coming={"1": Version(ready=False)}), "READY", "", True),
-    (serving(Version(), leaving={"1"}), "READY", "", True),
-    (serving(Version(), outcomes={"1": Outcome("no")}), "READY", "", True),
-    (Model(coming={"1": Version()}, leaving={"1"}), "LOADING", "", False),
-    (Model(shown={"1": Version()}, coming={"1": Version()}), "LOADING", "", False),
-    (Model(leaving={"1"}, outcomes={"1": UNLOADED}), "UNLOADING", "", True),
-    (Model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
-    (Model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
-    (Model(outcomes={"1": Outcome("no memory")}), "UNAVAILABLE", "no memory", False),
+    (serving(Version(), retiring=leaving()), "READY", "", True),
+    (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
+    (model(coming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
+    (model(coming={"1": Version()}, offered=True), "LOADING", "", False),
+    (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
+    (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
+    (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
+    (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
 ]
 
 
-@pytest.mark.parametrize(("model", "state", "reason", "ready"), TABLE)
+@pytest.mark.parametrize(("facts", "state", "reason", "ready"), TABLE)
 def test_a_status_is_the_first_that_holds(
-    model: Model, state: str, reason: str, ready: bool
+    facts: ModelEntry, state: str, reason: str, ready: bool
 ) -> None:
-    assert statuses(model) == {"1": (state, reason)}
-    assert is_ready(model) is ready
+    assert statuses(facts) == {"1": (state, reason)}
+    assert is_ready(facts) is ready
 
 
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
-    model = serving(Version())
-    model.shown = {"1": Version(ready=False)}
-    assert statuses(model) == {"1": ("LOADING", RESTARTING)}
+    facts = serving(Version(), coming={"1": Version(ready=False)}, offered=True)
+    assert statuses(facts) == {"1": ("LOADING", RESTARTING)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import gc
 import os
 import re
@@ -31,7 +30,14 @@ from shmserve.gateway.inference.request import RegionRange
 from shmserve.gateway.region_table import RegionTable, Uses
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.messages import memory as m
-from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Place, TensorRef
+from shmserve.ipc.tensors.descriptors import (
+    CudaHandle,
+    Memory,
+    Place,
+    TensorRef,
+    pack_place,
+    unpack_place,
+)
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import cuda_handles
@@ -93,24 +99,26 @@ def test_register_and_unregister() -> None:
         (checked,) = office.checked
         assert (checked.cuda, checked.byte_size) == (handle, 1100)
         (published,) = office.told
-        assert (published.handle, published.device_id, published.device_uuid) == (HANDLE, 1, UUID)
-        assert (published.offset, published.byte_size, published.object_size) == (100, 1000, 1100)
+        extent = unpack_place(published.place)
+        memory = extent.memory
+        assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
+        assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
         await office.registry.unregister("r", ME)
         assert len(office.registry.active()) == 1, "it is no system memory"
         await office.registry.unregister("r", ME, cuda=True)
         assert office.told[1:] == [
-            m.RegionWithdrawn("r", published.memory_id, 1),
+            m.RegionWithdrawn("r", memory.id, 1),
             replace(published, draining=True),
         ]
         assert list(office.registry.published()) == [
             replace(published, draining=True, acknowledge=0)
         ]
         assert office.workers == [], "a gateway may still have requests that use it"
-        office.registry.draining.released(7, published.memory_id)
-        assert office.workers == [m.MemoryDropped(published.memory_id)]
+        office.registry.draining.released(7, memory.id)
+        assert office.workers == [m.MemoryDropped(memory.id)]
         assert list(office.registry.published()) == []
         await asyncio.sleep(0)
-        assert office.told[-1] == m.RegionDrained(published.memory_id, 1)
+        assert office.told[-1] == m.RegionDrained(memory.id, 1)
 
     asyncio.run(steps())
 
@@ -169,7 +177,8 @@ def test_a_region_is_its_users() -> None:
         registry = office.registry
         handle = CudaHandle(HANDLE, 0)
         await registry.register_cuda("r", handle, 0, 64, ME)
-        assert (office.told[0].uid, office.told[0].copied) == (ME.uid, False)
+        memory = unpack_place(office.told[0].place).memory
+        assert (office.told[0].uid, memory.copied) == (ME.uid, False)
         with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
             await registry.register_cuda("r", handle, 0, 64, BOB)
         for name in ("r", ""):
@@ -382,17 +391,17 @@ def scheduler(gateway: Rig) -> Scheduler:
     return made
 
 
-def published(name: str, memory_id: int, number: int = 0) -> m.RegionPublished:
-    return m.RegionPublished(
-        *(name, "", memory_id, 0, -1, 0, 1100, 100, 1000),
-        *(os.getuid(), NO_GROUP, False, number, HANDLE, 1, UUID),
-    )
+def published(
+    name: str, memory_id: int, number: int = 0, handle: bytes = HANDLE
+) -> m.RegionPublished:
+    memory = Memory.on_device(memory_id, 1100, CudaHandle(handle, 1, UUID))
+    place = list(pack_place(Place(memory, 100, 1000)))
+    return m.RegionPublished(name, "", place, os.getuid(), NO_GROUP, number)
 
 
 def host(memory_id: int, number: int) -> m.RegionPublished:
-    return m.RegionPublished(
-        *("host", "/h", memory_id, 1, 3, 9, 100, 0, 100, os.getuid(), NO_GROUP, False, number)
-    )
+    place = list(pack_place(Place(Memory(memory_id, 1, 3, 9, 100, sealed=False), 0, 100)))
+    return m.RegionPublished("host", "/h", place, os.getuid(), NO_GROUP, number)
 
 
 def body(**changed: Any) -> dict[str, Any]:
@@ -539,7 +548,7 @@ def test_status_and_requests(gateway: Rig, scheduler: Scheduler) -> None:
 def test_outputs_overlap_in_one_allocation_only() -> None:
     table = RegionTable(lambda memory_id: None, "error")
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
-        table.publish(dataclasses.replace(published(f"r{number}", number + 1), handle=handle))
+        table.publish(published(f"r{number}", number + 1, handle=handle))
     uses = Uses(table)
     uses.take(RegionRange("r0", 0, 16), write=True)
     uses.take(RegionRange("r2", 0, 16), write=True)

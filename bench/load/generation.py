@@ -1,0 +1,161 @@
+"""Speed of a generative worker's steps, alone and in one thread, beside the floor of its linears.
+
+    python -m bench.load.generation [--rows 1 8 32] [--weights fp32|int8] [--rounds N]
+
+The model is random: 8 layers, 512 wide, 8 heads that share 4 key-value heads, 32,000 tokens.
+Prompts have 128 tokens, and 32 follow. The floor is the time of the linears alone, with the same
+weights and rows: a share of 1.0 would be a step that does nothing else. Both are measured in turns,
+in time of the processor, since others may be using the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shmserve.ipc.messages.generation import Begin, Row, Step, Stepped
+from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sequences import Prompt
+from tests.support.hf_folders import write_folder
+
+PROMPT, NEW, BLOCK = 128, 32, 16
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+
+class Generating:
+    """So many sequences of one engine."""
+
+    def __init__(self, model: Transformer, rows: int) -> None:
+        self._blocks = (PROMPT + NEW) // BLOCK
+        cache = KvCache(model.architecture, BLOCK, rows * self._blocks, 0)
+        parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
+        prompts = {
+            key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
+            for key in range(rows)
+        }
+        self._rows = rows
+        self._engine = WorkerEngine(
+            model, cache, Attention(cache), None, prompts, lambda news: None
+        )
+
+    def prefill(self) -> float:
+        """Compute all prompts, one a step; seconds."""
+        began = time.thread_time()
+        for key in range(self._rows):
+            blocks = list(range(key * self._blocks, (key + 1) * self._blocks))
+            row = Row(key + 1, 0, PROMPT, 0, blocks)
+            self._step(key + 1, [row], [Begin(key + 1, key, 0)])
+        return time.thread_time() - began
+
+    def decode(self) -> list[float]:
+        """Compute what follows, of all prompts together; seconds of each step."""
+        took: list[float] = []
+        for place in range(1, NEW):
+            rows = [
+                Row(key + 1, PROMPT + place - 1, 1, self._blocks, []) for key in range(self._rows)
+            ]
+            began = time.thread_time()
+            self._step(self._rows + place, rows, [])
+            took.append(time.thread_time() - began)
+        return took
+
+    def _step(self, number: int, rows: list[Row], begin: list[Begin]) -> Stepped:
+        return self._engine.step(Step(number, rows, begin))
+
+
+def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
+    """One pass of so many rows through the linears, and of `heads` through the last one."""
+    architecture = model.architecture
+    made = max(rows, FEWEST_ROWS)
+    hidden = torch.randn(made, architecture.hidden)
+    inner = torch.randn(made, architecture.inner)
+    last = hidden[: max(heads, FEWEST_ROWS)].contiguous()
+
+    @torch.inference_mode()
+    def once() -> None:
+        for layer in model.layers:
+            layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
+        model.head(last)
+
+    return once
+
+
+def median_ms(call: Callable[[], None], times: int) -> float:
+    """The median time of a call."""
+    took: list[float] = []
+    for _ in range(times):
+        began = time.thread_time()
+        call()
+        took.append(time.thread_time() - began)
+    return statistics.median(took) * 1e3
+
+
+def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
+    """Medians over the rounds: of a step, of its floor, and tokens per second of the whole."""
+    steps: list[float] = []
+    prompts: list[float] = []
+    floors: list[float] = []
+    prompt_floors: list[float] = []
+    for _ in range(rounds):
+        load = Generating(model, rows)
+        prompts.append(load.prefill() / rows * 1e3)
+        steps.append(statistics.median(load.decode()) * 1e3)
+        floors.append(median_ms(floor(model, rows, rows), 10))
+        prompt_floors.append(median_ms(floor(model, PROMPT, 1), 3))
+    step, prompt = statistics.median(steps), statistics.median(prompts)
+    least, prompt_least = statistics.median(floors), statistics.median(prompt_floors)
+    whole = rows * prompt + (NEW - 1) * step
+    whole_least = rows * prompt_least + (NEW - 1) * least
+    return {
+        "rows": rows,
+        "step_ms": round(step, 2),
+        "step_floor_ms": round(least, 2),
+        "prompt_ms": round(prompt, 2),
+        "prompt_floor_ms": round(prompt_least, 2),
+        "tokens_per_s": round(rows * NEW / whole * 1e3, 1),
+        "floor_tokens_per_s": round(rows * NEW / whole_least * 1e3, 1),
+        "share_of_floor": round(whole_least / whole, 3),
+    }
+
+
+def main() -> None:
+    """Measure, and print one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--weights", choices=["fp32", "int8"], default="fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_folder(Path(folder) / "m512", **SIZES)
+        model = Transformer(Checkpoint.open(path), asked.weights)
+    for rows in asked.rows:
+        sys.stdout.write(json.dumps(measure(model, rows, asked.rounds)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Trains a small language model, serves it, and measures it: text, tokens per second, the time to
+the first token and between two tokens at 1, 8 and 32 clients.
+
+Run it from anywhere: `python examples/generation/demo.py`. It ends by itself, leaves nothing behind
+and needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+_READY_WITHIN_S = 90.0
+_TRAINING_S = float(os.environ.get("TRAINING_SECONDS", "120"))
+_CLIENTS = (1, 8, 32)
+_TOKENS = 48
+_PROMPTS = (
+    "The import statement",
+    "A class definition is",
+    "When an exception is raised,",
+    "The following table",
+)
+_ROW = "{:>8}{:>11}{:>14}{:>14}{:>14}{:>14}"
+_HEADER = ("clients", "tokens/s", "first p50 ms", "first p99 ms", "between p50", "between p99")
+
+
+@dataclass
+class Measured:
+    """Times of one load, in seconds: to first tokens and between two, and how long it took."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def main() -> None:
+    """Train, serve, ask, measure, print."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    ports = free_ports(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
+    with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/torch"  # else one is left behind
+        import train  # not before: what it imports looks for that folder
+
+        model = Path(folder) / "reference"
+        print("training a small language model on Python's reference ...", flush=True)
+        train.write(model, _TRAINING_S, draft=False)
+        with server(model, Path(folder), ports) as port:
+            print("\nit writes:\n")
+            for prompt in _PROMPTS[:2]:
+                text = "".join(piece for piece, _ in stream(port, prompt, 40))
+                print(f"    {prompt}{text}".replace("\n", "\n    "), "\n")
+            print(_ROW.format(*_HEADER), flush=True)
+            for clients in _CLIENTS:
+                print(_row(clients, measure(port, clients)), flush=True)
+
+
+def _row(clients: int, found: Measured) -> str:
+    times = (found.first, found.between)
+    shown = [f"{quantile(each, q) * 1e3:,.1f}" for each in times for q in (0.5, 0.99)]
+    return _ROW.format(clients, f"{found.tokens / found.seconds:,.0f}", *shown)
+
+
+def quantile(values: list[float], part: float) -> float:
+    """The value below which this part of them lies."""
+    return sorted(values)[min(int(len(values) * part), len(values) - 1)]
+
+
+def measure(port: int, clients: int) -> Measured:
+    """So many clients at a time, two requests each."""
+    found = Measured()
+    lock = threading.Lock()
+
+    def run(number: int) -> None:
+        for turn in range(2):
+            prompt = _PROMPTS[(number + turn) % len(_PROMPTS)]
+            began = last = time.monotonic()
+            for _, at in stream(port, prompt, _TOKENS):
+                with lock:
+                    (found.first if last == began else found.between).append(at - last)
+                last = at
+            with lock:
+                found.tokens += _TOKENS
+
+    began = time.monotonic()
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
+    """The pieces of a completion as they come, each with the time at which it came."""
+    body = {
+        "model": "reference",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        if response.status != 200:
+            raise SystemExit(f"the server answered {response.status}: {response.read()!r}")
+        for line in response:
+            if line.startswith(b"data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                yield choice["text"], time.monotonic()
+
+
+@contextlib.contextmanager
+def server(model: Path, scratch: Path, ports: list[int]) -> Iterator[int]:
+    """A server of this folder, on these ports; its log is shown if it fails."""
+    port, metrics_port = ports
+    command = [
+        *(sys.executable, "-m", "shmserve", "serve", str(model)),
+        *("--http-address=127.0.0.1", f"--http-port={port}", "--allow-grpc=false"),
+        *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
+        f"--run-dir={scratch / 'run'}",
+    ]
+    log = scratch / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=_ROOT, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        _wait_ready(process, port, log)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _READY_WITHIN_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            with contextlib.closing(connection):
+                connection.request("GET", "/v2/health/ready")
+                if connection.getresponse().status == 200:
+                    return
+        time.sleep(0.1)
+    raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The settings of a generative model's engine: what `engine.yaml` may say, checked all at once.
+
+The worker reads the file and completes it with what its memory allows; the scheduler gets the
+result as the JSON of the model's parameter `engine`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+from shmserve.errors import InvalidArgument
+
+GENERATIVE = "llm"  # the backend
+PARAMETER = "engine"
+POLICIES = ("fcfs", "sjf", "priority")
+PREEMPTION = ("swap", "recompute", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The settings of speculative decoding. `method`: "ngram" proposes what followed the same
+    tokens before, "draft" what the smaller `draft_model` says (the name of a model in the
+    repository, or a path). At most `num_spec_tokens` are proposed; with `adaptive_length` as many
+    as pay. Where less than `accept_threshold` of them are accepted, none are for a while."""
+
+    enabled: bool = False
+    method: str = "ngram"
+    draft_model: str = ""
+    num_spec_tokens: int = 4
+    adaptive_length: bool = True
+    accept_threshold: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings of one engine. Sizes are in tokens, sequences or blocks of `block_size` tokens;
+    0 for `kv_cache_blocks` and `max_model_len`: as many as fit; 0 for `target_itl_ms` (the longest
+    time between two tokens that is aimed at) and `max_wait_time_ms` (after which a request goes
+    before all others): none. `swap_blocks`: those of the host pool, which `swap_space_gb` gives."""
+
+    profile: str = ""
+    max_batch_size: int = 32
+    max_tokens_per_batch: int = 2048
+    max_waiting_requests: int = 512
+    max_model_len: int = 0
+    scheduling_policy: str = "fcfs"
+    prefill_chunk_size: int = 512
+    max_prefill_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    enable_preemption: bool = True
+    preemption_mode: str = "auto"
+    swap_space_gb: float = 0.25
+    swap_blocks: int = 0
+    block_size: int = 16
+    kv_cache_blocks: int = 0
+    target_itl_ms: float = 0.0
+    max_wait_time_ms: float = 30_000.0
+    weights: str = "fp32"
+    speculative_decoding: Speculation = field(default_factory=Speculation)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The settings that a document gives, over those of its profile. Raises InvalidArgument
+        that names each wrong one, what was found, and what is allowed."""
+        problems: list[str] = []
+        profile = given.get("profile", "")
+        if profile not in ("", *PROFILES):
+            problems.append(_wrong("profile", profile, f"one of {', '.join(PROFILES)}"))
+        values = {**PROFILES.get(str(profile), {}), **_checked(cls, given, "", problems)}
+        nested = given.get("speculative_decoding", {})
+        if not isinstance(nested, Mapping):
+            problems.append(_wrong("speculative_decoding", nested, "a mapping"))
+        else:
+            found = _checked(Speculation, nested, "speculative_decoding.", problems)
+            values["speculative_decoding"] = Speculation(**found)
+        settings = cls(**values)
+        problems += settings._contradictions()
+        if problems:
+            raise InvalidArgument("engine settings: " + "; ".join(problems))
+        return settings
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The settings from the JSON that `text` made."""
+        return cls.of(json.loads(text))
+
+    @property
+    def text(self) -> str:
+        """The settings as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def sized(self, kv_cache_blocks: int, max_model_len: int, swap_blocks: int) -> Self:
+        """The settings with what depends on the model and its memory."""
+        return replace(
+            self,
+            kv_cache_blocks=kv_cache_blocks,
+            max_model_len=max_model_len,
+            swap_blocks=swap_blocks,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """The tokens of which keys and values have room at a time."""
+        return self.kv_cache_blocks * self.block_size
+
+    def _contradictions(self) -> list[str]:
+        found: list[str] = []
+        speculation = self.speculative_decoding
+        if speculation.enabled and speculation.method == "draft" and not speculation.draft_model:
+            found.append("speculative_decoding.draft_model: method 'draft' needs the draft model")
+        if self.max_tokens_per_batch < self.max_batch_size:
+            found.append(
+                f"max_tokens_per_batch: {self.max_tokens_per_batch} is less than max_batch_size "
+                f"{self.max_batch_size}, and each sequence of a batch has a token"
+            )
+        return found
+
+
+# The values that each profile sets where the file does not.
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "high_throughput": {
+        "max_batch_size": 64,
+        "max_tokens_per_batch": 4096,
+        "prefill_chunk_size": 1024,
+        "max_prefill_tokens": 4096,
+    },
+    "low_latency": {
+        "max_batch_size": 8,
+        "max_tokens_per_batch": 512,
+        "prefill_chunk_size": 128,
+        "max_prefill_tokens": 256,
+        "target_itl_ms": 50.0,
+    },
+    "memory_constrained": {
+        "max_batch_size": 8,
+        "max_tokens_per_batch": 512,
+        "prefill_chunk_size": 128,
+        "max_prefill_tokens": 256,
+        "preemption_mode": "recompute",
+        "swap_space_gb": 0.0,
+        "kv_cache_blocks": 256,
+    },
+}
+
+_CHOICES = {
+    "scheduling_policy": POLICIES,
+    "preemption_mode": PREEMPTION,
+    "weights": ("fp32", "int8"),
+    "method": ("draft", "ngram"),
+}
+# The least and the greatest value of each number.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_batch_size": (1, 1024),
+    "max_tokens_per_batch": (1, 1 << 20),
+    "max_waiting_requests": (1, 1 << 20),
+    "max_model_len": (0, 1 << 24),
+    "prefill_chunk_size": (1, 1 << 20),
+    "max_prefill_tokens": (1, 1 << 20),
+    "swap_space_gb": (0, 4096),
+    "swap_blocks": (0, 1 << 24),
+    "block_size": (1, 1024),
+    "kv_cache_blocks": (0, 1 << 24),
+    "target_itl_ms": (0, 1e6),
+    "max_wait_time_ms": (0, 1e9),
+    "num_spec_tokens": (1, 32),
+    "accept_threshold": (0, 1),
+}
+
+
+def _checked(
+    kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[str]
+) -> dict[str, Any]:
+    """The plain values of `given` that fit a dataclass's fields; what does not is a problem."""
+    known: dict[str, Any] = {each.name: each.default for each in fields(kind)}
+    checked: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            problems.append(f"unknown setting '{prefix}{name}'{hint}")
+        elif name != "speculative_decoding":
+            problem = _problem(name, value, known[name])
+            if problem:
+                problems.append(_wrong(prefix + name, value, problem))
+            else:
+                checked[name] = type(known[name])(value)
+    return checked
+
+
+def _problem(name: str, value: Any, default: Any) -> str:
+    """What is allowed for a value, where it is not."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, str):
+        choices = _CHOICES.get(name)
+        if not isinstance(value, str):
+            return "a text"
+        return f"one of {', '.join(choices)}" if choices and value not in choices else ""
+    least, most = _RANGES[name]
+    whole = isinstance(default, int)
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        return "a whole number" if whole else "a number"
+    return "" if least <= value <= most else f"{least:g} to {most:g}"
+
+
+def _wrong(name: str, found: Any, allowed: str) -> str:
+    return f"{name}: {found!r} is not {allowed}"

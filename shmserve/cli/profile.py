@@ -1,0 +1,158 @@
+"""`shmserve profile MODEL`: where the steps of a model that generates text spend their time, as a
+table and, with --plot, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import urllib.request
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from shmserve.errors import InvalidArgument, Unavailable
+
+_PREFIX = "shmserve_llm_"
+_WIDTH = 40  # of a bar
+_PHASES = {
+    "schedule": "plan the step (scheduler)",
+    "gather": "block tables and copies",
+    "draft": "propose tokens",
+    "forward": "run the model",
+    "sample": "choose tokens",
+    "text": "make tokens of prompts, and texts of tokens (beside the steps)",
+}
+
+
+class Profile(NamedTuple):
+    """The steps of some seconds: how many, what they computed, the seconds of each phase together,
+    and the tokens generated in each second."""
+
+    seconds: float
+    steps: float
+    tokens: float
+    rows: float
+    phases: dict[str, float]
+    throughput: list[float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="[10]")
+    parser.add_argument(
+        "--metrics-url",
+        default="http://127.0.0.1:8002/metrics",
+        metavar="URL",
+        help="the server's metrics [http://127.0.0.1:8002/metrics]",
+    )
+    parser.add_argument("--token", default="", help="for a server whose metrics need one")
+    parser.add_argument("--plot", metavar="FILE", help="a picture, too (.png or .svg; matplotlib)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch a server for so long and print what its steps did; returns 0.
+
+    Raises InvalidArgument where it has no such model, Unavailable where nobody answers.
+    """
+    if args.seconds <= 0:
+        raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
+    profile = watch(args.metrics_url, args.token, args.model, args.seconds)
+    print(table(args.model, profile))
+    if args.plot:
+        plot(args.plot, args.model, profile)
+    return 0
+
+
+def watch(url: str, token: str, model: str, seconds: float) -> Profile:
+    """What the steps of a model do within so many seconds."""
+    first = _scrape(url, token, model)
+    began = last_at = time.monotonic()
+    last, throughput = first, []
+    while (left := began + seconds - last_at) > 0:
+        time.sleep(min(1.0, left))
+        now, now_at = _scrape(url, token, model), time.monotonic()
+        made = now["tokens_generated_total"] - last["tokens_generated_total"]
+        throughput.append(made / (now_at - last_at))
+        last, last_at = now, now_at
+
+    def grown(name: str) -> float:
+        return last.get(name, 0.0) - first.get(name, 0.0)
+
+    return Profile(
+        last_at - began,
+        grown("batch_size_count"),
+        grown("tokens_generated_total"),
+        grown("batch_size_sum"),
+        {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES},
+        throughput,
+    )
+
+
+def _scrape(url: str, token: str, model: str) -> dict[str, float]:
+    """The samples of a model, by name and, of step_seconds, by phase."""
+    request = urllib.request.Request(url)
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            page = response.read().decode()
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{url}: {error}") from None
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples if family.name.startswith(_PREFIX) else ():
+            if sample.labels.get("model") == model and "le" not in sample.labels:
+                name = sample.name.removeprefix(_PREFIX)
+                phase = sample.labels.get("phase")
+                name = f"{name}.{phase}" if phase else name
+                found[name] = found.get(name, 0.0) + sample.value
+    if not found:
+        raise InvalidArgument(f"{url} shows no model '{model}' that generates text")
+    return found
+
+
+def table(model: str, profile: Profile) -> str:
+    """The table, with a bar for each phase."""
+    steps = max(profile.steps, 1)
+    rates = sorted(profile.throughput)
+    lines = [
+        f"{model}: {profile.steps:,.0f} steps in {profile.seconds:.1f} s, "
+        f"{profile.rows / steps:.1f} sequences a step, "
+        f"{profile.tokens / profile.seconds:,.1f} tokens/s "
+        f"(a second: {rates[0]:,.1f} to {rates[-1]:,.1f}, median {rates[len(rates) // 2]:,.1f})",
+        f"{'phase':<10}{'ms a step':>11}{'share':>8}",
+    ]
+    whole = sum(seconds for phase, seconds in profile.phases.items() if phase != "text")
+    for phase, meaning in _PHASES.items():
+        seconds = profile.phases[phase]
+        share = seconds / whole if whole else 0.0
+        bar = "#" * round(share * _WIDTH)
+        lines.append(f"{phase:<10}{seconds / steps * 1e3:>11.3f}{share:>8.1%}  {bar}  {meaning}")
+    return "\n".join(lines)
+
+
+def plot(path: str, model: str, profile: Profile) -> None:
+    """Write the picture: phases of a step, and tokens a second. Raises Unavailable without
+    matplotlib."""
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise Unavailable("--plot needs matplotlib: pip install matplotlib") from None
+    figure, (bars, line) = pyplot.subplots(1, 2, figsize=(11, 4))
+    steps = max(profile.steps, 1)
+    heights = [profile.phases[phase] / steps * 1e3 for phase in _PHASES]
+    bars.barh(list(_PHASES), heights)
+    bars.invert_yaxis()
+    bars.set_xlabel("ms a step")
+    bars.set_title(f"{model}: a step")
+    line.plot(range(1, len(profile.throughput) + 1), profile.throughput)
+    line.set_xlabel("second")
+    line.set_ylabel("tokens/s")
+    line.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,172 @@
+"""Bodies of requests: the model, the prompts, and what is said besides (pure but for reading)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from shmserve.errors import InvalidArgument, NotFound, clip
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.tensors import decode
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
+from shmserve.gateway.model_table import GatewayModel
+
+# An input and an output that tell a model which generates text.
+PARAMETERS = "sampling_parameters"
+TEXT = "text_output"
+
+_OUTPUTS = (TEXT, "index", "finish_reason", "usage")
+_MOST_PROMPTS = 1024
+_ALL = 1 << 24  # tokens: as many as the model takes
+
+
+class Asked(NamedTuple):
+    """A request for text: a tensor for each of its prompts, and the parameters of all of them. With
+    `usage` a stream ends with the numbers of tokens."""
+
+    model: GatewayModel
+    prompts: list[InferInput]
+    parameters: dict[str, Any]
+    samples: int
+    stream: bool
+    usage: bool
+
+    def requests(self) -> list[InferRequest]:
+        """The inference request of each prompt."""
+        names = [*_OUTPUTS, *(["logprobs"] if wants_logprobs(self.parameters) else [])]
+        text = orjson.dumps(self.parameters).decode()
+        return [
+            InferRequest(
+                "",
+                [prompt, tensor(PARAMETERS, "BYTES", [text])],
+                [InferOutput(name, binary=True) for name in names],
+                binary=True,
+            )
+            for prompt in self.prompts
+        ]
+
+
+def wants_logprobs(parameters: dict[str, Any]) -> bool:
+    """Whether tokens are to come with their probabilities."""
+    given = parameters.get("logprobs")
+    return given is not None and given is not False
+
+
+def tensor(
+    name: str, datatype: str, values: Sequence[Any], shape: Sequence[int] = ()
+) -> InferInput:
+    """An input with these values, of one dimension unless another shape is given."""
+    count = len(values)
+    made = InferInput(name, datatype, tuple(shape) or (count,), count)
+    made.data = decode(list(values), datatype, count, name)
+    return made
+
+
+async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
+    """The JSON object that a body is. Raises InvalidArgument for another one."""
+    content = Body(request, gateway.settings, gateway.body_budget)
+    body = loads(await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE))
+    if type(body) is not dict:
+        raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
+    return body
+
+
+def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
+    """The model that a body names. Raises InvalidArgument or NotFound."""
+    name = checked(body, "model", str, "")
+    if not name:
+        raise InvalidArgument("model: it is missing; the name of a model is needed")
+    return gateway.models.resolve(name, "")
+
+
+def generates(model: GatewayModel) -> bool:
+    """Whether a model generates text as these routes ask for it."""
+    signature = model.signature
+    return PARAMETERS in signature.inputs and TEXT in signature.outputs
+
+
+def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> Any:
+    """A member of a body, or its default where it is absent or null. Raises InvalidArgument for a
+    value of another kind."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        wanted = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+        allowed = wanted.get(kind, "a whole number")
+        raise InvalidArgument(f"{name}: {clip(repr(value))} is not {allowed}")
+    return value
+
+
+def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
+    """The request that the body of a completion makes."""
+    model = _generating(gateway, body)
+    prompts = _prompts(body.get("prompt"))
+    parameters = {**body, "echo": checked(body, "echo", bool, False)}
+    return _asked(model, prompts, parameters)
+
+
+def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
+    """The request that the body of a chat makes."""
+    model = _generating(gateway, body)
+    messages = checked(body, "messages", list, [])
+    if not messages:
+        raise InvalidArgument("messages: there are none; a list of messages is needed")
+    for place, message in enumerate(messages):
+        if type(message) is not dict or type(message.get("role")) is not str:
+            raise InvalidArgument(f"messages[{place}]: it is no object with a 'role'")
+    parameters = {"max_tokens": body.get("max_completion_tokens") or _ALL, **body, "echo": False}
+    prompt = tensor("messages", "BYTES", [orjson.dumps(messages).decode()])
+    return _asked(model, [prompt], parameters)
+
+
+def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
+    model = model_of(gateway, body)
+    if not generates(model):
+        raise NotFound(f"model '{model.name}' does not generate text")
+    return model
+
+
+def _asked(model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]) -> Asked:
+    stream = checked(parameters, "stream", bool, False)
+    options = checked(parameters, "stream_options", dict, {})
+    samples = checked(parameters, "n", int, 1)
+    given = {
+        name: value
+        for name, value in parameters.items()
+        if name not in ("model", "prompt", "messages", "stream_options") and value is not None
+    }
+    usage = checked(options, "include_usage", bool, False)
+    return Asked(model, prompts, given, samples, stream, usage)
+
+
+def _prompts(given: Any) -> list[InferInput]:
+    """A text, a list of texts, tokens, or a list of tokens each."""
+    tokens = type(given) is list and given and all(type(each) is int for each in given)
+    found = [given] if tokens or type(given) is not list else given
+    if len(found) > _MOST_PROMPTS:
+        raise InvalidArgument(f"prompt: {len(found)} prompts are more than {_MOST_PROMPTS}")
+    made = [_prompt(each) for each in found]
+    if not made:
+        raise InvalidArgument("prompt: the list is empty; a prompt is needed")
+    return made
+
+
+def _prompt(given: Any) -> InferInput:
+    if type(given) is str:
+        return tensor("text_input", "BYTES", [given])
+    if type(given) is list and given and all(type(each) is int for each in given):
+        return tensor("input_ids", "INT32", given)
+    raise InvalidArgument(
+        f"prompt: {clip(repr(given))} is neither a text, tokens, nor a list of one of them"
+    )
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")

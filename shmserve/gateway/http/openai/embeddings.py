@@ -1,0 +1,133 @@
+"""POST /v1/embeddings: any model with one input of texts and one output of floating-point vectors,
+such as an ensemble of a tokenizer and a sentence encoder."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument, NotFound, QueueFull, clip
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.openai import bodies
+from shmserve.gateway.http.openai.errors import TooManyRequests
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.gateway.http.streaming.responses import ResponseQueue
+from shmserve.gateway.inference.builder import build
+from shmserve.gateway.inference.request import InferOutput, InferRequest
+from shmserve.gateway.inference.streaming_request import error_of
+from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.tensors.datatypes import STORED
+
+_FORMATS = ("float", "base64")
+_FLOATS = ("FP32", "FP16", "FP64")
+_MOST_TEXTS = 2048
+
+
+class Embedder(NamedTuple):
+    """A model that makes embeddings: its input, its output, and the dimensions of one text."""
+
+    text: str
+    vector: str
+    dims: tuple[int, ...]
+    most: int  # texts in a request; 0: one, without a batch dimension
+
+
+def embeds(model: GatewayModel) -> Embedder | None:
+    """How a model is asked for embeddings; None: it makes none."""
+    signature = model.signature
+    if len(signature.inputs) != 1 or len(signature.outputs) != 1 or model.decoupled:
+        return None
+    ((text, source),) = signature.inputs.items()
+    ((vector, target),) = signature.outputs.items()
+    dims = tuple(source.dims)
+    plain = all(size in (1, -1) for size in dims) and len(target.dims) >= 1
+    if source.datatype != "BYTES" or target.datatype not in _FLOATS or not plain:
+        return None
+    return Embedder(text, vector, tuple(1 for _ in dims), signature.max_batch_size)
+
+
+async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """A vector for each text."""
+    body = await bodies.read(gateway, request)
+    model = bodies.model_of(gateway, body)
+    embedder = embeds(model)
+    if embedder is None:
+        raise NotFound(f"model '{model.name}' makes no embeddings of texts")
+    texts = _texts(body.get("input"))
+    encoding = bodies.checked(body, "encoding_format", str, "float")
+    if encoding not in _FORMATS:
+        raise InvalidArgument(f"encoding_format: '{encoding}' is not one of {', '.join(_FORMATS)}")
+    step = max(embedder.most, 1)
+    parts = [texts[at : at + step] for at in range(0, len(texts), step)]
+    calls = [_Call(gateway, request, model, embedder, part) for part in parts]
+    try:
+        vectors = [vector for call in calls for vector in await call.vectors()]
+    finally:
+        for call in calls:
+            call.close()
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": 0, "total_tokens": 0}  # the model counts them, and does not say
+    return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+class _Call:
+    """A request to the model, for as many texts as it takes together."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: HttpRequest,
+        model: GatewayModel,
+        embedder: Embedder,
+        texts: list[str],
+    ) -> None:
+        shape = (len(texts), *embedder.dims) if embedder.most else embedder.dims
+        given = bodies.tensor(embedder.text, "BYTES", texts, shape or (1,))
+        asked = InferRequest("", [given], [InferOutput(embedder.vector, binary=True)], binary=True)
+        built, _ = build(gateway, model, asked, b"", 0)
+        self._gateway = gateway
+        self._count = len(texts)
+        self._queue = ResponseQueue(gateway, request, model, built, time.monotonic_ns())
+
+    async def vectors(self) -> list[np.ndarray[Any, Any]]:
+        """The vector of each text, in FP32. Raises the error that the model responds with."""
+        queue = self._queue
+        await queue.wait()
+        error = error_of(queue.first)
+        if isinstance(error, QueueFull):
+            raise TooManyRequests(error.message, error.retry_after_s)
+        inferred = queue.request.outputs(queue.first)
+        if inferred is None:
+            return []
+        (tensor,) = inferred.outputs
+        raw = tensor.data
+        data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
+        array = np.frombuffer(data, STORED[tensor.datatype]).astype(np.float32)
+        queue.pop(inferred)
+        return list(array.reshape(self._count, -1))
+
+    def close(self) -> None:
+        """Cancel it, if it has not ended."""
+        self._queue.close()
+
+
+def _texts(given: Any) -> list[str]:
+    texts = [given] if type(given) is str else given
+    if type(texts) is not list or not texts or any(type(each) is not str for each in texts):
+        raise InvalidArgument(f"input: {clip(repr(given))} is neither a text nor a list of texts")
+    if len(texts) > _MOST_TEXTS:
+        raise InvalidArgument(f"input: {len(texts)} texts are more than {_MOST_TEXTS}")
+    return texts
+
+
+def _encoded(vector: np.ndarray[Any, Any], encoding: str) -> Any:
+    if encoding == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.tolist()

@@ -1,0 +1,327 @@
+"""The dispatcher of a generative model: from the queue to engines, one an instance, whose workers
+make tokens of a prompt first.
+
+    queue ── Prepare ──> preparing ── Prepared ──> engine ── Step, Stepped, ... ──> over
+
+What an instance that died had is prepared again on another, and goes on where it was: its client
+sees a pause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+from shmserve.errors import QueueFull
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages import GenerationNews
+from shmserve.ipc.messages.generation import (
+    Choose,
+    Ended,
+    Hypothesis,
+    Prepare,
+    Prepared,
+    Resumed,
+    Stepped,
+    Told,
+)
+from shmserve.ipc.messages.inference import Submit
+from shmserve.ipc.tensors.signature import id_prefix
+from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
+from shmserve.scheduler.generative.beams import Beams
+from shmserve.scheduler.generative.engine import Engine
+from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.instances.executions import work_of
+from shmserve.scheduler.instances.pool import Lost, Slot
+from shmserve.scheduler.requests.client import Client
+from shmserve.scheduler.requests.request import AT_WORK, NEVER, ScheduledRequest, State
+from shmserve.scheduler.statistics.counters import Reason
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.scheduler.statistics.timing import Timing
+
+logger = logging.getLogger(__name__)
+
+_MOST_DEATHS = 3  # of workers that had it: then it is the request that is failed
+
+
+@dataclass(slots=True, eq=False)
+class Ongoing:
+    """A request that was given to an instance, `slot`, if that lives. By sample: how many
+    characters were `told` to its client, and what is `over`, with why."""
+
+    request: ScheduledRequest
+    slot: Slot | None = None
+    generation: Generation[Ongoing] | None = None
+    told: dict[int, int] = field(default_factory=dict)
+    over: dict[int, tuple[array[int], str]] = field(default_factory=dict)
+
+    @property
+    def open(self) -> dict[int, array[int]]:
+        """The tokens that each of its open samples had."""
+        generation = self.generation
+        if generation is None or generation.beams is not None:
+            return {}
+        return {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+
+    def resumed(self) -> list[Resumed]:
+        """What another worker has to know to go on."""
+        samples = {sample: (tokens, "") for sample, tokens in self.open.items()} | self.over
+        if len(samples) < (1 if self.generation is None else self.generation.samples):
+            return []  # its other samples had not begun
+        return [
+            Resumed(sample, tokens.tobytes(), self.told.get(sample, 0), why)
+            for sample, (tokens, why) in samples.items()
+        ]
+
+
+@dataclass(eq=False)
+class GenerativeDispatch(Dispatcher):
+    """Has each instance's engine run step after step."""
+
+    _engine_settings: EngineSettings
+    _counts: GenerationStats
+    _clock: Callable[[], int] = time.perf_counter_ns  # for what planning takes
+
+    def __post_init__(self) -> None:
+        self._engines: dict[bytes, Engine[Ongoing]] = {}  # by the peer that is their worker
+        self._ongoing: dict[int, Ongoing] = {}  # by the request's key
+        self._homeless: list[Ongoing] = []
+        self._numbers = itertools.count(1)
+
+    # --- admission
+
+    def identify(self, client: Client[ScheduledRequest], message: Submit) -> SequenceKey | None:
+        """As `Dispatcher` says: it belongs to nothing, but there may be too many."""
+        if self._waiting >= self._engine_settings.max_waiting_requests:
+            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
+        return None
+
+    @property
+    def _waiting(self) -> int:
+        """The requests and sequences that have not run yet."""
+        unprepared = sum(each.generation is None for each in self._ongoing.values())
+        waiting = sum(each.waiting for each in self._engines.values())
+        return len(self._queue) + unprepared + waiting
+
+    def flush(self) -> None:
+        """As `Dispatcher` says."""
+
+    # --- turns
+
+    def run(self, now_ns: int) -> int:
+        """As `Dispatcher` says."""
+        self._sweep(now_ns)
+        self._assign(now_ns)
+        for slot in self._pool.ready():
+            engine = self._engine(slot)
+            if engine.running is None and slot.idle:
+                began_ns = self._clock()
+                step = engine.plan(now_ns)
+                if step is not None:
+                    planned_ns = self._clock() - began_ns
+                    self._counts.scheduler_seconds.observe(planned_ns)
+                    self._counts.phases["schedule"] += planned_ns
+                    self._executions.run_step(slot, step, now_ns)
+        return NEVER
+
+    def _engine(self, slot: Slot) -> Engine[Ongoing]:
+        engine = self._engines.get(slot.peer)
+        if engine is None:
+            here = {each.peer for each in self._pool.ready()}
+            self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
+            engine = self._engines[slot.peer] = Engine(
+                self._engine_settings,
+                self._counts,
+                self._numbers,
+                self._sequence_over,
+                self._searched,
+            )
+        return engine
+
+    def _sweep(self, now_ns: int) -> None:
+        """Let go of requests that are over, or for which nobody waits."""
+        for key, ongoing in list(self._ongoing.items()):
+            if ongoing.request.state in AT_WORK and not (
+                ongoing.slot is None and self._pool.failure
+            ):
+                continue
+            generation, slot = ongoing.generation, ongoing.slot
+            del self._ongoing[key]
+            if slot is None:
+                self._homeless.remove(ongoing)
+                self._close(ongoing.request, now_ns)
+            elif generation is not None and slot.peer in self._engines:
+                self._engines[slot.peer].cancel(generation)
+
+    def _close(self, request: ScheduledRequest, now_ns: int) -> None:
+        """End a request that no worker has."""
+        if request.state in AT_WORK:
+            text = self._pool.failure
+            self._responses.fail(request, "UNAVAILABLE", text, Reason.BACKEND, now_ns)
+        elif request.state is not State.DONE:
+            self._responses.close(request, now_ns)
+
+    def _assign(self, now_ns: int) -> None:
+        """Have those prepared that no instance has, first who had one before."""
+        slots = [slot for slot in self._pool.ready() if not slot.retiring]
+        if not slots:
+            return
+        homeless, self._homeless = self._homeless, []
+        for ongoing in homeless:
+            self._prepare(ongoing, min(slots, key=_load), now_ns)
+        while len(self._queue):
+            (request,) = self._queue.take(1)
+            ongoing = self._ongoing[request.key] = Ongoing(request)
+            self._prepare(ongoing, min(slots, key=_load), now_ns)
+
+    def _prepare(self, ongoing: Ongoing, slot: Slot, now_ns: int) -> None:
+        ongoing.slot = slot
+        self._pool.join(slot, ongoing.request, now_ns)
+        self._executions.post(slot, Prepare([work_of(ongoing.request)], ongoing.resumed()))
+
+    # --- workers
+
+    def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
+        """As `Dispatcher` says."""
+        news: GenerationNews = message
+        engine = self._engine(slot)
+        match news:
+            case Prepared():
+                self._prepared(engine, slot, news, now_ns)
+            case Stepped():
+                return self._stepped(engine, slot, news, now_ns)
+            case Told():
+                ongoing = self._ongoing.get(news.key)
+                if ongoing is not None and ongoing.slot is slot:
+                    ongoing.told[news.sample] = news.characters
+            case Ended():
+                engine.stopped(news.sequence)
+            case _:
+                assert_never(news)
+        return True
+
+    def _prepared(
+        self, engine: Engine[Ongoing], slot: Slot, message: Prepared, now_ns: int
+    ) -> None:
+        ongoing = self._ongoing.get(message.key)
+        if ongoing is None or ongoing.slot is not slot or ongoing.request.state not in AT_WORK:
+            return
+        request, resumed = ongoing.request, ongoing.open
+        generation: Generation[Ongoing] = Generation(
+            ongoing,
+            message.key,
+            request.arrived_ns,
+            array("i", message.prompt),
+            message.max_tokens,
+            message.samples,
+            message.priority,
+            message.whole,
+            message.drafts,
+            message.beams[0] if message.beams else None,
+        )
+        if not engine.fits(generation):
+            text = (
+                f"{id_prefix(request.submit.request_id)}the prompt has {len(generation.prompt)} "
+                f"tokens and up to {message.max_tokens} follow in {generation.rows} sequences, "
+                f"which cannot run with {self._engine_settings.capacity} tokens in memory and "
+                f"{self._engine_settings.max_batch_size} sequences at a time"
+            )
+            self._responses.fail(request, "INVALID_ARG", text, Reason.REJECTED, now_ns, early=True)
+            self._executions.cancel(request)
+            return
+        whole = len(resumed) + len(ongoing.over) == generation.samples
+        ongoing.generation = generation
+        self._counts.prompt_tokens.observe(len(generation.prompt))
+        if request.timing is None:
+            request.timing = Timing(now_ns, 0, 0, 0)
+        engine.add(generation, resumed if whole and (resumed or ongoing.over) else None)
+
+    def _stepped(self, engine: Engine[Ongoing], slot: Slot, message: Stepped, now_ns: int) -> bool:
+        running = engine.running
+        if running is None or slot.execution is None:
+            return False
+        try:
+            engine.done(message)
+        except ValueError as error:
+            logger.error("an instance returned %s", error)
+            return False
+        self._executions.step_done(slot, message, len(running.rows), now_ns)
+        for sequence, row in running.rows.values():
+            request = sequence.generation.owner.request
+            if request.timing is not None:
+                start_ns = request.timing.compute_start_ns
+                request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
+            if row.samples:
+                self._sampled(sequence, request, now_ns)
+        return True
+
+    def _sampled(self, sequence: Sequence[Ongoing], request: ScheduledRequest, now_ns: int) -> None:
+        """A sequence has another token, or several."""
+        if sequence.sampled_ns:
+            self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
+        elif not sequence.sample:
+            self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
+        sequence.sampled_ns = now_ns
+
+    def _sequence_over(self, sequence: Sequence[Ongoing], why: str) -> None:
+        generation = sequence.generation
+        tokens = sequence.tokens[len(generation.prompt) :]
+        generation.owner.over[sequence.sample] = (tokens, why)
+        if why in self._counts.finished:  # else its worker has failed it, and says so
+            self._counts.finished[why] += 1
+            self._counts.generation_tokens.observe(len(tokens))
+
+    def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
+        self._counts.generated += sum(len(each.tokens) for each in beams.found)
+        slot = generation.owner.slot
+        if slot is not None:
+            found = [
+                Hypothesis(array("i", each.tokens).tobytes(), each.over, each.score)
+                for each in beams.found
+            ]
+            self._executions.post(slot, Choose(generation.key, found))
+
+    # --- counts
+
+    def gauges(self) -> dict[str, Any]:
+        """As `Dispatcher` says: sequences by place, and blocks."""
+        engines = [
+            self._engines[slot.peer] for slot in self._pool.ready() if slot.peer in self._engines
+        ]
+        places = {str(place): sum(each.at(place) for each in engines) for place in Place}
+        rows = sum(len(each.running.rows) for each in engines if each.running is not None)
+        seats = len(engines) * self._engine_settings.max_batch_size
+        return {
+            "sequences": places,
+            "blocks": {
+                "free": sum(each.pool.available - each.pool.cached for each in engines),
+                "cached": sum(each.pool.cached for each in engines),
+                "used": sum(each.pool.used for each in engines),
+                "host": sum(each.host.used for each in engines),
+            },
+            "utilization": rows / seats if seats else 0.0,
+        }
+
+    # --- deaths
+
+    def kept(self, lost: Lost) -> Lost:
+        """As `Dispatcher` says."""
+        gone: list[ScheduledRequest] = []
+        for request in lost.open:
+            ongoing = self._ongoing.get(request.key)
+            request.deaths += 1
+            if ongoing is None or request.state not in AT_WORK or request.deaths >= _MOST_DEATHS:
+                gone.append(request)
+            else:
+                ongoing.slot = request.worker = None
+                self._homeless.append(ongoing)
+        return Lost(lost.executions, gone)
+
+
+def _load(slot: Slot) -> int:
+    return len(slot.requests)

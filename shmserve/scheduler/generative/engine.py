@@ -1,0 +1,464 @@
+"""The engine of one instance: which sequences run in the next step, and in which blocks (pure).
+
+    plan    Step: decoding before prompts that were begun before new ones, within the budgets
+    done    Stepped: the new tokens, and who has ended
+
+Where blocks are short, the last in the order of the policy is preempted: its blocks are copied to
+the host, or thrown away, and computed again when its turn comes. A step that preempted admits
+nobody. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in chunks.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.scheduler.generative.beams import Beams
+from shmserve.scheduler.generative.blocks import BlockPool
+from shmserve.scheduler.generative.pace import Acceptance, StepTimes
+from shmserve.scheduler.generative.policies import ranking
+from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.generative.step_plan import Running, StepPlan
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Engine(Generic[T]):
+    """One instance's sequences and blocks. `ended` hears of each sequence that needs no more steps,
+    with why; `chosen` of a beam search that has its hypotheses."""
+
+    settings: EngineSettings
+    counts: GenerationStats
+    numbers: Iterator[int]
+    ended: Callable[[Sequence[T], str], None]
+    chosen: Callable[[Generation[T], Beams[T]], None]
+    times: StepTimes = field(default_factory=StepTimes)
+    running: Running | None = None
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.settings.kv_cache_blocks)
+        self.host = BlockPool(self.settings.swap_blocks)
+        self._live: dict[int, Sequence[T]] = {}  # those that run, wait or are swapped
+        self._beams: dict[int, Beams[T]] = {}  # by the key of their generation
+        self._acceptance: dict[int, Acceptance] = {}
+        self._begin: list[Begin] = []
+        self._over: list[int] = []
+        self._steps = 0
+
+    # --- requests
+
+    def fits(self, generation: Generation[T]) -> bool:
+        """Whether it can ever run: alone, and all of its sequences where these go together."""
+        size = self.settings.block_size
+        prompt, most = len(generation.prompt) // size, -(-generation.most_tokens // size)
+        together = generation.rows if generation.beams is not None else 1
+        needed = prompt + together * (most - prompt) + (together > 1)
+        return needed <= self.pool.count and generation.rows <= self.settings.max_batch_size
+
+    def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
+        """A request is ready; of one that another instance has lost, `resumed` has the tokens that
+        its open samples had."""
+        samples = resumed or dict.fromkeys(range(1), array("i"))
+        for sample, tokens in samples.items():
+            sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
+            if resumed is None and generation.beams is None:
+                sequence.forks = generation.samples - 1
+            self._enter(sequence, Begin(sequence.number, generation.key, sample))
+        if generation.beams is not None:
+            self._beams[generation.key] = Beams(generation)
+
+    def _enter(self, sequence: Sequence[T], begin: Begin) -> None:
+        sequence.generation.sequences.append(sequence)
+        self._live[sequence.number] = sequence
+        self._begin.append(begin)
+
+    def cancel(self, generation: Generation[T]) -> None:
+        """Nobody waits for it: its sequences end, without a word."""
+        for sequence in generation.sequences[:]:
+            self.drop(sequence)
+        self._beams.pop(generation.key, None)
+        self._acceptance.pop(generation.key, None)
+
+    def stopped(self, number: int) -> None:
+        """A sequence has ended by its text."""
+        sequence = self._live.get(number)
+        if sequence is not None:
+            self._end(sequence, "stop")
+
+    def drop(self, sequence: Sequence[T]) -> None:
+        """Let go of a sequence; its blocks may be written by the step that runs, and are used again
+        in the next at the earliest."""
+        if self._live.pop(sequence.number, None) is None:
+            return
+        sequence.generation.sequences.remove(sequence)
+        self._let_go(sequence)
+        sequence.place = Place.OVER
+        self._over.append(sequence.number)
+
+    def _let_go(self, sequence: Sequence[T]) -> None:
+        self.pool.release(sequence.table)
+        self.host.release(sequence.host)
+        sequence.lost()
+
+    def _end(self, sequence: Sequence[T], why: str) -> None:
+        self.drop(sequence)
+        if not sequence.generation.sequences:
+            self._acceptance.pop(sequence.generation.key, None)
+        self.ended(sequence, why)
+
+    @property
+    def live(self) -> int:
+        """The sequences that have not ended."""
+        return len(self._live)
+
+    def at(self, place: Place) -> int:
+        """The number of sequences there."""
+        return sum(sequence.place is place for sequence in self._live.values())
+
+    @property
+    def waiting(self) -> int:
+        """The number of sequences that have not run yet, or have to begin again."""
+        return self.at(Place.WAITING)
+
+    # --- plan
+
+    def plan(self, now_ns: int) -> Step | None:
+        """The next step, where there is work; none runs now."""
+        plan = StepPlan(self._steps + 1, self.settings)
+        # Once a step, of what is known now: nothing overtakes while it is planned.
+        rank = ranking(self.settings, now_ns)
+        inside, outside = [], []
+        for sequence in self._live.values():
+            if sequence.place is Place.RUNNING:
+                inside.append(sequence)
+            elif not sequence.held:
+                outside.append(sequence)
+        inside.sort(key=rank)
+        self._run(plan, [each for each in inside if each.missing == 1], inside)
+        self._limit_prompts(plan)
+        self._run(plan, [each for each in inside if each.missing > 1], inside)
+        outside.sort(key=rank)
+        if outside and not plan.preempted:
+            self._admit(plan, outside, inside)
+        inside = [each for each in inside if each.place is Place.RUNNING]
+        while outside and inside and not plan.rows:
+            # All that are inside wait for others of their beam search, which find no room.
+            self._preempt(plan, inside.pop())
+            self._admit(plan, outside, inside)
+        if not (plan.rows or self._over):
+            return None
+        return self._ready(plan)
+
+    def _limit_prompts(self, plan: StepPlan) -> None:
+        """Cut what prompts may take of this step where tokens are not to be late."""
+        target = self.settings.target_itl_ms
+        if target and plan.rows:
+            chunk = self.times.chunk(plan.load, target)
+            plan.prompt_tokens = min(plan.prompt_tokens, chunk)
+
+    def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+        """Rows for sequences that have blocks; whoever is last of those `inside` makes room."""
+        for sequence in sequences:
+            if sequence.place is not Place.RUNNING or sequence.held:
+                continue  # it was preempted for another, or waits for one
+            count, drafts = self._share_of(plan, sequence)
+            while count and not self._room(plan, sequence, count + drafts):
+                if drafts:
+                    drafts = 0
+                    continue
+                victim = next(
+                    each
+                    for each in reversed(inside)
+                    if each.place is Place.RUNNING and each.number not in plan.rows
+                )
+                self._preempt(plan, victim)
+                if victim is sequence:
+                    break
+            else:
+                if count:
+                    self._row(plan, sequence, count, drafts)
+
+    def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
+        """How many of its missing tokens fit what is left of the budgets, and how many drafts."""
+        missing = sequence.missing - 1 if sequence.forks else sequence.missing
+        if missing > 1 or sequence.forks:
+            limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
+            if limit < missing:
+                limit -= limit % 16 if limit >= 16 else 0
+            return max(min(missing, limit), 0), 0
+        count = min(missing, plan.tokens)
+        return count, min(self._drafts(sequence, plan), max(plan.tokens - count, 0))
+
+    def _drafts(self, sequence: Sequence[T], plan: StepPlan) -> int:
+        """The tokens to propose behind a sequence's last."""
+        speculation, generation = self.settings.speculative_decoding, sequence.generation
+        if not (speculation.enabled and generation.drafts) or generation.beams is not None:
+            return 0
+        most = min(speculation.num_spec_tokens, sequence.left - 1)
+        acceptance = self._acceptance.setdefault(generation.key, Acceptance())
+        if speculation.adaptive_length and most > 0:
+            most = self.times.draft_length(plan.load, acceptance.rate, most)
+        return acceptance.length(max(most, 0), speculation.accept_threshold)
+
+    def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
+        """Have a block that may be written for each of the next `count` positions; whether there
+        are as many."""
+        size, table = self.settings.block_size, sequence.table
+        first = sequence.computed // size
+        last = (sequence.computed + count - 1) // size
+        shared = [
+            index
+            for index in range(first, min(last + 1, len(table)))
+            if not self.pool.writable(table[index])
+        ]
+        missing = last + 1 - len(table)
+        if len(shared) + max(missing, 0) > self.pool.available:
+            return False
+        for index in shared:
+            for block in self.pool.allocate(1):
+                plan.step.within.extend((table[index], block))
+                self.pool.release([table[index]])
+                table[index] = block
+            self.counts.copied_on_write += 1
+            sequence.told = min(sequence.told, index)
+        if missing > 0:
+            table += self.pool.allocate(missing, table[-1] if table else -1)
+        return True
+
+    def _row(self, plan: StepPlan, sequence: Sequence[T], count: int, drafts: int) -> None:
+        samples = count == sequence.missing
+        blocks = sequence.table[sequence.told :]
+        plan.add(
+            sequence,
+            Row(sequence.number, sequence.computed, count, sequence.told, blocks, drafts, samples),
+        )
+        sequence.told = len(sequence.table)
+
+    # --- preemption
+
+    def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
+        plan.preempted = True
+        generation = sequence.generation
+        generation.preemptions += 1
+        if self._swaps(sequence):
+            sequence.host = self.host.allocate(len(sequence.table))
+            for pair in zip(sequence.table, sequence.host, strict=True):
+                plan.step.out.extend(pair)
+            self.counts.preemptions["swap"] += 1
+            self.counts.swapped_out += len(sequence.host)
+            self.pool.release(sequence.table)
+            sequence.table = []
+            sequence.told = sequence.sealed = 0
+            sequence.place = Place.SWAPPED
+        else:
+            self.counts.preemptions["recompute"] += 1
+            self.counts.recomputed += sequence.computed
+            self._let_go(sequence)
+
+    def _swaps(self, sequence: Sequence[T]) -> bool:
+        """Whether its blocks are copied to the host, and not computed again."""
+        mode, blocks = self.settings.preemption_mode, len(sequence.table)
+        if mode == "recompute" or not sequence.computed or blocks > self.host.available:
+            return False
+        if sequence.held:
+            return False  # who follows it begins from what it has in the pool, or anew
+        return mode == "swap" or self.times.swap_pays(blocks, sequence.computed)
+
+    # --- admission
+
+    def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
+        """Take in who is outside, in order, until one finds no room; those are outside still."""
+        seats = self.settings.max_batch_size - sum(each.seats for each in inside)
+        promised = sum(self._needed(each) for each in inside)
+        while outside:
+            sequence = outside[0]
+            seats -= sequence.seats
+            if seats < 0 or plan.tokens < 1:
+                return
+            free = self.pool.available - promised - (len(inside) and self.pool.count // 64)
+            enter = self._swap_in if sequence.place is Place.SWAPPED else self._begin_prompt
+            if not enter(plan, sequence, free):
+                return
+            inside.append(outside.pop(0))
+            sequence.place = Place.RUNNING
+            if sequence.forks and sequence.missing == 1:
+                self._fork(sequence)
+            self._run(plan, [sequence], [sequence])
+            promised += self._needed(sequence)
+
+    def _needed(self, sequence: Sequence[T]) -> int:
+        """The blocks that a sequence does not have yet and is to get without preempting anybody:
+        for its tokens, or, where nobody may be preempted, all that it may come to have."""
+        size, generation = self.settings.block_size, sequence.generation
+        if self.settings.enable_preemption:
+            return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
+        most = -(-generation.most_tokens // size)
+        own = sequence.seats * (most - len(generation.prompt) // size)
+        return max(len(generation.prompt) // size + own - len(sequence.table), 0)
+
+    def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
+        """Give a sequence that has nothing the cached blocks of its beginning; whether what it
+        needs besides is `free`."""
+        size = self.settings.block_size
+        cached: list[int] = []
+        if self.settings.enable_prefix_caching and not sequence.generation.whole:
+            cached = sequence.find_prefix(self.pool, size)
+        before = self.pool.available
+        self.pool.share(cached)
+        free -= before - self.pool.available
+        sequence.table = cached
+        if self._needed(sequence) > free:
+            self.pool.release(cached)
+            sequence.table = []
+            return False
+        sequence.computed = len(cached) * size
+        sequence.sealed = len(cached)
+        self.counts.prefix_queries += len(sequence.tokens)
+        self.counts.prefix_hits += sequence.computed
+        if not sequence.generated:
+            sequence.generation.cached = sequence.computed
+        return True
+
+    def _swap_in(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
+        """Have a sequence's blocks copied back from the host; whether as many are `free`."""
+        if self._needed(sequence) > free:
+            return False
+        sequence.table = self.pool.allocate(len(sequence.host))
+        for pair in zip(sequence.host, sequence.table, strict=True):
+            plan.step.back.extend(pair)
+        self.counts.swapped_in += len(sequence.host)
+        self.host.release(sequence.host)
+        sequence.host = []
+        return True
+
+    def _ready(self, plan: StepPlan) -> Step:
+        step = plan.step
+        self._steps = step.step
+        step.begin.extend(self._begin)
+        step.over.extend(self._over)
+        self._begin, self._over = [], []
+        copies = (len(step.out) + len(step.back)) // 2
+        self.running = Running(step.step, plan.rows, plan.load, copies, plan.drafts)
+        return step
+
+    # --- done
+
+    def done(self, message: Stepped) -> None:
+        """Take a step's results. Raises ValueError where they are not those of the step that
+        runs."""
+        running = self.running
+        if running is None or message.step != running.step:
+            raise ValueError("a result of another step")
+        results = {result.sequence: result for result in message.results}
+        expected = {number for number, (_, row) in running.rows.items() if row.samples}
+        if results.keys() != expected:
+            raise ValueError("results of other rows than those of the step")
+        self.running = None
+        self._observe(running, message)
+        for number, (sequence, row) in running.rows.items():
+            if sequence.place is Place.RUNNING:
+                self._computed(sequence, row, results.get(number))
+
+    def _observe(self, running: Running, message: Stepped) -> None:
+        load, counts = running.load, self.counts
+        took_ms = (message.forward_ns + message.sample_ns) / 1e6
+        if running.copies:
+            self.times.copied(running.copies, message.gather_ns / 1e6)
+        else:
+            took_ms += message.gather_ns / 1e6
+        if running.drafts:
+            self.times.drafted(running.drafts, message.draft_ns / 1e6)
+        self.times.observe(load, took_ms - message.draft_ns / 1e6)
+        counts.batch_tokens.observe(load.decoded + load.prefilled)
+        counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
+        phases = counts.phases
+        phases["gather"] += message.gather_ns - message.draft_ns
+        phases["forward"] += message.forward_ns
+        phases["sample"] += message.sample_ns
+        phases["draft"] += message.draft_ns
+        phases["text"] += message.text_ns
+        counts.prefilled += load.prefilled
+        counts.decoded += load.decoded
+
+    def _computed(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
+        sequence.computed = row.start + row.count
+        if result is None:
+            self._seal(sequence)
+            if sequence.forks and sequence.missing == 1:
+                self._fork(sequence)
+        elif sequence.generation.beams is not None:
+            self._searched(sequence, result)
+        else:
+            self._sampled(sequence, row, result)
+
+    def _seal(self, sequence: Sequence[T]) -> None:
+        if self.settings.enable_prefix_caching:
+            sequence.seal(self.pool, self.settings.block_size)
+
+    def _sampled(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
+        tokens = result.tokens
+        if not 1 <= len(tokens) <= row.draft + 1:
+            raise ValueError("more tokens than were asked for, or none")
+        sequence.tokens.extend(tokens)
+        sequence.computed += len(tokens) - 1
+        self._seal(sequence)
+        counts = self.counts
+        counts.generated += len(tokens)
+        if result.drafted:
+            counts.drafted += result.drafted
+            counts.accepted += len(tokens) - 1
+            counts.speculative_steps += 1
+            acceptance = self._acceptance.get(sequence.generation.key)
+            if acceptance is not None:
+                acceptance.observe(result.drafted, len(tokens) - 1)
+        if result.over:
+            self._end(sequence, result.over)
+
+    def _fork(self, sequence: Sequence[T]) -> None:
+        """The other samples of a prompt begin, with its blocks."""
+        for sample in range(1, sequence.forks + 1):
+            self._child(sequence, sample)
+        sequence.forks = 0
+
+    def _child(self, parent: Sequence[T], sample: int, token: int = -1) -> Sequence[T]:
+        child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
+        if token >= 0:
+            child.tokens.append(token)
+        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
+        if parent.place is Place.RUNNING:  # else it has to be computed, too
+            child.place = Place.RUNNING
+            child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
+            child.table = parent.table[:]
+            self.pool.share(child.table)
+        self._enter(
+            child,
+            Begin(child.number, parent.generation.key, sample, parent.number, token),
+        )
+        return child
+
+    # --- beam search
+
+    def _searched(self, sequence: Sequence[T], result: RowResult) -> None:
+        """A beam has its candidates; once all have, the best go on."""
+        self._seal(sequence)
+        beams = self._beams[sequence.generation.key]
+        sequence.held = True
+        beams.heard(sequence, result)
+        if any(not each.held for each in sequence.generation.sequences):
+            return
+        before = sequence.generation.sequences[:]
+        for chosen in beams.step():
+            child = self._child(chosen.parent, 0, chosen.token)
+            child.score = chosen.score
+        for parent in before:  # after all have begun: what they share is not let go of meanwhile
+            self.drop(parent)
+        if beams.over:
+            generation = sequence.generation
+            self.cancel(generation)
+            self.chosen(generation, beams)

@@ -1,0 +1,135 @@
+"""What a step costs, learned from those that were run, and what follows from it: how much of a
+prompt fits a step, how far to speculate, and whether a preempted sequence is swapped (pure).
+
+A step's time is taken as a + b * sampled tokens + c * prompt tokens + d * keys read, fitted by
+recursive least squares with forgetting (Haykin, "Adaptive Filter Theory").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_FORGETTING = 0.98
+_NOISE = 0.1  # of a step's time
+# First guesses in ms, and how far off each may be: of a small model on a processor.
+_FIRST = (5.0, 1.0, 0.5, 0.1)
+_SPREAD = (20.0, 5.0, 2.0, 1.0)
+_KEYS = 1e5  # a unit of the last term
+_CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
+_EWMA = 0.1
+_PROBE_STEPS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The work of a step: tokens that decode, those of prompts, and (query, key) pairs."""
+
+    decoded: int = 0
+    prefilled: int = 0
+    pairs: int = 0
+
+    @property
+    def terms(self) -> tuple[float, float, float, float]:
+        """The terms of the model."""
+        return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _KEYS)
+
+
+@dataclass(slots=True, eq=False)
+class StepTimes:
+    """The model of a step's time in ms, and of a block's copy."""
+
+    _weights: list[float] = field(default_factory=lambda: list(_FIRST))
+    _covariance: list[list[float]] = field(
+        default_factory=lambda: [
+            [spread**2 if row == column else 0.0 for column in range(4)]
+            for row, spread in enumerate(_SPREAD)
+        ]
+    )
+    copy_ms: float = 0.05  # of a block
+    draft_ms: float = 0.2  # of a token that is proposed
+
+    def expect(self, load: Load) -> float:
+        """The time in ms that a step is expected to take."""
+        return max(sum(w * x for w, x in zip(self._weights, load.terms, strict=True)), 1e-3)
+
+    @property
+    def prompt_token_ms(self) -> float:
+        """What a token of a prompt adds."""
+        return max(self._weights[2], 1e-3)
+
+    def observe(self, load: Load, took_ms: float) -> None:
+        """A step has taken so long."""
+        terms, covariance = load.terms, self._covariance
+        spread = [sum(c * x for c, x in zip(row, terms, strict=True)) for row in covariance]
+        noise = (_NOISE * max(took_ms, 0.1)) ** 2
+        total = _FORGETTING * noise + sum(x * s for x, s in zip(terms, spread, strict=True))
+        gain = [s / total for s in spread]
+        error = took_ms - self.expect(load)
+        for row in range(4):
+            self._weights[row] = max(self._weights[row] + gain[row] * error, 0.0)
+            for column in range(4):
+                shrunk = covariance[row][column] - gain[row] * spread[column]
+                covariance[row][column] = shrunk / _FORGETTING
+        largest = max(_SPREAD[row] ** 2 / covariance[row][row] for row in range(4))
+        if largest < 1:  # what is not seen for long is not forgotten beyond the first guess
+            for row in range(4):
+                covariance[row] = [each * largest for each in covariance[row]]
+
+    def copied(self, blocks: int, took_ms: float) -> None:
+        """So many blocks were copied in this time."""
+        self.copy_ms += _EWMA * (took_ms / blocks - self.copy_ms)
+
+    def drafted(self, tokens: int, took_ms: float) -> None:
+        """So many tokens were proposed, one after the other, in this time."""
+        self.draft_ms += _EWMA * (took_ms / tokens - self.draft_ms)
+
+    def swap_pays(self, blocks: int, tokens: int) -> bool:
+        """Whether to copy blocks out and back costs less than to compute their tokens again."""
+        return 2 * blocks * self.copy_ms < tokens * self.prompt_token_ms
+
+    def chunk(self, load: Load, target_ms: float) -> int:
+        """The prompt tokens that fit a step beside `load` within the target, a multiple of 16; one
+        multiple at least, so that prompts get on."""
+        room = int((target_ms - self.expect(load)) / self.prompt_token_ms)
+        return max(room // _CHUNK * _CHUNK, _CHUNK)
+
+    def draft_length(self, load: Load, acceptance: float, most: int) -> int:
+        """The tokens to propose for a sequence beside `load`, where each is accepted with this
+        probability: as many as yield most tokens a ms (Leviathan et al., "Fast Inference from
+        Transformers via Speculative Decoding", 2023); perhaps none."""
+        best, best_rate = 0, 1.0 / self.expect(load)
+        tokens, chance = 1.0, 1.0
+        for length in range(1, most + 1):
+            chance *= acceptance
+            tokens += chance
+            longer = Load(load.decoded + length * max(load.decoded, 1), load.prefilled, load.pairs)
+            rate = tokens / (self.expect(longer) + length * self.draft_ms)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        return best
+
+
+@dataclass(slots=True, eq=False)
+class Acceptance:
+    """How many of a request's proposed tokens were accepted, and when to propose any again."""
+
+    rate: float = 0.7
+    _pause: int = 0
+
+    def length(self, wanted: int, threshold: float) -> int:
+        """The tokens to propose in this step: `wanted`, or none while it pauses; after a pause one
+        step tries again."""
+        if self._pause:
+            self._pause -= 1
+            return 0
+        if self.rate < threshold or not wanted:
+            self._pause = _PROBE_STEPS
+            self.rate = max(self.rate, threshold)
+            return 0
+        return wanted
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        """A step has accepted so many of those that were proposed: a run that ended early says
+        nothing of what came behind."""
+        for index in range(min(accepted + 1, proposed)):
+            self.rate += _EWMA * ((index < accepted) - self.rate)

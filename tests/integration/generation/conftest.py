@@ -1,0 +1,125 @@
+"""One server with models that generate text, and what transformers says they are to say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.hf_folders import write_folder
+from tests.support.servers import Server, running
+
+EMBEDDER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
+        rows = [[len(text), text[0]] for text in texts.ravel()]
+        return pb_utils.InferenceResponse([pb_utils.Tensor("VECTOR", np.array(rows, np.float32))])
+"""
+EMBEDDER_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] }
+output { name: "VECTOR" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+# By name, what engine.yaml says of it.
+MODELS = {
+    "tiny": "",
+    "tight": "kv_cache_blocks: 10\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",
+    "narrow": "max_waiting_requests: 1\nmax_batch_size: 1\n",
+    "guessing": "speculative_decoding: {enabled: true, adaptive_length: false}\n",
+    "drafting": (
+        "speculative_decoding: {enabled: true, method: draft, draft_model: tiny, "
+        "adaptive_length: false}\n"
+    ),
+}
+
+Oracle = Callable[..., list[tuple[list[int], str]]]
+Greedy = Callable[[str, int], list[int]]
+Beams = Callable[[str, int, int], list[str]]
+
+
+def add_model(repository: Path, name: str, engine: str = "") -> None:
+    """A tiny model with these engine settings, and no configuration."""
+    write_folder(repository / name / "1")
+    if engine:
+        (repository / name / "engine.yaml").write_text(engine)
+
+
+@pytest.fixture(scope="session")
+def generative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of MODELS and of an embedder; it must be left as it was."""
+    repository = tmp_path_factory.mktemp("generative") / "models"
+    repository.mkdir()
+    for name, engine in MODELS.items():
+        add_model(repository, name, engine)
+    (repository / "embedder" / "1").mkdir(parents=True)
+    (repository / "embedder" / "config.pbtxt").write_text(EMBEDDER_CONFIG)
+    (repository / "embedder" / "1" / "model.py").write_text(EMBEDDER)
+    with running(repository, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def client(generative: Server) -> Iterator[openai.OpenAI]:
+    """The client of OpenAI's interface."""
+    with client_of(generative) as made:
+        yield made
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    """A client that tries nothing again."""
+    url = f"http://{server.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """The same model by transformers: the tokens behind a prompt, and what they decode to."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = write_folder(tmp_path_factory.mktemp("oracle") / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def generated(prompt: str, **settings: Any) -> list[tuple[list[int], str]]:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        with torch.no_grad():
+            rows = model.generate(ids, do_sample=False, **settings)[:, ids.shape[1] :].tolist()
+        return [(row, tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+    return generated
+
+
+@pytest.fixture(scope="session")
+def greedy(oracle: Oracle) -> Greedy:
+    """The tokens behind a prompt, the likeliest each time."""
+
+    @functools.cache
+    def tokens(prompt: str, count: int) -> list[int]:
+        ((made, _),) = oracle(prompt, max_new_tokens=count)
+        return made
+
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def beams(oracle: Oracle) -> Beams:
+    """The texts that a beam search of so many beams finds behind a prompt, best first."""
+
+    def texts(prompt: str, count: int, width: int) -> list[str]:
+        found = oracle(prompt, max_new_tokens=count, num_beams=width, num_return_sequences=width)
+        return [text for _, text in found]
+
+    return texts

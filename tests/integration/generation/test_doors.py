@@ -1,0 +1,247 @@
+"""Text through every door: OpenAI's client, generate, gRPC's streams, the native client."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import tritonclient.grpc as grpc
+
+from shmserve import client as native
+from tests.integration.generation.conftest import MODELS, Beams, Greedy
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+PROMPTS = ("the quick brown", "it was", "naïve café", "{'a': 1", "東京", "x")
+COUNT = 12
+
+
+def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> list[int]:
+    """The tokens that a model generates, by the native client's iterator."""
+    settings = {"max_tokens": COUNT, "temperature": 0, "stream": True, **parameters}
+    given = {
+        "text_input": np.array([prompt.encode()], np.object_),
+        "sampling_parameters": np.array([json.dumps(settings).encode()], np.object_),
+    }
+    with native.connect(run_dir=server.run_dir) as client:
+        responses = list(client.stream(model, given, outputs=["token_ids"]))
+    return [int(token) for each in responses for token in each["token_ids"]]
+
+
+@pytest.mark.parametrize("model", ["tiny", "tight"])
+def test_side_by_side_the_tokens_are_those_of_transformers(
+    generative: Server, greedy: Greedy, model: str
+) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        made = pool.map(lambda prompt: token_ids(generative, model, prompt), PROMPTS)
+    for prompt, tokens in zip(PROMPTS, made, strict=True):
+        assert tokens == greedy(prompt, COUNT), prompt
+    if model == "tight":
+        assert generative.metric("shmserve_llm_preemption", model=model, mode="swap")
+
+
+def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    events = list(
+        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(each.choices[0].text for each in events[:-1]) == whole.choices[0].text
+    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert events[-1].choices == []
+    assert events[-1].usage == whole.usage
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+
+
+def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 8,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.role == "assistant"
+    events = list(client.chat.completions.create(**asked, stream=True))
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(each.choices[0].delta.content or "" for each in events)
+    assert text == whole.choices[0].message.content
+    assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
+    first, second = (client.completions.create(**asked) for _ in range(2))
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    assert [each.text for each in first.choices] == [each.text for each in second.choices]
+    assert first.choices[0].text != first.choices[1].text
+    assert first.usage is not None and first.usage.completion_tokens == 40
+
+
+def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
+    completion = client.completions.create(
+        model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
+    )
+    found = completion.choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.top_logprobs is not None
+    assert len(found.tokens) == 3 and all(len(each) >= 1 for each in found.top_logprobs)
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "a"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    content = chat.choices[0].logprobs
+    assert content is not None and content.content is not None
+    assert [len(each.top_logprobs) for each in content.content] == [2, 2, 2]
+
+
+def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
+    given = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
+    with generative.http() as http:
+        whole = http.post("/v2/models/tiny/generate", given).ok().json()
+        bare = http.post(
+            "/v2/models/tiny/generate", {**given, "exclude_input_in_output": True}
+        ).ok()
+        events = http.post("/v2/models/tiny/generate_stream", {**given, "stream": True}).ok()
+    assert whole["text_output"] == PROMPTS[1] + bare.json()["text_output"]
+    lines = events.body.decode().split("\n\n")
+    pieces = [json.loads(line.removeprefix("data: "))["text_output"] for line in lines if line]
+    assert "".join(pieces) == bare.json()["text_output"]
+    assert len(pieces) > 1
+
+
+def test_a_stream_of_grpc(generative: Server, greedy: Greedy) -> None:
+    text = grpc.InferInput("text_input", [1], "BYTES")
+    text.set_data_from_numpy(np.array([PROMPTS[0].encode()], np.object_))
+    stream = grpc.InferInput("stream", [1], "BOOL")
+    stream.set_data_from_numpy(np.array([True]))
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    tokens: list[int] = []
+    with grpc.InferenceServerClient(generative.grpc_url) as client:
+        client.start_stream(lambda result, error: heard.put(error or result))
+        client.async_stream_infer(
+            "tiny",
+            [text, stream],
+            outputs=[
+                grpc.InferRequestedOutput("token_ids"),
+                grpc.InferRequestedOutput("finish_reason"),
+            ],
+            parameters={"max_tokens": COUNT, "temperature": "0"},
+        )
+        while True:
+            result = heard.get(timeout=30)
+            tokens += result.as_numpy("token_ids").tolist()
+            if result.as_numpy("finish_reason")[0]:
+                break
+        client.stop_stream()
+    assert tokens == greedy(PROMPTS[0], COUNT)
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    texts = ["a", "bcd", "e", "fg", "h", "ijklm"]
+    found = client.embeddings.create(model="embedder", input=texts)
+    assert [each.embedding for each in found.data] == [[len(t), ord(t[0])] for t in texts]
+    plain = client.embeddings.create(model="embedder", input="xyz", encoding_format="float")
+    assert plain.data[0].embedding == [3, ord("x")]
+
+
+def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {*MODELS, "embedder"}
+    assert client.models.retrieve("tiny").owned_by == "shmserve"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+BAD = {
+    "no body": ([], 400, None, "a JSON object"),
+    "no model": ({"prompt": "a"}, 400, "model", "missing"),
+    "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
+    "no generator": ({"model": "embedder", "prompt": "a"}, 404, None, "does not generate"),
+    "no prompt": ({"model": "tiny"}, 400, "prompt", "neither a text"),
+    "a number": ({"model": "tiny", "prompt": 5}, 400, "prompt", "5 is neither a text"),
+    "an empty prompt": ({"model": "tiny", "prompt": ""}, 400, "text_input", "empty"),
+    "a long prompt": ({"model": "tiny", "prompt": [5] * 600}, 400, "input_ids", "600 tokens"),
+    "a wrong token": ({"model": "tiny", "prompt": [5, 9999]}, 400, "input_ids", "9999"),
+    "temperature": ({"model": "tiny", "prompt": "a", "temperature": -1}, 400, "temperature", "-1"),
+    "top_p": ({"model": "tiny", "prompt": "a", "top_p": "x"}, 400, "top_p", "'x'"),
+    "n": ({"model": "tiny", "prompt": "a", "n": 1000}, 400, "n", "1000"),
+    "stream": ({"model": "tiny", "prompt": "a", "stream": 1}, 400, "stream", "true or false"),
+    "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a text or a list"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_errors_name_the_field(generative: Server, case: str) -> None:
+    body, status, param, text = BAD[case]
+    with generative.http() as http:
+        reply = http.post("/v1/completions", body)
+    error = reply.json()["error"]
+    assert (reply.status, error["param"]) == (status, param), error
+    assert text in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
+    body = {"model": "narrow", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
+
+    def ask(_: int) -> tuple[int, str | None]:
+        with generative.http() as http:
+            reply = http.post("/v1/completions", body)
+            return reply.status, reply.headers.get("Retry-After")
+
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(ask, range(6)))
+    refused = [after for status, after in replies if status == 429]
+    assert refused and all(after is not None and int(after) >= 1 for after in refused)
+    assert {status for status, _ in replies} == {200, 429}
+
+
+def test_a_client_that_goes_away_ends_its_request(generative: Server) -> None:
+    body = json.dumps(
+        {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    with socket.create_connection(("127.0.0.1", generative.http_port)) as connection:
+        connection.sendall(head + body)
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+    until(
+        "nothing runs any more",
+        lambda: not generative.metric("shmserve_llm_requests_running", model="tiny"),
+        within_s=10,
+    )
+    assert not generative.metric("shmserve_llm_kv_blocks", model="tiny", state="used")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:3])
+def test_a_beam_search_finds_what_transformers_finds(
+    client: openai.OpenAI, beams: Beams, prompt: str
+) -> None:
+    found = client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=COUNT,
+        n=3,
+        extra_body={"use_beam_search": True},
+    )
+    assert [choice.text for choice in found.choices] == beams(prompt, COUNT, 3)
+
+
+@pytest.mark.parametrize("model", ["guessing", "drafting"])
+def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model: str) -> None:
+    for prompt in PROMPTS[:3]:  # long enough to say things twice
+        made = token_ids(generative, model, prompt, max_tokens=60)
+        assert made == greedy(prompt, 60)
+    seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
+    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
+    assert first == second
+    assert generative.metric("shmserve_llm_speculative_drafted", model=model)

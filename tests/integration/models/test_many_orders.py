@@ -1,0 +1,51 @@
+"""Loads and unloads of one model, by many at once: each is answered for itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support import repositories
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+Explicit = tuple[Server, Path]
+
+THREADS = 16
+ROUNDS = int(os.environ.get("ORDER_ROUNDS", "4"))  # of each thread, a load and an unload
+# What a load may say that an unload came upon, in Triton's words.
+TEXTS = re.compile(
+    "failed to load 'constant', no version is available"
+    "|failed to poll from model repository"
+    "|unexpected miss in global map"
+)
+
+
+def test_load_against_unload(explicit: Explicit) -> None:
+    """Whoever unloads hears nothing; at the end the last order is what counts."""
+    server, repository = explicit
+    repositories.add(repository, "constant")
+
+    def orders(number: int) -> list[tuple[str, int, str]]:
+        heard = []
+        with server.http() as http:
+            for turn in range(ROUNDS):
+                for verb in ("load", "unload")[:: 1 if (number + turn) % 2 else -1]:
+                    reply = http.post(f"/v2/repository/models/constant/{verb}")
+                    text = "" if reply.status == 200 else reply.error
+                    heard.append((verb, reply.status, text))
+        return heard
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        heard = [each for some in threads.map(orders, range(THREADS)) for each in some]
+    assert len(heard) == 2 * THREADS * ROUNDS
+    failed = [(verb, text) for verb, status, text in heard if status != 200]
+    assert {verb for verb, _ in failed} <= {"load"}
+    assert not [text for _, text in failed if not TEXTS.search(text)]
+    assert any(verb == "load" and status == 200 for verb, status, _ in heard)
+    with server.http() as http:
+        http.post("/v2/repository/models/constant/load").ok()
+        until("one is left", lambda: len(server.find("worker constant")) == 1)
+        assert http.get("/v2/models/constant/ready").status == 200

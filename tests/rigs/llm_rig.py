@@ -1,0 +1,307 @@
+"""A generative worker in one process, and its scheduler played by hand: greedy admission, one step
+at a time, blocks as a test wants them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.ipc.messages import generation as g
+from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
+from shmserve.ipc.tensors.datatypes import decode_bytes
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import (
+    Inference,
+    RequestedOutput,
+    pack_inference,
+    unpack_inferred,
+)
+from shmserve.workers.backends.llm import LlmBackend
+from tests.rigs.worker_rig import CLIENT_PID, Rig, rig, tensor
+
+ALL = ("text_output", "index", "token_ids", "finish_reason", "logprobs", "usage")
+
+
+def work(key: int, outputs: Sequence[str] = ALL, **given: Any) -> Work:
+    """A request; of `given`, inputs are what the model has as such, the rest its parameters."""
+    inputs: list[TensorRef] = [
+        tensor(name, np.array([given.pop(name).encode()], object))
+        for name in ("text_input", "messages")
+        if name in given
+    ]
+    if "input_ids" in given:
+        inputs.append(tensor("input_ids", np.array(given.pop("input_ids"), np.int32)))
+    if given:
+        text = json.dumps({"exclude_input_in_output": True, **given})
+        inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
+    wanted = tuple(RequestedOutput(name) for name in outputs)
+    return Work(key, CLIENT_PID, pack_inference(Inference(tuple(inputs), wanted)))
+
+
+def opened(body: bytes) -> dict[str, list[Any]]:
+    """The outputs of a response: texts, JSON as values, numbers."""
+    found: dict[str, list[Any]] = {}
+    for output in unpack_inferred(body).outputs:
+        assert isinstance(output.data, bytes)
+        if output.datatype == "INT32":
+            found[output.name] = np.frombuffer(output.data, np.int32).tolist()
+            continue
+        texts = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
+        found[output.name] = [each.decode() for each in texts.ravel()]
+        if output.name in ("logprobs", "usage"):
+            found[output.name] = [json.loads(each or "null") for each in found[output.name]]
+    return found
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence as this scheduler has it."""
+
+    number: int
+    key: int
+    sample: int
+    tokens: list[int]
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    told: int = 0
+    host: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """The other end. `chunk` tokens of a prompt go into a step; `draft` are proposed; blocks come
+    from a free list, shuffled where there is a `shuffle`."""
+
+    made: Rig
+    blocks: int
+    block_size: int
+    chunk: int = 16
+    draft: int = 0
+    shuffle: random.Random | None = None
+    responses: dict[int, list[dict[str, list[Any]]]] = field(default_factory=dict)
+    errors: dict[int, tuple[str, str]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    told: list[g.Told] = field(default_factory=list)
+    prepared: dict[int, g.Prepared] = field(default_factory=dict)
+    running: dict[int, Running] = field(default_factory=dict)
+    results: list[g.RowResult] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
+    begin: list[g.Begin] = field(default_factory=list)
+    within: list[int] = field(default_factory=list)  # to be copied in the next step
+    reads: bool = True  # clients take all responses at once
+    stepped: g.Stepped | None = None
+
+    def __post_init__(self) -> None:
+        self._steps = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self.free = list(range(self.blocks))
+        if self.shuffle is not None:
+            self.shuffle.shuffle(self.free)
+
+    # --- the socket
+
+    def send(self, message: Any) -> None:
+        """Have the worker serve a message."""
+        link = self.made.instance.link
+        link._take(message)
+        self.made.instance.serve_commands()
+
+    def listen(self, timeout_s: float = 5.0) -> None:
+        """Take what the worker says; waits for a first message."""
+        for message in self.made.said(timeout_s):
+            match message:
+                case g.Prepared(key=key):
+                    self.prepared[key] = message
+                case g.Told():
+                    self.told.append(message)
+                case g.Ended(sequence=number):
+                    if number in self.running:
+                        self.drop(number)
+                case g.Stepped():
+                    self.stepped = message
+                case ExecutionResponded():
+                    self._respond(message)
+
+    def _respond(self, message: ExecutionResponded) -> None:
+        if message.code:
+            self.errors[message.key] = (message.code, message.message)
+        elif message.body:
+            self.responses.setdefault(message.key, []).append(opened(message.body))
+            if self.reads and not message.final:
+                self.made.instance.link._take(CreditExecution(message.key, 1))
+        if message.final:
+            self.ended.add(message.key)
+            for number in [n for n, each in self.running.items() if each.key == message.key]:
+                self.drop(number)
+
+    # --- requests
+
+    def prepare(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
+        """Ask for a request, and wait until it is prepared or has failed."""
+        self.send(g.Prepare([work(key, **given)], list(resumed)))
+        while key not in self.prepared and key not in self.ended:
+            self.listen()
+
+    def add(self, key: int, resumed: Sequence[g.Resumed] = (), **given: Any) -> None:
+        """`prepare`, and begin its samples."""
+        self.prepare(key, resumed, **given)
+        if key not in self.prepared or self.prepared[key].beams:
+            return
+        earlier = {each.sample: each for each in resumed}
+        prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
+        for sample in range(self.prepared[key].samples):
+            before = earlier.get(sample)
+            if before is None or not before.over:
+                tokens = [] if before is None else np.frombuffer(before.tokens, np.int32).tolist()
+                self.enter(key, sample, [*prompt, *tokens])
+
+    def enter(self, key: int, sample: int, tokens: list[int]) -> Running:
+        """Begin a sequence."""
+        sequence = Running(next(self._numbers), key, sample, tokens)
+        self.running[sequence.number] = sequence
+        self.begin.append(g.Begin(sequence.number, key, sample))
+        return sequence
+
+    def fork(self, parent: Running, sample: int, token: int = -1) -> Running:
+        """Begin a sequence from another one, with copies of its blocks, as nobody shares any."""
+        child = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
+        self.begin[-1] = g.Begin(child.number, parent.key, sample, parent.number, token)
+        child.computed = parent.computed
+        child.table = [self.free.pop() for _ in parent.table]
+        self.within += _pairs(parent.table, child.table)
+        return child
+
+    def drop(self, number: int) -> None:
+        """Let go of a sequence."""
+        sequence = self.running.pop(number)
+        self.free += sequence.table
+        self.over.append(number)
+
+    def swap(self, sequence: Running) -> None:
+        """Have all blocks of a sequence copied to the host and back to others."""
+        host = list(range(len(sequence.table)))
+        out = _pairs(sequence.table, host)
+        self.step(rows=[], out=out)
+        self.free = sequence.table + self.free  # not to be taken first
+        sequence.table = [self.free.pop() for _ in host]
+        sequence.told = 0
+        back = _pairs(host, sequence.table)
+        self.step(rows=[], back=back)
+
+    def recompute(self, sequence: Running) -> None:
+        """Throw away what was computed of a sequence."""
+        self.free = sequence.table + self.free
+        sequence.table = []
+        sequence.told = sequence.computed = 0
+
+    # --- steps
+
+    def row(self, sequence: Running) -> g.Row:
+        """The next row of a sequence."""
+        missing = len(sequence.tokens) - sequence.computed
+        count = min(missing, self.chunk)
+        samples = count == missing
+        draft = self.draft if samples else 0
+        most = np.frombuffer(self.prepared[sequence.key].prompt, np.int32).size
+        most += self.prepared[sequence.key].max_tokens
+        draft = max(min(draft, most - len(sequence.tokens) - 1), 0)
+        needed = -(-(sequence.computed + count + draft) // self.block_size)
+        while len(sequence.table) < needed:
+            sequence.table.append(self.free.pop())
+        keep, sequence.told = sequence.told, len(sequence.table)
+        blocks = sequence.table[keep:]
+        at = sequence.number, sequence.computed, count
+        return g.Row(*at, keep, blocks, draft, samples)
+
+    def step(self, rows: list[g.Row] | None = None, **copies: Any) -> list[g.RowResult]:
+        """One step, of all sequences where `rows` are not given."""
+        if rows is None:
+            rows = [self.row(sequence) for sequence in self.running.values()]
+        begin, over, within = self.begin, self.over, self.within
+        self.begin, self.over, self.within = [], [], []
+        self.stepped = None
+        before = dict(self.running)
+        self.send(g.Step(next(self._steps), rows, begin, over, within=within, **copies))
+        while self.stepped is None:
+            self.listen()
+        results = {result.sequence: result for result in self.stepped.results}
+        assert results.keys() == {row.sequence for row in rows if row.samples}
+        self.results += self.stepped.results
+        for row in rows:
+            self._computed(before[row.sequence], row, results.get(row.sequence))
+        return self.stepped.results
+
+    def _computed(self, sequence: Running, row: g.Row, result: g.RowResult | None) -> None:
+        sequence.computed = row.start + row.count
+        if result is not None and not result.candidates:
+            assert 1 <= len(result.tokens) <= row.draft + 1
+            sequence.tokens += result.tokens
+            sequence.computed += len(result.tokens) - 1
+            if result.over and sequence.number in self.running:
+                self.drop(sequence.number)
+
+    def run(self) -> None:
+        """Step until no sequence is left, and all requests have ended."""
+        while self.running:
+            self.step()
+        self.finish()
+
+    def finish(self, timeout_s: float = 10.0) -> None:
+        """Wait for the ends of all requests."""
+        deadline = time.monotonic() + timeout_s
+        while self.prepared.keys() - self.ended and time.monotonic() < deadline:
+            self.listen(0.2)
+        assert not self.prepared.keys() - self.ended
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker has ended all that it was asked."""
+        link = self.made.instance.link
+        with link.lock:
+            return not link.has_open
+
+    def text(self, key: int, index: int = 0) -> str:
+        """The text that a client has got of a sample."""
+        return "".join(
+            each["text_output"][each["index"].index(index)]
+            for each in self.responses[key]
+            if index in each["index"]
+        )
+
+    def tokens(self, key: int) -> list[int]:
+        """The tokens that a client has got."""
+        return [token for each in self.responses[key] for token in each["token_ids"]]
+
+
+def _pairs(sources: list[int], targets: list[int]) -> list[int]:
+    """From, to, from, to, ..."""
+    return [each for pair in zip(sources, targets, strict=True) for each in pair]
+
+
+@contextmanager
+def llm_rig(
+    folder: Path, checkpoint: Path, engine: dict[str, Any] | None = None, **scheduling: Any
+) -> Iterator[Scheduler]:
+    """A worker with the model of a folder, and its scheduler."""
+    settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
+    folder.mkdir(exist_ok=True)
+    with rig(folder) as made:
+        made.context.version_dir.rmdir()
+        made.context.version_dir.symlink_to(checkpoint.resolve())
+        (made.context.model_dir / "engine.yaml").write_text(json.dumps(settings), encoding="utf-8")
+        backend = LlmBackend(made.context)
+        config = backend.complete_config({"name": "m", "backend": "llm"})
+        made.serve(backend, config)
+        try:
+            yield Scheduler(made, settings["kv_cache_blocks"], settings["block_size"], **scheduling)
+        finally:
+            backend.unload()

@@ -1,0 +1,86 @@
+"""OpenAI's interface: responses of a model as choices, whole and in chunks; errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.gateway.http.openai.answers import CHAT, COMPLETION, Choices, Delta
+from shmserve.gateway.http.openai.errors import TooManyRequests, openai_error
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+TOKEN = {
+    "token": "ab",
+    "token_id": 7,
+    "logprob": -0.5,
+    "bytes": [97, 98],
+    "top_logprobs": [{"token": "ab", "logprob": -0.5}, {"token": "c", "logprob": -2.0}],
+}
+
+
+def test_a_completion_in_chunks_and_whole() -> None:
+    choices = Choices(COMPLETION, "m", 1)
+    first = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
+    last = choices.add(0, Delta(0, "ab", "stop", {"content": [TOKEN]}, USAGE))
+    assert (first["text"], first["finish_reason"]) == ("ab", None)
+    assert last["finish_reason"] == "stop"
+    assert last["logprobs"]["text_offset"] == [2]
+    whole = choices.whole()
+    (choice,) = whole["choices"]
+    assert (whole["object"], choice["text"]) == ("text_completion", "abab")
+    assert choice["logprobs"] == {
+        "tokens": ["ab", "ab"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"ab": -0.5, "c": -2.0}] * 2,
+        "text_offset": [0, 2],
+    }
+    assert whole["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    chunk = json.loads(choices.chunk([first]))
+    assert (chunk["id"], chunk["choices"]) == (whole["id"], [first])
+    assert json.loads(choices.last())["choices"] == []
+
+
+def test_a_chat_says_its_role_once() -> None:
+    choices = Choices(CHAT, "m", 2)
+    deltas = [
+        choices.add(0, Delta(sample, text, over))["delta"]
+        for sample, text, over in ((0, "a", ""), (1, "b", ""), (0, "c", ""), (0, "", "length"))
+    ]
+    assert deltas == [
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"content": "c"},
+        {},
+    ]
+    messages = [each["message"] for each in choices.whole()["choices"]]
+    assert messages == [
+        {"role": "assistant", "content": "ac"},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
+def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:
+    choices = Choices(COMPLETION, "m", 3)
+    choices.add(1, Delta(0, "x", "stop", None, USAGE))
+    choices.add(0, Delta(2, "y", "stop", None, USAGE))
+    assert [each["index"] for each in choices.whole()["choices"]] == [2, 3]
+    assert choices.usage()["total_tokens"] == 10
+
+
+def test_errors_have_a_type_and_the_field() -> None:
+    def shown(error: Any) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(openai_error(error))["error"]
+        return found
+
+    wrong = shown(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
+    assert (wrong["type"], wrong["param"]) == ("invalid_request_error", "temperature")
+    assert shown(InvalidArgument("the body is a list"))["param"] is None
+    assert shown(NotFound("x: no"))["code"] == "model_not_found"
+    assert shown(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
+    assert shown(Unavailable("gone"))["type"] == "server_error"

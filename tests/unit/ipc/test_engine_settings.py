@@ -1,0 +1,56 @@
+"""What engine.yaml may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.engine_settings import PROFILES, EngineSettings
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"max_batchsize": 4}, "unknown setting 'max_batchsize' (did you mean 'max_batch_s"),
+    "kind": ({"block_size": "x"}, "block_size: 'x' is not a whole number"),
+    "truth": ({"block_size": True}, "block_size: True is not a whole number"),
+    "range": ({"max_batch_size": 0}, "max_batch_size: 0 is not 1 to 1024"),
+    "choice": ({"scheduling_policy": "lifo"}, "'lifo' is not one of fcfs, sjf, priority"),
+    "profile": ({"profile": "fast"}, "profile: 'fast' is not one of high_throughput"),
+    "flag": ({"enable_preemption": 1}, "enable_preemption: 1 is not true or false"),
+    "nested": (
+        {"speculative_decoding": {"method": "guess"}},
+        "speculative_decoding.method: 'guess' is not one of draft, ngram",
+    ),
+    "no mapping": ({"speculative_decoding": True}, "speculative_decoding: True is not a mapping"),
+    "no draft": (
+        {"speculative_decoding": {"enabled": True, "method": "draft"}},
+        "method 'draft' needs the draft model",
+    ),
+    "too few tokens": (
+        {"max_tokens_per_batch": 4, "max_batch_size": 8},
+        "max_tokens_per_batch: 4 is less than max_batch_size 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_what_is_wrong_is_named_with_what_is_allowed(case: str) -> None:
+    given, text = WRONG[case]
+    with pytest.raises(InvalidArgument) as caught:
+        EngineSettings.of(given)
+    assert text in caught.value.message
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        EngineSettings.of({"block_size": 0, "weights": "int4", "cheese": 1})
+    assert caught.value.message.count(";") == 2
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_gives_what_the_file_does_not(profile: str) -> None:
+    settings = EngineSettings.of({"profile": profile})
+    for name, value in PROFILES[profile].items():
+        assert getattr(settings, name) == value
+    assert EngineSettings.of({"profile": profile, "max_batch_size": 3}).max_batch_size == 3
+    assert EngineSettings.read(settings.text) == settings

@@ -1,0 +1,294 @@
+"""Requests of a generative model on their way through the scheduler: prepared, run, cancelled, and
+taken over where an instance dies."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.messages import generation as g
+from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.supervision import (
+    Drain,
+    Drained,
+    InstanceGone,
+    KillInstance,
+    ProcessExited,
+)
+from tests.rigs.scheduler_rig import GATEWAY, MS, Rig
+from tests.support.generative_worker import GenerativeWorker, alone
+
+PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
+
+
+@dataclass
+class Llm:
+    """A worker by hand: it takes what it was sent, one message at a time."""
+
+    rig: Rig
+    settings: EngineSettings
+    index: int = 0
+    pid: int = 100
+    most: int = 6
+    samples: int = 1
+    inbox: list[Any] = field(default_factory=list)
+    told: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        self.worker = GenerativeWorker(s.block_size, s.kv_cache_blocks, s.swap_blocks)
+        self.peer = self.rig.start(self.index, self.pid)
+        self.open: dict[int, int] = {}
+
+    def receive(self) -> list[Any]:
+        """What it was sent by now."""
+        posted = self.rig.workers.take()
+        self.rig.workers.posted = [each for each in posted if each[0] != self.peer]
+        self.inbox += [message for peer, message in posted if peer == self.peer]
+        return self.inbox
+
+    def turn(self) -> bool:
+        """Serve a message; False: there is none."""
+        self.receive()
+        if not self.inbox:
+            return False
+        message = self.inbox.pop(0)
+        match message:
+            case g.Prepare():
+                self._prepare(message)
+            case g.Step():
+                self._step(message)
+            case m.CancelExecution():
+                self._end(message.key, "CANCELLED")
+        return True
+
+    def _prepare(self, message: g.Prepare) -> None:
+        (work,) = message.requests
+        self.worker.prompts[work.key] = PROMPT
+        self.worker.most[work.key] = self.most
+        for had in message.resumed:
+            self.worker.resumed[work.key, had.sample] = array("i", had.tokens)
+        over = sum(bool(had.over) for had in message.resumed)
+        self.open[work.key] = self.samples - over
+        prepared = g.Prepared(work.key, PROMPT.tobytes(), self.most, self.samples)
+        self.rig.worker(self.peer, prepared)
+
+    def _step(self, message: g.Step) -> None:
+        ofs = {begin.sequence: (begin.key, begin.sample) for begin in message.begin}
+        known = {n: (each.key, each.sample) for n, each in self.worker.known.items()} | ofs
+        stepped = self.worker.step(message)
+        self.rig.now += MS
+        self.rig.worker(self.peer, stepped)
+        for result in stepped.results:
+            key, sample = known[result.sequence]
+            tokens = self.worker.known[result.sequence].tokens[len(PROMPT) :]
+            self.rig.worker(self.peer, g.Told(key, sample, len(tokens)))
+            if result.over:
+                self.open[key] -= 1
+                if not self.open[key]:
+                    self._end(key)
+
+    def _end(self, key: int, code: str = "") -> None:
+        self.open.pop(key, None)
+        self.rig.respond(self.peer, key, b"" if code else b"text", code=code, final=True)
+
+
+def engine_settings(**given: Any) -> EngineSettings:
+    small = {"block_size": 4, "kv_cache_blocks": 16, "max_waiting_requests": 3, "max_batch_size": 2}
+    return EngineSettings.of({**small, **given})
+
+
+def rig_of(settings: EngineSettings) -> Rig:
+    return Rig(
+        decoupled=True, backend="llm", parameters={PARAMETER: settings.text}, max_batch_size=0
+    )
+
+
+def submit(rig: Rig, count: int = 1, **fields: Any) -> list[int]:
+    return rig.submit(count, batch_size=0, **fields)
+
+
+def ended(rig: Rig) -> dict[int, str]:
+    """By number, the code with which requests have ended since the last time."""
+    codes = {}
+    for answer in rig.answers():
+        if isinstance(answer, m.Failed) or (isinstance(answer, m.Responded) and answer.final):
+            codes[answer.id] = answer.code
+    return codes
+
+
+def test_requests_are_prepared_and_run_to_their_end() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    numbers = submit(rig, 3)
+    while llm.turn():
+        pass
+    assert ended(rig) == dict.fromkeys(numbers, "")
+    statistics = rig.snapshot()
+    assert (statistics["success"], statistics["executing"]) == (3, 0)
+    assert statistics["execution_count"] > 3
+
+
+def test_what_waits_for_an_instance_is_prepared_once_there_is_one() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    (number,) = submit(rig)
+    llm = Llm(rig, settings)
+    while llm.turn():
+        pass
+    assert ended(rig) == {number: ""}
+
+
+def test_too_many_requests_that_wait_are_refused() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    numbers = submit(rig, 4)
+    assert ended(rig) == {numbers[3]: "UNAVAILABLE"}
+
+
+def test_what_can_never_run_is_refused_and_others_go_on() -> None:
+    settings = engine_settings(kv_cache_blocks=4)
+    rig = rig_of(settings)
+    llm = Llm(rig, settings, most=20)
+    (too_long,) = submit(rig)
+    llm.receive()
+    llm.turn()
+    (refusal,) = rig.answers()
+    assert (refusal.id, refusal.code, refusal.early) == (too_long, "INVALID_ARG", True)
+    assert "the prompt has 8 tokens and up to 20 follow" in refusal.message
+    llm.most = 4
+    (fits,) = submit(rig)
+    while llm.turn():
+        pass
+    assert ended(rig) == {fits: ""}
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_cancelled_request_leaves_nothing_whenever_it_is(turns: int) -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    first, second = submit(rig, 2)
+    for _ in range(turns):
+        llm.turn()
+    rig.client(m.Cancel(first))
+    while llm.turn():
+        pass
+    codes = ended(rig)
+    assert codes[second] == "" and codes[first] in ("CANCELLED", "")
+    assert rig.snapshot()["executing"] == 0
+    assert not llm.worker.known
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("turns", range(1, 14))
+def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int) -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings, samples=samples)
+    (number,) = submit(rig)
+    for _ in range(turns):
+        llm.turn()
+    before = ended(rig)
+    rig.supervisor(ProcessExited(100, "killed"))
+    successor = Llm(rig, settings, pid=101, samples=samples)
+    resumed = [each for each in successor.receive() if isinstance(each, g.Prepare)]
+    if not before:
+        (prepare,) = resumed
+        for had in prepare.resumed:
+            wanted, _ = alone(PROMPT, had.sample, llm.most)
+            got = list(array("i", had.tokens))
+            assert got == wanted[: len(got)]
+            assert had.told <= len(got)
+    while successor.turn():
+        pass
+    assert before | ended(rig) == {number: ""}
+    assert not successor.worker.known
+
+
+def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    (number,) = submit(rig)
+    codes: dict[int, str] = {}
+    for pid in range(100, 103):
+        assert not codes
+        llm = Llm(rig, settings, pid=pid)
+        llm.turn()
+        rig.supervisor(ProcessExited(pid, "killed"))
+        codes = ended(rig)
+    assert codes == {number: "INTERNAL"}
+
+
+def test_without_an_instance_to_come_who_was_at_work_is_refused() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    (number,) = submit(rig)
+    llm.turn()
+    rig.supervisor(ProcessExited(100, "killed"), InstanceGone(0, "it cannot load"))
+    assert ended(rig) == {number: "UNAVAILABLE"}
+    assert rig.snapshot()["executing"] == 0
+
+
+def test_a_client_that_vanishes_costs_the_others_nothing() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    submit(rig, peer=b"7001.ab")
+    (stays,) = submit(rig, peer=GATEWAY)
+    llm.turn()
+    llm.turn()
+    rig.supervisor(ProcessExited(7001, ""))
+    while llm.turn():
+        pass
+    assert ended(rig) == {stays: ""}
+    assert not llm.worker.known
+
+
+def test_results_of_another_step_end_the_worker() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    submit(rig)
+    llm.turn()
+    rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
+    kills = [each for _, each in rig.control.take() if isinstance(each, KillInstance)]
+    assert [each.process for each in kills] == [100]
+
+
+def test_a_drain_waits_for_what_runs() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    submit(rig)
+    rig.supervisor(Drain(False))
+    assert not [each for _, each in rig.control.take() if isinstance(each, Drained)]
+    while llm.turn():
+        pass
+    assert [each for _, each in rig.control.take() if isinstance(each, Drained)]
+
+
+def test_a_step_that_failed_fails_its_requests_alone() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings)
+    (number,) = submit(rig)
+    llm.turn()
+    (step,) = llm.receive()
+    llm.inbox.clear()
+    (row,) = step.rows
+    (key,) = llm.open
+    rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
+    rig.worker(llm.peer, g.Stepped(step.step, [g.RowResult(row.sequence, [0], "error")], 0, 0, 0))
+    assert ended(rig) == {number: "INTERNAL"}
+    (next_number,) = submit(rig)
+    llm.worker.known.clear()
+    while llm.turn():
+        pass
+    assert ended(rig) == {next_number: ""}

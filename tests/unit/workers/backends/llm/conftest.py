@@ -1,0 +1,54 @@
+"""Tiny models that the tests share: nothing writes into them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.hf_folders import write_folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors are slower in several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder by what `write_folder` is told, written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Path] = {}
+
+    def of(family: str = "llama", **more: Any) -> Path:
+        key = repr((family, sorted(more.items())))
+        if key not in made:
+            made[key] = write_folder(root / str(len(made)), family, **more)
+        return made[key]
+
+    return of
+
+
+@functools.cache
+def reference(path: Path) -> Any:
+    """What transformers makes of a folder."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def generated(path: Path, prompt: list[int], **more: Any) -> list[int]:
+    """What transformers' `generate` puts behind a prompt."""
+    ids = torch.tensor([prompt])
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **more}
+    with torch.inference_mode():
+        found = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens

@@ -1,0 +1,151 @@
+"""Folders: all that is wrong with one is said at once, and what it leaves open is completed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.workers.backends.llm import LlmBackend
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.memory import sized
+from shmserve.workers.backends.llm.text.chat import ChatTemplate
+from tests.rigs.worker_rig import rig
+from tests.support.hf_folders import config, save_weights, weights, write_folder
+
+Folder = Callable[..., Path]
+
+
+def edit(path: Path, name: str, **more: Any) -> None:
+    """Change a JSON file of a folder."""
+    file = path / name
+    found = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**found, **more}))
+
+
+def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    drawn = weights(config())
+    del drawn["model.norm.weight"]
+    drawn["lm_head.weight"] = torch.zeros(320, 31)
+    save_weights(path, drawn)
+    edit(path, "generation_config.json", eos_token_id=[0, 400])
+    (path / "tokenizer_config.json").write_text("{")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 320, "content": "<x>"})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(path)
+    for part in (
+        "weights are missing: model.norm.weight",
+        "lm_head.weight has [320, 31], not [320, 32]",
+        "tokens up to 320, but config.json a vocab_size of 320",
+        "eos_token_id: (0, 400) is not within the vocabulary",
+        "tokenizer_config.json is not JSON",
+    ):
+        assert part in raised.value.message
+    assert str(tmp_path) not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is none of LlamaForCausalLM"),
+        ({"hidden_size": "x"}, "hidden_size: 'x' is not a positive whole number"),
+        ({"num_key_value_heads": 3}, "4 heads do not share 3 key-value heads"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: 'yarn' is none of default"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: linear needs factor"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window: true is not known"),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, "config.json", **more)
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(path)
+    assert message in raised.value.message
+
+
+def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        Checkpoint.open(tmp_path)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        assert f"{name} is missing" in raised.value.message
+
+
+def test_templates_and_ends_come_from_where_they_are(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "m")
+    edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
+    found = Checkpoint.open(path)
+    assert (found.ends, found.defaults["temperature"]) == ((0, 2), 0.5)
+    assert ChatTemplate(found.template, found.special).render(
+        '[{"role": "user", "content": "a"}]'
+    ) == "<|user|>a<|end|><|model|>"  # fmt: skip
+    (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
+    own = Checkpoint.open(path)
+    assert ChatTemplate(own.template, {}).render('[{"role": "user", "content": "ä"}]') == '"ä"'
+    outside = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
+    with pytest.raises(InvalidArgument, match="chat template does not take them"):
+        outside.render('[{"role": "user", "content": "a"}]')
+
+
+def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
+    with rig(tmp_path) as made:
+        made.context.version_dir.rmdir()
+        made.context.version_dir.symlink_to(folder())
+        settings = {"max_batch_size": 2, "block_size": 8, "swap_space_gb": 0.001}
+        (made.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(settings))
+        completed = LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
+        spec = ModelSpec.of(completed)
+        assert spec.decoupled and spec.max_batch_size == 0
+        assert {each.name for each in spec.input if not each.optional} == set()
+        found = EngineSettings.read(spec.parameters["engine"])
+        assert (found.kv_cache_blocks, found.max_model_len) == (2 * 64, 512)
+        block_bytes = 8 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
+        assert found.swap_blocks == 1_000_000 // block_bytes
+        again = LlmBackend(made.context).complete_config(completed)
+        assert again["parameters"] == completed["parameters"]
+        (made.context.model_dir / "engine.yaml").write_text("[1")
+        with pytest.raises(InvalidArgument, match=r"engine.yaml is not YAML"):
+            LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
+
+
+def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
+    made = Checkpoint.open(folder()).architecture
+    with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
+        sized(EngineSettings(max_model_len=513), made, "cpu")
+    assert sized(EngineSettings(kv_cache_blocks=3), made, "cpu").max_model_len == 48
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "message"),
+    [
+        ({}, {"max_batch_size": 4}, "max_batch_size: 4 is not 0"),
+        ({"draft_model": "nothing"}, {}, "'nothing' is neither a model in the repository nor"),
+        ({"draft_model": "other"}, {}, "'other' has another vocabulary"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    folder: Folder, tmp_path: Path, engine: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    write_folder(tmp_path / "other" / "2", vocab_size=330)
+    with rig(tmp_path) as made:
+        made.context.version_dir.rmdir()
+        made.context.version_dir.symlink_to(folder())
+        if engine:
+            engine = {"speculative_decoding": {"enabled": True, "method": "draft", **engine}}
+        (made.context.model_dir / "engine.yaml").write_text(yaml.safe_dump(engine))
+        backend = LlmBackend(made.context)
+        completed = backend.complete_config({"name": "m", "backend": "llm", **more})
+        with pytest.raises(InvalidArgument) as raised:
+            backend.load(ModelSpec.of(completed))
+        assert message in raised.value.message

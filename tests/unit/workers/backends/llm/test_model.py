@@ -1,0 +1,198 @@
+"""The model: equal to transformers in every schedule, and to the bit where that is promised."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shmserve.workers.backends.llm.model import linears
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from tests.rigs.llm_rig import llm_rig
+from tests.unit.workers.backends.llm.conftest import generated, reference
+
+Folder = Callable[..., Path]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"rope_scaling": LLAMA3}),
+    ("llama", {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 2.0}}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": False, "shards": 3}),
+]
+
+
+def prompt(size: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return [random.Random(seed + place).randrange(3, 320) for place in range(size)]
+
+
+class Lone:
+    """A model with a cache, and one way to compute chunks."""
+
+    def __init__(self, path: Path, block_size: int = 4, blocks: int = 128) -> None:
+        self.model = Transformer(Checkpoint.open(path))
+        self.cache = KvCache(self.model.architecture, block_size, blocks, 16)
+        self.attention = Attention(self.cache)
+
+    def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
+        """The logits of all tokens, computed in chunks."""
+        found = [
+            self.together([(tokens[begin : begin + size], begin, table)])
+            for begin in range(0, len(tokens), size)
+        ]
+        return torch.cat(found)
+
+    def together(self, rows: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+        """The logits of all rows of one pass."""
+        made = Pass(self.cache.block_size)
+        for row in rows:
+            made.add(*row)
+        wanted = list(range(len(made.tokens)))
+        return self.model.forward(made, self.cache, self.attention, wanted)
+
+
+@pytest.mark.parametrize(("family", "more"), VARIANTS)
+def test_logits_are_those_of_transformers(
+    folder: Folder, family: str, more: dict[str, Any]
+) -> None:
+    path = folder(family, **more)
+    tokens = prompt(90)
+    with torch.inference_mode():
+        expected = reference(path)(torch.tensor([tokens])).logits[0]
+    lone = Lone(path)
+    shuffled = random.Random(1).sample(range(128), 128)
+    whole, halves = list(range(128)), [*range(10), *range(60, 128)]
+    for size, table in ((90, whole), (90, halves), (16, shuffled), (7, shuffled), (1, halves)):
+        found = lone.chunks(tokens, size, table)
+        assert torch.allclose(found, expected, atol=1e-4), (size, (found - expected).abs().max())
+
+
+def test_a_wrong_block_is_seen(folder: Folder) -> None:
+    """The models of these tests notice what they are to notice."""
+    lone = Lone(folder())
+    tokens = prompt(41)
+    right = lone.chunks(tokens[:40], 16, list(range(20)))
+    assert right.argmax(-1).unique().numel() > 20
+    before = lone.together([(tokens[40:], 40, list(range(20)))])
+    lone.cache.copy([], [], [9, 3])
+    after = lone.together([(tokens[40:], 40, list(range(20)))])
+    assert (before - after).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("chunk", "block_size", "shuffled", "disturbance"),
+    [
+        (16, 4, False, ""),
+        (1, 1, True, ""),
+        (7, 4, True, "recompute"),
+        (64, 16, True, "swap"),
+    ],
+)
+def test_greedy_texts_are_those_of_transformers(
+    folder: Folder,
+    tmp_path: Path,
+    family: str,
+    chunk: int,
+    block_size: int,
+    shuffled: bool,
+    disturbance: str,
+) -> None:
+    path = folder(family)
+    prompts = {key: prompt(3 + 7 * key, key) for key in range(1, 6)}
+    engine = {"block_size": block_size}
+    shuffle = random.Random(5) if shuffled else None
+    with llm_rig(tmp_path / "rig", path, engine, chunk=chunk, shuffle=shuffle) as scheduler:
+        for key, tokens in prompts.items():
+            scheduler.add(key, input_ids=tokens, temperature=0, max_tokens=12)
+            scheduler.step()  # they join one after the other
+        chance = random.Random(1)
+        for number in range(400):
+            if disturbance and number % 10 == 9 and scheduler.running:
+                victim = chance.choice(list(scheduler.running.values()))
+                getattr(scheduler, disturbance)(victim)
+            scheduler.step()
+            if not scheduler.running:
+                break
+        scheduler.finish()
+        for key, tokens in prompts.items():
+            assert scheduler.tokens(key) == generated(path, tokens, max_new_tokens=12)
+
+
+def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
+    if not linears.can_pack():
+        pytest.fail("packed linears do not work here")
+    lone = Lone(folder())
+    tokens = prompt(48)
+    tables = [list(range(16 * place, 16 * place + 16)) for place in range(8)]
+    alone = lone.chunks(tokens, 48, tables[0])
+    for size in (16, 32):
+        assert torch.equal(lone.chunks(tokens, size, tables[1]), alone)
+    shuffled = random.Random(2).sample(range(32, 128), 96)
+    assert torch.equal(lone.chunks(tokens, 48, shuffled), alone)
+    single = lone.together([([7], 48, tables[0])])
+    others = [(prompt(5 + place, 9), 0, tables[place]) for place in range(2, 6)]
+    in_company = lone.together([*others, ([7], 48, tables[0]), ([8], 48, tables[1])])
+    place = sum(len(row[0]) for row in others)
+    assert torch.equal(in_company[place : place + 1], single)
+
+
+def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
+    lone = Lone(folder())
+    tokens = prompt(38)
+    table = list(range(10))
+    lone.chunks(tokens, 16, table)
+    expected = lone.together([([7], 38, table)])
+    pairs = [each for place in table for each in (place, place + 3)]
+    lone.cache.copy(pairs, [], [])
+    lone.cache.pool.zero_()
+    there = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
+    back = [
+        each for place, target in zip(table, there, strict=True) for each in (place + 3, target)
+    ]
+    lone.cache.copy([], back, [])
+    assert torch.equal(lone.together([([7], 38, there)]), expected)
+    lone.cache.copy([], [], [10, 60])
+    assert torch.equal(lone.together([([7], 38, [*there[:-1], 60])]), expected)
+
+
+def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:
+    cache = Lone(folder(), block_size=1, blocks=4).cache
+    cache.pool[:] = torch.arange(4.0).view(1, 1, 1, 4, 1)
+    cache.copy([0, 5], [], [])
+    cache.copy([1, 6], [5, 1], [1, 2, 3, 0])
+    assert cache.keys[0][0, :, 0].tolist() == [3.0, 0.0, 0.0, 3.0]
+    cache.copy([], [6, 3], [])
+    assert cache.values[1][0, :, 0].tolist() == [3.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 300])
+def test_linears_agree(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(80, 128, generator=generator)
+    bias = torch.randn(80, generator=generator)
+    given = torch.randn(rows, 128, generator=generator)
+    expected = given @ weight.T + bias
+    for layer, error in (
+        (linears.make_linear(weight, bias), 1e-4),
+        (linears._plain(weight, bias), 1e-4),
+        (linears.make_linear(weight, bias, "int8"), 2.5),
+    ):
+        found = layer(given)
+        assert (found - expected).abs().max() < error
+        assert (found - expected).square().mean() < 0.001 * expected.square().mean()

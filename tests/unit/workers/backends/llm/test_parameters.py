@@ -1,0 +1,80 @@
+"""Parameters: each wrong one is named, with what was found and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters, parse
+
+
+def settings(**given: Any) -> GenerationParameters:
+    """These, parsed."""
+    return parse(given, {}, 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"temperature": "0.5"}, "temperature", 0.5),
+        ({"max_completion_tokens": 7}, "max_tokens", 7),
+        ({"max_tokens": 7.0}, "max_tokens", 7),
+        ({"top_k": -1}, "top_k", 0),
+        ({"stop": "END"}, "stop", ("END",)),
+        ({"stop": ["a", "b"]}, "stop", ("a", "b")),
+        ({"stop_words": '["a", "b"]'}, "stop", ("a", "b")),
+        ({"stop": "[INST]"}, "stop", ("[INST]",)),
+        ({"stop_token_ids": "[3, 4]"}, "stop_token_ids", (3, 4)),
+        ({"logit_bias": {"5": -1}}, "logit_bias", {5: -1.0}),
+        ({"logprobs": True, "top_logprobs": 3}, "logprobs", 3),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": False, "top_logprobs": 3}, "logprobs", -1),
+        ({"logprobs": 4}, "logprobs", 4),
+        ({"stream": "true"}, "stream", True),
+        ({"early_stopping": True}, "early_stopping", "true"),
+        ({"response_format": {"type": "text"}}, "grammar", ("", "")),
+        ({"guided_regex": "a+"}, "grammar", ("regex", "a+")),
+        ({"response_format": {"type": "json_object"}}, "grammar",
+         ("json_schema", '{"type": "object"}')),
+        ({"seed": None}, "n", 1),
+        ({"nobody_knows": 1}, "n", 1),
+    ],
+)  # fmt: skip
+def test_what_is_right_is_taken(given: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(settings(**given), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": "hot"}, "temperature: 'hot' is not a number from 0.0 to 100.0"),
+        ({"temperature": float("nan")}, "temperature: nan is not a number"),
+        ({"max_tokens": 0}, "max_tokens: 0 is not a whole number from 1"),
+        ({"max_tokens": 1.5}, "max_tokens: 1.5 is not a whole number"),
+        ({"n": True}, "n: True is not a whole number from 1 to 128"),
+        ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),
+        ({"stop": [""]}, "stop: [''] is not a text or a list"),
+        ({"stop_token_ids": [100]}, "stop_token_ids: 100 is not a token, these are 0 to 99"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: {'x': 1} is not an object of tokens"),
+        ({"logit_bias": {"1": 101}}, "numbers from -100 to 100"),
+        ({"min_tokens": 20}, "min_tokens: 20 is more than max_tokens 16"),
+        ({"echo": 3}, "echo: 3 is not true or false"),
+        ({"response_format": {"type": "xml"}}, "response_format: {'type': 'xml'} is not an object"),
+        ({"response_format": {"type": "json_schema"}}, "is not a JSON schema"),
+        ({"use_beam_search": True}, "n: 1 is not the width of a beam search"),
+        ({"top_p": 2, "top_k": -5}, "top_p: 2 is not a number from 0.0 to 1.0; top_k: -5 is not"),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        settings(**given)
+    assert message in raised.value.message
+
+
+def test_a_model_has_defaults_and_seeds_differ() -> None:
+    defaults = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9, "eos_token_id": 3}
+    found = parse({"top_k": 2}, defaults, 100)
+    assert (found.temperature, found.top_k, found.max_tokens) == (0.3, 2, 9)
+    assert settings().seed != settings().seed

@@ -1,0 +1,137 @@
+"""The sampler: transformers' processors in their order, and draws that depend on nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shmserve.workers.backends.llm.sampling import sampler
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+
+VOCABULARY = 3000
+PROMPT, SAID = [5, 9, 9, 200], [9, 7, 7]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"top_k": 7},
+    {"top_p": 0.6},
+    {"top_p": 0.999},  # more tokens than are looked at first
+    {"min_p": 0.05},
+    {"temperature": 1.3, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.4},
+    {"min_tokens": 4, "stop_token_ids": (44,)},
+    {"logit_bias": {3: 5.0, 9: -100.0}, "repetition_penalty": 0.8, "top_k": 20},
+]
+
+
+def made(**more: Any) -> sampler.SampledRow:
+    """A row with these settings."""
+    parameters = GenerationParameters(**{"seed": 1, **more})
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *SAID], len(PROMPT), (2,))
+
+
+def expected(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
+    """The probabilities by transformers' processors."""
+    steps = LogitsProcessorList()
+    if parameters.logit_bias:
+        bias = [[[token], value] for token, value in parameters.logit_bias.items()]
+        steps.append(SequenceBiasLogitsProcessor(bias))
+    if parameters.repetition_penalty != 1.0:
+        steps.append(RepetitionPenaltyLogitsProcessor(parameters.repetition_penalty))
+    if parameters.min_tokens:
+        ends = [2, *parameters.stop_token_ids]
+        least = parameters.min_tokens
+        steps.append(MinNewTokensLengthLogitsProcessor(len(PROMPT), least, ends))
+    steps.append(TemperatureLogitsWarper(parameters.temperature))
+    if parameters.top_k:
+        steps.append(TopKLogitsWarper(parameters.top_k))
+    if parameters.top_p < 1:
+        steps.append(TopPLogitsWarper(parameters.top_p))
+    if parameters.min_p:
+        steps.append(MinPLogitsWarper(parameters.min_p))
+    ids = torch.tensor([[*PROMPT, *SAID]])
+    found: torch.Tensor = steps(ids, logits.unsqueeze(0).clone()).softmax(-1)[0]
+    return found
+
+
+def test_distributions_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
+    rows = [made(**each) for each in SETTINGS]
+    wanted = [expected(line, row.parameters) for line, row in zip(logits, rows, strict=True)]
+    sampler.process(logits, rows)
+    found = sampler.distribution(logits, rows)  # all together
+    for place, each in enumerate(SETTINGS):
+        assert torch.allclose(found[place], wanted[place], atol=1e-6), each
+
+
+def test_penalties_of_presence_and_frequency() -> None:
+    logits = torch.zeros(1, 20)
+    row = made(presence_penalty=0.5, frequency_penalty=0.25)
+    row.tokens, row.prompt = [1, 1, 3, 4, 4], 1
+    sampler.process(logits, [row])
+    assert logits[0, :6].tolist() == [0.0, -0.75, 0.0, -0.75, -1.0, 0.0]
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    bits = torch.zeros(2, dtype=torch.int32)
+    bits[0], bits[1] = -(1 << 31) | 1, 4  # tokens 31, 0, 34
+    row = made(temperature=0.0)
+    row.allowed = bits
+    logits = torch.arange(100.0).unsqueeze(0)
+    sampler.process(logits, [row])
+    assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 34]
+
+
+def test_draws_depend_on_seed_sample_and_place_alone() -> None:
+    logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    rows = [made(seed=seed, temperature=1.5) for seed in range(8)]
+    together = sampler.sample(logits, rows)
+    alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(8)]
+    assert together == alone
+    numbers = {made(seed=seed).draw(purpose) for seed in range(50) for purpose in range(3)}
+    for sample in range(50):
+        row = made()
+        row.sample = sample
+        numbers.add(row.draw())
+    assert len(numbers) == 199  # sample 0 of seed 1 is there already
+
+
+def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
+    probabilities = np.array([0.5, 0.25, 0.15, 0.1])
+    logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
+    rows = [made(seed=seed) for seed in range(20_000)]
+    counts = Counter(sampler.sample(logits, rows))
+    found = [counts[token] for token in range(4)]
+    assert chisquare(found, probabilities * 20_000).pvalue > 1e-4
+
+
+def test_greedy_rows_and_others_go_together() -> None:
+    logits = torch.zeros(3, 50)
+    logits[:, 7] = 30.0
+    assert sampler.sample(logits, [made(temperature=0.0), made(), made(temperature=0.0)]) == [7] * 3
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    first, second = sampler.logprobs(logits, [4, 5], 3)
+    wanted = logits.log_softmax(-1)
+    assert first.logprob == pytest.approx(wanted[0, 4].item())
+    best = wanted[1].topk(3)
+    assert second.top == list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    tokens, scores = sampler.candidates(logits[0], 4)
+    assert scores == sorted(scores, reverse=True) and len(tokens) == 4

@@ -1,0 +1,217 @@
+"""Backend `llm`: text generation by the Llama, Qwen2 and Qwen3 families from Hugging Face folders.
+
+The version folder is the model's; `engine.yaml` beside config.pbtxt has the settings of the engine.
+Its scheduler plans steps (`shmserve.ipc.messages.generation`), and this carries them out.
+
+engine.py sequences.py    steps
+model/       the folder, checked; the decoder, its attention and KV cache
+sampling/    from logits to tokens: parameters, sampler, speculation, grammars
+text/        requests to tokens, tokens to responses, in a thread of their own
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
+from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.workers.backends import Backend, Request, Response, ResponseStream
+from shmserve.workers.backends.llm.engine import WorkerEngine, lost
+from shmserve.workers.backends.llm.model.attention import KvCache, make_attention
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.memory import sized
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.parameters import parse
+from shmserve.workers.backends.llm.sampling.speculation import DraftModel, NgramProposer, Proposer
+from shmserve.workers.backends.llm.text.texts import Texts, given_inputs
+from shmserve.workers.batch.response_stream import ResponseWriter
+from shmserve.workers.batch.unpack import Unpacker
+from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
+
+logger = logging.getLogger(__name__)
+
+
+def _tensor(name: str, data_type: str, size: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **more}
+
+
+_INPUTS = [
+    _tensor("text_input", "STRING", 1, optional=True),
+    _tensor("input_ids", "INT32", -1, optional=True),
+    _tensor("messages", "STRING", 1, optional=True),
+    _tensor("sampling_parameters", "STRING", 1, optional=True),
+    _tensor("stream", "BOOL", 1, optional=True),
+    _tensor("exclude_input_in_output", "BOOL", 1, optional=True),
+]
+_OUTPUTS = [
+    _tensor("text_output", "STRING", -1),
+    _tensor("index", "INT32", -1),
+    _tensor("token_ids", "INT32", -1),
+    _tensor("finish_reason", "STRING", -1),
+    _tensor("logprobs", "STRING", -1),
+    _tensor("usage", "STRING", 1),
+]
+
+
+class LlmBackend(Backend):
+    """One model, its KV cache, and the texts of the requests that run."""
+
+    _texts: Texts | None = None
+    _opened: Checkpoint | None = None
+
+    def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The inputs and outputs of a generative model, and the settings of its engine."""
+        completed = {**config, "model_transaction_policy": {"decoupled": True}}
+        completed["input"] = config.get("input") or _INPUTS
+        completed["output"] = config.get("output") or _OUTPUTS
+        text = self._settings(ModelSpec.of(config)).text
+        parameters = {**config.get("parameters", {}), PARAMETER: {"string_value": text}}
+        return {**completed, "parameters": parameters}
+
+    def load(self, config: ModelSpec) -> None:
+        """Read the weights, and set the engine up. Raises InvalidArgument for a folder whose parts
+        do not fit, with all that is wrong."""
+        if config.max_batch_size:
+            found = config.max_batch_size
+            raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
+        if config.model_warmup:
+            raise InvalidArgument("model_warmup: a model of backend 'llm' takes none")
+        checkpoint, settings = self._checkpoint(), self._settings(config)
+        parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
+        device, made = self.context.device, checkpoint.architecture
+        self._model = Transformer(checkpoint, settings.weights, device)
+        sizes = settings.block_size, settings.kv_cache_blocks, settings.swap_blocks
+        self._cache = KvCache(made, *sizes, device)
+        self._attention = make_attention(self._cache, made, device)
+        self._proposer = self._make_proposer(settings)
+        self._longest = settings.max_model_len
+
+    def execute(self, requests: list[Request]) -> list[Response]:
+        """None: its scheduler plans steps, not batches."""
+        raise Unsupported("a generative model has no batches")
+
+    def execute_decoupled(self, streams: list[ResponseStream]) -> None:
+        """As `execute`."""
+        raise Unsupported("a generative model has no batches")
+
+    def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> MessageTable:
+        """Prompts, steps, and the ends of beam searches."""
+        texts = self._texts = Texts(self._checkpoint(), writer.link, self._longest)
+        engine = WorkerEngine(
+            self._model,
+            self._cache,
+            self._attention,
+            self._proposer,
+            texts.prompts,
+            lambda news: texts.put(partial(texts.emitted, news)),
+        )
+
+        def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:
+            for opened in requests:
+                _prepare(texts, writer, unpacker, opened, message)
+
+        def step(message: Step, _: list[WorkerRequest]) -> Stepped:
+            try:
+                return replace(engine.step(message), text_ns=texts.spent_ns())
+            except Exception as error:
+                texts.failed(engine.keys(message), error)
+                results = [lost(row) for row in message.rows if row.samples]
+                return Stepped(message.step, results, 0, 0, 0)
+
+        def choose(message: Choose, _: list[WorkerRequest]) -> None:
+            texts.put(partial(texts.chosen, message))
+
+        return {Prepare: prepare, Step: step, Choose: choose}
+
+    def unload(self) -> None:
+        """End the thread of texts."""
+        if self._texts is not None:
+            self._texts.close()
+
+    # --- files
+
+    def _checkpoint(self) -> Checkpoint:
+        if self._opened is None:
+            self._opened = Checkpoint.open(self.context.version_dir)
+        return self._opened
+
+    def _settings(self, config: ModelSpec) -> EngineSettings:
+        """The settings of the configuration, or of engine.yaml, with what memory allows."""
+        given = config.parameters.get(PARAMETER)
+        settings = EngineSettings.read(given) if given else EngineSettings.of(self._engine_file())
+        return sized(settings, self._checkpoint().architecture, self.context.device)
+
+    def _engine_file(self) -> dict[str, Any]:
+        path = self.context.model_dir / "engine.yaml"
+        if not path.exists():
+            return {}
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise InvalidArgument(f"engine.yaml is not YAML: {error}") from None
+        if not isinstance(found, dict):
+            raise InvalidArgument("engine.yaml is not a mapping of settings")
+        return found
+
+    def _make_proposer(self, settings: EngineSettings) -> Proposer | None:
+        speculation = settings.speculative_decoding
+        if not speculation.enabled:
+            return None
+        if speculation.method == "ngram":
+            return NgramProposer()
+        draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
+        mine = self._checkpoint()
+        same = draft.architecture.vocabulary == mine.architecture.vocabulary
+        if not same or draft.tokenizer.get_vocab() != mine.tokenizer.get_vocab():
+            raise InvalidArgument(
+                f"speculative_decoding.draft_model: '{speculation.draft_model}' has another "
+                "vocabulary than the model"
+            )
+        model = Transformer(draft, settings.weights, self.context.device)
+        return DraftModel(model, settings.block_size, settings.kv_cache_blocks)
+
+    def _draft_folder(self, name: str) -> Path:
+        """The folder of a model in the repository (its latest version), or at a path."""
+        folder = self.context.repository / name
+        versions = [each for each in folder.glob("*") if each.name.isdecimal()]
+        if versions:
+            return max(versions, key=_number)
+        path = self.context.model_dir / name
+        if (path / "config.json").exists():
+            return path
+        raise InvalidArgument(
+            f"speculative_decoding.draft_model: '{name}' is neither a model in the repository nor "
+            "the path of a folder with a config.json"
+        )
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name)
+
+
+def _prepare(
+    texts: Texts,
+    writer: ResponseWriter,
+    unpacker: Unpacker,
+    opened: WorkerRequest,
+    message: Prepare,
+) -> None:
+    """Have a request read in the thread of texts; what lies in shared memory is read here."""
+    try:
+        with writer.link.lock:
+            request = unpacker.request(opened.work)
+            given = given_inputs(request)
+    except Exception as error:
+        failure = error if isinstance(error, ShmserveError) else writer.failures.explain(error)
+        writer.refuse(opened, failure)
+        return
+    stream = ResponseStream(writer, opened, request)
+    texts.put(partial(texts.prepare, stream, given, message.resumed))

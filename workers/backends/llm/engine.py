@@ -1,0 +1,245 @@
+"""The engine of a worker: carries out the steps that a scheduler plans, one after the other.
+
+Step ──> begin, copy blocks, propose ──> forward ──> sample, verify ──> Stepped
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
+from shmserve.workers.backends.llm.sampling.sampler import (
+    SampledRow,
+    TokenLogprobs,
+    candidates,
+    logprobs,
+    process,
+)
+from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, Proposer, verify
+from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
+
+LOST = "error"  # why a sequence ends whose request has ended before
+
+
+class Emitted(NamedTuple):
+    """What a step has added to a sequence."""
+
+    sequence: int
+    prompt: Prompt
+    sample: int
+    tokens: list[int]
+    over: str
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Planned:
+    """A row in its pass: where its first row is there, and where its logits begin."""
+
+    sequence: TokenSequence
+    row: Row
+    proposal: Proposal
+    masks: list[torch.Tensor]
+    begin: int = 0
+    logits: int = 0
+
+
+@dataclass(eq=False)
+class WorkerEngine:
+    """One model's sequences. `prompts` are the requests that were prepared, by key; `emit` hears of
+    all that a step has added."""
+
+    model: Transformer
+    cache: KvCache
+    attention: Attention
+    proposer: Proposer | None
+    prompts: Mapping[int, Prompt]
+    emit: Callable[[list[Emitted]], None]
+    _sequences: dict[int, TokenSequence] = field(default_factory=dict)
+    _last: int = 0
+
+    def step(self, message: Step) -> Stepped:
+        """Carry out a step. Whatever a sequence lacks whose request has ended, it has a result."""
+        started = time.perf_counter_ns()
+        self._begin(message)
+        self.cache.copy(message.out, message.back, message.within)
+        rows = self._placed(message)
+        proposed = time.perf_counter_ns()
+        planned = self._plan(rows)
+        gathered = time.perf_counter_ns()
+        logits = self._forward(planned)
+        computed = time.perf_counter_ns()
+        results = self._results(planned, logits)
+        known = {result.sequence for result in results}
+        results += [lost(row) for row in message.rows if row.samples and row.sequence not in known]
+        for number in message.over:
+            self._sequences.pop(number, None)
+        return Stepped(
+            message.step,
+            results,
+            gather_ns=gathered - started,
+            forward_ns=computed - gathered,
+            sample_ns=time.perf_counter_ns() - computed,
+            draft_ns=gathered - proposed,
+        )
+
+    def keys(self, message: Step) -> set[int]:
+        """The keys of the requests whose sequences have rows in a step."""
+        live = self._sequences
+        return {live[row.sequence].prompt.key for row in message.rows if row.sequence in live}
+
+    def _begin(self, message: Step) -> None:
+        if message.step <= self._last:
+            self._sequences.clear()  # another scheduler, which counts from the beginning
+        self._last = message.step
+        for begin in message.begin:
+            parent = self._sequences.get(begin.parent) if begin.parent else None
+            prompt = self.prompts.get(begin.key)
+            if parent is not None:
+                made = parent.fork(begin.sequence, begin.sample, begin.token)
+            elif prompt is not None and not begin.parent:
+                made = prompt.begin(begin.sequence, begin.sample)
+            else:
+                continue  # its request has ended, which its scheduler will hear
+            self._sequences[begin.sequence] = made
+
+    def _placed(self, message: Step) -> list[tuple[TokenSequence, Row]]:
+        rows: list[tuple[TokenSequence, Row]] = []
+        for row in message.rows:
+            sequence = self._sequences.get(row.sequence)
+            if sequence is not None:
+                sequence.place(row, self.cache.block_size)
+                if sequence.prompt.cached < 0:
+                    sequence.prompt.cached = min(row.start, len(sequence.prompt.tokens))
+                rows.append((sequence, row))
+        return rows
+
+    def _plan(self, rows: list[tuple[TokenSequence, Row]]) -> list[Planned]:
+        """The rows with what is proposed behind them, and what their grammars allow."""
+        wanted = [each for each in rows if each[1].draft] if self.proposer else []
+        proposals = self.proposer.propose(wanted) if self.proposer and wanted else {}
+        planned: list[Planned] = []
+        for sequence, row in rows:
+            proposal = proposals.get(row.sequence, Proposal())
+            masks: list[torch.Tensor] = []
+            if row.samples and sequence.matcher is not None:
+                proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
+            planned.append(Planned(sequence, row, proposal, masks))
+        return planned
+
+    def _forward(self, planned: list[Planned]) -> torch.Tensor:
+        """The logits of all rows that are sampled, or whose prompt's logprobs are wanted."""
+        rows = Pass(self.cache.block_size, self.model.device)
+        wanted: list[int] = []
+        for each in planned:
+            row, sequence = each.row, each.sequence
+            end = row.start + row.count
+            tokens = [*sequence.tokens[row.start : end], *each.proposal.tokens]
+            each.begin = rows.add(tokens, row.start, sequence.table)
+            each.logits = len(wanted)
+            first = 0 if self._tells_prompt(each) else row.count - row.samples
+            wanted += range(each.begin + first, each.begin + len(tokens))
+        if not planned:
+            return torch.empty(0)
+        return self.model.forward(rows, self.cache, self.attention, wanted)
+
+    @staticmethod
+    def _tells_prompt(each: Planned) -> bool:
+        prompt = each.sequence.prompt
+        wants = prompt.parameters.prompt_logprobs >= 0
+        return wants and each.row.start < len(prompt.tokens) - 1
+
+    # --- results
+
+    @torch.inference_mode()
+    def _results(self, planned: list[Planned], logits: torch.Tensor) -> list[RowResult]:
+        for each in planned:
+            if self._tells_prompt(each):
+                each.logits += self._tell_prompt(each, logits)
+        results: list[RowResult] = []
+        going: list[Planned] = []
+        for each in planned:
+            if each.sequence.prompt.parameters.beams and each.row.samples:
+                results.append(_beam(each, logits[each.logits]))
+            elif each.row.samples:
+                going.append(each)
+        return results + self._sampled(going, logits) if going else results
+
+    def _sampled(self, going: list[Planned], logits: torch.Tensor) -> list[RowResult]:
+        """Sample what follows each of these, and verify what was proposed."""
+        sampled: list[SampledRow] = []
+        places: list[int] = []
+        checks: list[Check] = []
+        for each in going:
+            tokens = each.proposal.tokens
+            checks.append(Check(len(sampled), each.proposal))
+            places += range(each.logits, each.logits + len(tokens) + 1)
+            for count in range(len(tokens) + 1):
+                mask = each.masks[count] if each.masks else None
+                sampled.append(each.sequence.sampled_row(tokens[:count], mask))
+        mine = logits if len(places) == len(logits) else logits[places]
+        raw = _raw(mine, sampled)
+        process(mine, sampled)
+        found = verify(mine, sampled, checks)
+        parts = zip(going, checks, found, strict=True)
+        emitted = [self._go_on(each, check, tokens, raw) for each, check, tokens in parts]
+        self.emit(emitted)
+        return [
+            RowResult(each.sequence, each.tokens, each.over, len(check.proposal.tokens))
+            for each, check in zip(emitted, checks, strict=True)
+        ]
+
+    def _go_on(
+        self, each: Planned, check: Check, tokens: list[int], raw: torch.Tensor | None
+    ) -> Emitted:
+        """Add what was sampled to a sequence."""
+        sequence, prompt = each.sequence, each.sequence.prompt
+        before = len(sequence.tokens)
+        tokens, over = sequence.take(tokens)
+        # Keys and values of the draft model hold as far as its tokens were accepted.
+        sequence.drafted = min(sequence.drafted, before + len(tokens) - 1)
+        if sequence.matcher is not None and not (over or sequence.matcher.is_stopped()):
+            sequence.matcher.consume_tokens(tokens)
+        told: list[TokenLogprobs] = []
+        if raw is not None and prompt.parameters.logprobs >= 0:
+            rows = raw[check.first : check.first + len(tokens)]
+            told = logprobs(rows, tokens, prompt.parameters.logprobs)
+        return Emitted(sequence.number, prompt, sequence.sample, tokens, over, told)
+
+    @staticmethod
+    def _tell_prompt(each: Planned, logits: torch.Tensor) -> int:
+        """Note the logprobs of a prompt's tokens that a row has computed; how many rows of logits
+        are before those that are sampled."""
+        prompt, row = each.sequence.prompt, each.row
+        last = min(row.start + row.count, len(prompt.tokens) - 1)
+        targets = prompt.tokens[row.start + 1 : last + 1]
+        rows = logits[each.logits : each.logits + len(targets)]
+        told = logprobs(rows, targets, prompt.parameters.prompt_logprobs)
+        for place, one in enumerate(told, row.start + 1):
+            prompt.known.setdefault(place, one)
+        return row.count - row.samples
+
+
+def lost(row: Row) -> RowResult:
+    """The result of a row whose request has ended."""
+    return RowResult(row.sequence, [0], LOST)
+
+
+def _beam(each: Planned, logits: torch.Tensor) -> RowResult:
+    prompt = each.sequence.prompt
+    count = max(2, 1 + len(prompt.ends)) * prompt.parameters.beams
+    tokens, scores = candidates(logits, count)
+    return RowResult(each.sequence.number, [], candidates=tokens, scores=scores)
+
+
+def _raw(logits: torch.Tensor, rows: list[SampledRow]) -> torch.Tensor | None:
+    """The logits as they are before they are processed, where logprobs are wanted."""
+    return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

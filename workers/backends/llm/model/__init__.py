@@ -1,0 +1,1 @@
+"""The model: its folder, its weights, its keys and values."""

@@ -1,0 +1,1 @@
+"""Requests and responses, in a thread of their own."""

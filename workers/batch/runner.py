@@ -1,0 +1,340 @@
+"""Requests to a callable that takes whole batches, and back: gather, put, fetch, split."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmserve.errors import Internal
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
+from shmserve.ipc.tensors.signature import Signature, shape_text
+from shmserve.workers.backends import ModelContext, Output, Request, Response
+from shmserve.workers.batch.gather import Gatherer
+from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.device import Device
+from shmserve.workers.memory.device import to_host
+from shmserve.workers.memory.static_plan import MemoryPlan
+from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
+
+logger = logging.getLogger(__name__)
+
+
+class BatchOutput(NamedTuple):
+    """An output of a whole batch: in host memory (if someone wants it there), on the device."""
+
+    name: str
+    datatype: str
+    host: Any
+    device: torch.Tensor | None
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the whole batch."""
+        whole: Sequence[int] = (self.host if self.device is None else self.device).shape
+        return whole
+
+    def whole(self, request: Request) -> Output:
+        """As the only request of the batch gets it."""
+        return Output(self.name, self.datatype, self._for(request))
+
+    def rows(
+        self, requests: Sequence[Request], where: Sequence[slice[int, int, None]]
+    ) -> list[Output]:
+        """As requests get it that have these rows."""
+        return [
+            Output(self.name, self.datatype, self._for(request)[rows])
+            for request, rows in zip(requests, where, strict=True)
+        ]
+
+    def pieces(
+        self, requests: Sequence[Request], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Output]:
+        """As requests get it whose parts, one after the other, have these shapes."""
+        ends = accumulate(map(element_count, shapes), initial=0)
+        return [
+            Output(
+                self.name,
+                self.datatype,
+                self._for(request).reshape(-1)[slice(*pair)].reshape(shape),
+            )
+            for request, shape, pair in zip(requests, shapes, pairwise(ends), strict=True)
+        ]
+
+    def _for(self, request: Request) -> Any:
+        if self.device is not None and (self.host is None or to_device(request, self.name)):
+            return self.device
+        return self.host
+
+
+def to_device(request: Request, name: str) -> bool:
+    """Whether a request wants an output in device memory."""
+    wanted = request.requested.get(name)
+    return wanted is not None and wanted.place is not None and wanted.place.memory.cuda is not None
+
+
+@dataclass(eq=False)
+class Runner:
+    """Moves the tensors of one instance. `as_numpy`: the inputs that are wanted as numpy arrays;
+    `ragged`: what else the model gets of a batch, and how its flat outputs are cut.
+
+    torch knows no read-only tensors, and an input that is a view may be a client's own memory. So
+    the first batch is a copy, and views are handed out only to a model that left it as it was,
+    byte by byte; a model that later writes into one by operations of torch is noticed, and gets
+    copies from then on.
+    """
+
+    _context: ModelContext
+    _signature: Signature
+    _device: Device
+    _as_numpy: frozenset[str] = frozenset()
+    _ragged: Ragged | None = None
+    _views: bool = False
+    _learning: bool = True
+    _watched: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    # What is learnt from, and as it was.
+    _first: list[tuple[memoryview, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        context, signature = self._context, self._signature
+        self._batched = signature.max_batch_size > 0
+        self._copied = context.copied
+        self._gatherer = Gatherer(
+            signature, context.mappings, self._device.host_buffer, context.copied
+        )
+
+    def memory_plan(self, config: ModelSpec, model: object) -> MemoryPlan | None:
+        """The memory plan of `model` where its shapes are fixed, whose buffers are made here; None
+        for another one."""
+        weights = model if isinstance(model, torch.nn.Module) else None
+        plan = MemoryPlan.of(config, self._signature, _byte_size(weights))
+        if plan is not None and plan.rows > 1 and config.has_scheduler:
+            for name, row in plan.inputs.items():
+                self._gatherer.reserve(name, row * plan.rows)
+        return plan
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """A context for the model's call; sees in the end whether it wrote into its inputs."""
+        try:
+            yield
+        finally:
+            self._watch()
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Each input that the requests have (all have the same), whole batch, on the device.
+
+        Call it outside `inference_mode`: tensors made in that do not tell when they are written.
+        """
+        self._clear_watched()
+        made: dict[str, Any] = {}
+        for name, first in requests[0].inputs.items():
+            if first.datatype == "BYTES":
+                made[name] = self._gatherer.gather_strings(name, requests)
+            elif name in self._as_numpy:
+                made[name] = self._numpy(name, first.datatype, requests)
+            else:
+                made[name] = self._tensor(name, first.datatype, requests)
+        self._add_ragged(made, requests)
+        self._context.stopwatch.input_end_ns = time.monotonic_ns()
+        return made
+
+    def _add_ragged(self, made: dict[str, Any], requests: Sequence[Request]) -> None:
+        if self._ragged is None:
+            return
+        for name, values in self._ragged.inputs(requests).items():
+            if name in self._as_numpy:
+                made[name] = values
+            else:
+                made[name] = torch.from_numpy(values).to(self._device.torch)
+
+    def _numpy(self, name: str, datatype: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+        raw, shape, view = self._gatherer.gather(name, requests)
+        if not isinstance(raw, memoryview):
+            self._copied.inputs += len(raw)
+            raw, view = to_host(raw), False
+        array: np.ndarray[Any, Any] = np.ndarray(shape, STORED[datatype], raw)
+        if not array.flags.aligned:
+            return array.copy()
+        # The loop gives copies to a model that fails because it writes into its inputs.
+        array.flags.writeable = not view
+        return array
+
+    def _tensor(self, name: str, datatype: str, requests: Sequence[Request]) -> torch.Tensor:
+        # What is in host memory and goes to a device is copied there anyway.
+        first = requests[0].inputs[name]
+        aliased = (not self._device.remote or first.on_device) and not first.writable
+        raw, shape, view = self._gatherer.gather(name, requests, aliased and not self._views)
+        tensor = as_torch(datatype, shape, raw)
+        if isinstance(raw, memoryview):
+            if self._learning and aliased:
+                self._first.append((raw, bytes(raw)))
+            if self._device.remote:
+                self._copied.inputs += tensor.nbytes
+                return self._device.put(tensor)
+        elif tensor.device != self._device.torch:
+            # In the memory of another device: copied to ours, or to the host's.
+            self._copied.inputs += tensor.nbytes
+            return tensor.to(self._device.torch)
+        if (view or self._learning) and not first.writable:
+            self._watched.append((tensor, tensor._version))
+        return tensor
+
+    def _watch(self) -> None:
+        wrote = any(tensor._version != version for tensor, version in self._watched)
+        # What writes past torch, as through `x.numpy()`, counts nothing up.
+        wrote = wrote or any(raw.tobytes() != before for raw, before in self._first)
+        if self._watched:
+            if wrote and (self._views or self._learning):
+                logger.warning(
+                    "model '%s' writes into its inputs, so each is copied for it",
+                    self._signature.name,
+                )
+            self._views = not wrote
+            self._learning = False
+        self._clear_watched()
+
+    def _clear_watched(self) -> None:
+        self._watched.clear()
+        self._first.clear()
+
+    def responses(self, requests: Sequence[Request], outputs: Mapping[str, Any]) -> list[Response]:
+        """One response a request, with its rows of each output that it wants.
+
+        Raises Internal when an output is no array or has not as many rows as the batch.
+        """
+        wanted = {name for request in requests for name in request.requested}
+        made: list[BatchOutput] = []
+        for name, value in outputs.items():
+            if name in wanted:
+                made.append(self._fetch(name, value, requests))
+        if self._device.remote:
+            self._device.synchronize()
+        self._context.stopwatch.output_start_ns = time.monotonic_ns()
+        states = [self._state(name, outputs, requests) for name in requests[0].states]
+        if len(requests) == 1:
+            return [Response([self._parts(item, requests)[0] for item in made], states=states)]
+        parts = [self._parts(item, requests) for item in made]
+        kept = [
+            [state._replace(data=state.data[rows]) for rows in where]
+            for state in states
+            if (where := self._rows(state.name, state.shape, requests))
+        ]
+        return [
+            Response([part[at] for part in parts], states=[state[at] for state in kept])
+            for at in range(len(requests))
+        ]
+
+    def own_inputs(self, request: Request) -> dict[str, Any]:
+        """Each input of a request as the model's own, for as long as it likes."""
+        made: dict[str, Any] = {}
+        for name, item in request.inputs.items():
+            self._copied.inputs += item.detach()
+            if item.datatype == "BYTES" or (name in self._as_numpy and not item.on_device):
+                made[name] = item.numpy()
+            elif name in self._as_numpy:
+                made[name] = np.ndarray(item.shape, STORED[item.datatype], to_host(item.raw))
+            else:
+                made[name] = item.torch().to(self._device.torch)
+        self._add_ragged(made, [request])
+        return made
+
+    def response(self, request: Request, outputs: Mapping[str, Any]) -> Response:
+        """One of any number of responses to a request. Any thread may ask, at any time.
+
+        Raises Internal when an output is no array.
+        """
+        wanted = [name for name in outputs if name in request.requested]
+        made = [self._fetch(name, outputs[name], [request]) for name in wanted]
+        if self._device.remote:
+            self._device.synchronize()
+        return Response([self._parts(item, [request])[0] for item in made])
+
+    def _fetch(self, name: str, value: Any, requests: Sequence[Request]) -> BatchOutput:
+        if self._device.remote and isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
+            datatype = PROTOCOL[value.dtype]
+            readers = [request for request in requests if name in request.requested]
+            host: torch.Tensor | None = None
+            if not all(to_device(request, name) for request in readers):
+                self._copied.outputs += value.nbytes
+                host = self._device.fetch(value)
+            return BatchOutput(name, datatype, host, value)
+        name, datatype, data = self._fetch_host(name, value, requests)
+        return BatchOutput(name, datatype, data, None)
+
+    def _fetch_host(self, name: str, value: Any, requests: Sequence[Request]) -> Output:
+        if isinstance(value, torch.Tensor):
+            datatype = PROTOCOL.get(value.dtype)
+            if datatype is None:
+                raise Internal(
+                    f"inference output '{name}' has the datatype {value.dtype}, which no client "
+                    "can receive"
+                )
+            return Output(name, datatype, self._device.fetch(value))
+        spec = self._signature.outputs[name]
+        datatype = spec.datatype
+        if datatype == "BYTES":
+            array = np.asarray(value, dtype=np.object_)
+            rows = sum(request.batch_size for request in requests)
+            # A flat list of texts has those of one row after the other.
+            flat = array.ndim == len(spec.model_dims) == 1 and isinstance(value, list)
+            if flat and self._batched and rows and not array.size % rows:
+                array = array.reshape(rows, -1)
+            return Output(name, datatype, array)
+        if isinstance(value, np.ndarray):
+            return Output(name, _datatype(value, datatype), value)
+        raise Internal(f"inference output '{name}' is a {type(value).__name__}, not a tensor")
+
+    def _state(self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]) -> Output:
+        """A state as the model has left it, where it is."""
+        value = outputs[name]
+        if isinstance(value, torch.Tensor) and value.dtype in PROTOCOL:
+            return Output(name, PROTOCOL[value.dtype], value)
+        return self._fetch_host(name, value, requests)
+
+    def _parts(self, made: BatchOutput, requests: Sequence[Request]) -> list[Output]:
+        """An output as each request gets it."""
+        whole = tuple(made.shape)
+        pieces = self._ragged and self._ragged.pieces(made.name, requests, whole)
+        if pieces:
+            return made.pieces(requests, pieces)
+        if len(requests) == 1:
+            return [made.whole(requests[0])]
+        return made.rows(requests, self._rows(made.name, whole, requests))
+
+    def _rows(
+        self, name: str, shape: tuple[int, ...], requests: Sequence[Request]
+    ) -> list[slice[int, int, None]]:
+        """Where each request's rows are; raises Internal for an output that has others."""
+        ends = list(accumulate((request.batch_size for request in requests), initial=0))
+        if not shape or shape[0] != ends[-1]:
+            raise Internal(
+                f"unexpected shape for inference output '{name}' for model "
+                f"'{self._signature.name}'. Expected {ends[-1]} rows, got {shape_text(shape)}."
+            )
+        return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _byte_size(model: torch.nn.Module | None) -> int:
+    if model is None:
+        return 0
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def _datatype(array: np.ndarray[Any, Any], expected: str) -> str:
+    kind = array.dtype.newbyteorder("=")
+    if kind == STORED[expected]:
+        return expected
+    for datatype, own in NUMPY.items():
+        if own == kind:
+            return datatype
+    raise Internal(f"an inference output has the datatype {kind}, which no client can receive")
