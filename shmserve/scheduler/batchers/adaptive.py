@@ -78,11 +78,12 @@ class AdaptiveBatcher(Batcher):
         count, target = len(latencies_ns), self._rules.target_ns
         self._arrivals.returned(now_ns, here, self._time.setup_ns)
         self._load.returned(now_ns, here, count, units, took_ns)
-        self._time.observe(units, took_ns, late=self._late and self._load.stays)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
+        late = self._late and self._load.stays and misses > 0
+        self._time.observe(units, took_ns, late=late)
         self._sizes.returned(units, took_ns, count, here, misses)
         if self._load.batches > LEARNING:
             self._waiting.returned(latencies_ns, misses)

@@ -170,8 +170,8 @@ class SizeTimes:
     # --- learning -----------------------------------------------------------------------------
 
     def observe(self, units: int, took_ns: float, *, late: bool = False) -> None:
-        """An execution of a batch of this size took this long; `late`: with the target out of
-        reach, and no end of that in sight. The first one does not count."""
+        """An execution of a batch of this size took this long; `late`: it missed the target,
+        which is out of reach with no end in sight. The first one does not count."""
         self._line.observe(units, took_ns)
         self._late += late
         self._seen += 1
@@ -189,7 +189,7 @@ class SizeTimes:
         size.weight = min(size.weight + 1, _REMEMBERED)
         change = (took - size.mean) / size.weight
         size.mean += change
-        if size.weight <= _OFTEN or abs(change) > size.mean / 50 or not self._seen % 16:
+        if size.weight < _OFTEN or abs(change) > size.mean / 50 or not self._seen % 16:
             self._stale = True
 
     def _believable(self, size: _Size, took: float) -> float:
@@ -238,11 +238,10 @@ class SizeTimes:
                     worst = max(times[lower], times[upper]) if lower else times[upper] * _SLOWER
             if upper > last:
                 break
-            lower = upper
-            if self._sizes[upper].weight < _OFTEN and upper != best:
-                if _size(upper) > promised * least[upper]:
-                    promised = _size(upper) / least[upper]
-                    found, worst = _size(upper), times[upper]
+            lower, doubted = upper, self._sizes[upper].weight < _OFTEN and upper != best
+            if doubted and _size(upper) > promised * least[upper]:
+                promised = _size(upper) / least[upper]
+                found, worst = _size(upper), times[upper]
         time = max(promised / _WORTH, rate) * least.get(lower, 0.0)
         if last > lower == self._order[-1] and _size(last) > time:
             # Larger ones than any: the further away, the longer they may take.
@@ -259,7 +258,7 @@ class SizeTimes:
         best, top, top_error, top_score = 1, 0.0, 0.0, 0.0
         hoped, hope = 1, 0.0
         self._least = self._at_best(spread)
-        again, below = self._again(self._least)
+        again, promise = self._again(self._least)
         highest = self._order[-1]
         for index in range(1, self._last + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
@@ -271,8 +270,9 @@ class SizeTimes:
                 error /= size.weight
                 margin = _SURE * (error + top_error) ** 0.5
             self._best[index] = index if rate * (1 + _SAME + margin) >= top else best
-            time = below if index == again else self._least.get(index, times[index])
-            may = _size(index) / time
+            may = _size(index) / self._least.get(index, times[index])
+            if index == again:
+                may = promise
             if may >= hope:
                 hoped, hope = index, may
             self._hoped[index] = hoped
@@ -299,17 +299,18 @@ class SizeTimes:
         return least
 
     def _again(self, least: dict[int, float]) -> tuple[int, float]:
-        """A size whose executions may all have been disturbed, so that it may be as fast as a
-        smaller one, and that time; (0, 0.0): there is none. The longer the target is missed, the
-        more executions it takes to write a size off (a logarithm: Lai and Robbins, 1985)."""
+        """A size whose executions may all have been disturbed, and the most rows in a time that
+        it, or those up to the next one seen, do if it is as fast as a smaller one; (0, 0.0): there
+        is none. The longer the target is missed, the more executions it takes to write a size off
+        (a logarithm: Lai and Robbins, 1985)."""
         top = max(_size(index) / time for index, time in least.items())
-        below = min(least.values()) / (_FASTER + math.log(1 + self._late))
+        below = min(least.values())
         enough = math.log(1 + self._late) / math.log(_DISTURBED)
-        for index in self._order:
+        for index, above in zip(self._order, [*self._order[1:], self._last + 1], strict=True):
             if self._sizes[index].weight >= enough:
                 below = least[index]
-            elif _size(index) > top * below:
-                return index, below
+            elif _size(above - 1) > top * below:
+                return index, _size(above - 1) / below
         return 0, 0.0
 
     def _interpolate(self) -> None:
