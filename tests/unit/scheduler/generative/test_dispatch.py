@@ -85,7 +85,7 @@ class Llm:
         self.rig.worker(self.peer, stepped)
         for result in stepped.results:
             key, sample = known[result.sequence]
-            tokens = self.worker.known[result.sequence].tokens[len(PROMPT) :]
+            tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
             self.rig.worker(self.peer, g.Told(key, sample, len(tokens)))
             if result.over:
                 self.open[key] -= 1
