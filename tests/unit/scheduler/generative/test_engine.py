@@ -54,6 +54,17 @@ def test_beam_searches_side_by_side(blocks: int, seats: int, mode: str) -> None:
         rig.verify(generation, [0])
 
 
+def test_beams_that_have_lost_their_seats_take_none_from_others() -> None:
+    rig = rig_of(kv_cache_blocks=14, max_batch_size=4, preemption_mode="recompute")
+    search = BeamSearch(2, 0.7, "false", [END, 7, 19])
+    submit(rig, [1] * 4, 11, beams=search)
+    submit(rig, [2] * 8, 13)
+    submit(rig, [3] * 9, 13)
+    submit(rig, [7], 2, beams=search)
+    submit(rig, [8], 2)
+    rig.drain()
+
+
 def test_beams_go_on_from_the_blocks_of_those_before() -> None:
     rig = rig_of()
     submit(rig, [5] * 10, 6, beams=BeamSearch(3, 1.0, "false", []))
