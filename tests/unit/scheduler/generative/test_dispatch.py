@@ -231,16 +231,15 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
 def test_what_a_dead_instance_had_is_spread_over_those_that_stay() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
-    leaves = rig.start(3, 103)
-    submit(rig, 2)
+    rig.start(3, 103)
+    submit(rig, 3)
     stay = [rig.start(index, 100 + index) for index in (0, 1)]
-    retires = rig.start(2, 102)
+    rig.start(2, 102)
     rig.supervisor(RetireInstance(2))
     rig.workers.take()
     rig.supervisor(ProcessExited(103, "killed"))
     given = [peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)]
-    assert sorted(given) == stay
-    assert not {leaves, retires} & set(given)
+    assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
 
 
 def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
