@@ -42,8 +42,9 @@ test: $(STAMP)  ## all tests
 # One seed a run: SEEDS=N of them, from FIRST on.
 SEEDS ?= 1000
 FIRST ?= 0
-simulate: $(STAMP)  ## the schedulers' cores in one process, under faults by SEEDS=N seeds
+simulate: $(STAMP)  ## the schedulers' cores and the lifecycle's, in one process, under faults by SEEDS=N seeds
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation --lifecycle --seeds $(SEEDS) --first $(FIRST)
 
 lint: $(STAMP)  ## ruff, its rules and its format
 	$(BIN)/ruff check .

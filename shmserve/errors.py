@@ -20,7 +20,8 @@ unexpected is logged where it happens and reaches the client as `Internal("inter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -136,6 +137,13 @@ def clip(text: str, limit: int = 60) -> str:
     """`text` short enough for an error line, with control characters escaped."""
     shown = text if text.isprintable() else ascii(text)[1:-1]
     return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that a misspelt one is most like, by difflib's ratio (0 to 1); None where none
+    is as like it as `likeness`."""
+    close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
+    return close[0] if close else None
 
 
 @contextmanager

@@ -19,6 +19,9 @@ What the class may have besides `predict`:
     max_queue_delay_us = 0      how long a request may wait for others to share its batch
     max_streams = 64            requests that a `predict` which yields answers side by side
 
+    instances = 1               how many there are, each a process; or `instance_group`, a list of
+                                mappings as in a configuration
+
     ragged = ("x",)             inputs that come flat, one request after the other
     batch_input, batch_output   lists of mappings, as in a configuration, for these
     padding = {"x": {...}}      inputs that are filled up to one shape (README.md)
@@ -150,7 +153,8 @@ class Context:
     """The argument of a model's `load(self, context)`.
 
     `device` is torch's name for where the instance runs ("cpu", "cuda:0"), `directory` the folder
-    of the model's file, `parameters` the strings in the configuration's `parameters`.
+    of the model's file, `parameters` the strings in the configuration's `parameters`, and what
+    `shmserve serve FILE.py:CLASS --set NAME=VALUE` says.
     """
 
     name: str

@@ -16,6 +16,7 @@ from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs
 from shmserve.ipc.messages.memory import CheckMemory, MemoryDropped
 from shmserve.ipc.messages.supervision import Attach, CheckReady, ProcessExited, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.busy_poll import SPIN_NS, BusyPoll
 from shmserve.workers.backends import Backend, ModelContext
@@ -25,7 +26,7 @@ from shmserve.workers.batch.padding import Padder
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.batch.unpack import Unpacker
-from shmserve.workers.batch.warmup import read, warm_up
+from shmserve.workers.batch.warmup import warm_up
 from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink
 from shmserve.workers.sequences.execute import SequenceExecutor
@@ -58,7 +59,12 @@ class WorkerInstance:
         )
         # Runs what the configuration asks for before the instance is ready. Raises Internal.
         self.warm_up = partial(
-            warm_up, read(config, context.model_dir), signature, unpacker, self._executor, context
+            warm_up,
+            warmup_samples(config, context.model_dir),
+            signature,
+            unpacker,
+            self._executor,
+            context,
         )
         self._messages = backend.serve(self._writer, unpacker) or self._executor.messages()
         self.link.served = self._messages.keys()

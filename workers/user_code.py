@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -52,27 +52,3 @@ def in_words(error: BaseException) -> str:
         return f"{kind}: {error}"
     except BaseException:  # its `__str__` is a model's too
         return kind
-
-
-def read_data(
-    folder: Path, file: str, size: int | None, *, setting: str, outside: str, unreadable: str
-) -> bytes:
-    """The first `size` bytes (None: all) of a file of this folder of a model's, which a `setting`
-    of its configuration names.
-
-    Raises InvalidArgument: in the words of `outside` for a file that is not in the folder, in those
-    of `unreadable` and with the reason, and for one that is too short.
-    """
-    path = folder / file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise InvalidArgument(outside)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InvalidArgument(f"{unreadable}: {error.strerror}") from error
-    if size is not None and len(data) < size:
-        raise InvalidArgument(
-            f"{setting} setting expects {size} bytes, but the data provided from {file} only has "
-            f"{len(data)} bytes"
-        )
-    return data[:size]

@@ -6,6 +6,7 @@ batching and shared memory, ends by itself, leaves nothing behind and needs no n
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -67,9 +68,12 @@ class Result:
 
 def main() -> None:
     """Train, serve, measure, print."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    ports = free_ports(3)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
         scratch = Path(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "torch")  # else one is left behind
         print("training a small convolutional network on handwritten digits ...", flush=True)
         began = time.perf_counter()
         digits = train.load()
@@ -80,7 +84,7 @@ def main() -> None:
         print(f"trained on {len(digits.train_images):,} images", end=" ")
         print(f"and exported twice in {time.perf_counter() - began:.1f} s")
         began = time.perf_counter()
-        with server(scratch) as port:
+        with server(scratch, ports) as port:
             print(f"the server is ready after {time.perf_counter() - began:.1f} s\n")
             measure_all(port, models, data, len(digits.held_out_images))
 
@@ -181,12 +185,13 @@ def formed_batches(port: int, model: str) -> Counter[int]:
 
 
 @contextlib.contextmanager
-def server(scratch: Path) -> Iterator[int]:
-    """A server of the repository in `scratch`, on a free port; its log is shown if it fails."""
-    http_port, metrics_port = free_ports(2)
+def server(scratch: Path, ports: list[int]) -> Iterator[int]:
+    """A server of the repository in `scratch`, on these ports; its log is shown if it fails."""
+    http_port, grpc_port, metrics_port = ports
     command = [
         *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={scratch / 'models'}"),
         *("--http-address=127.0.0.1", f"--http-port={http_port}"),
+        *("--grpc-address=127.0.0.1", f"--grpc-port={grpc_port}"),
         *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
         f"--run-dir={scratch / 'run'}",
     ]

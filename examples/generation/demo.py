@@ -7,6 +7,7 @@ and needs no network.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import json
@@ -21,8 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import train
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 90.0
@@ -51,12 +50,17 @@ class Measured:
 
 def main() -> None:
     """Train, serve, ask, measure, print."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    ports = free_ports(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is ended, too
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/torch"  # else one is left behind
+        import train  # not before: what it imports looks for that folder
+
         model = Path(folder) / "reference"
         print("training a small language model on Python's reference ...", flush=True)
         train.write(model, _TRAINING_S, draft=False)
-        with server(model, Path(folder)) as port:
+        with server(model, Path(folder), ports) as port:
             print("\nit writes:\n")
             for prompt in _PROMPTS[:2]:
                 text = "".join(piece for piece, _ in stream(port, prompt, 40))
@@ -127,14 +131,9 @@ def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
 
 
 @contextlib.contextmanager
-def server(model: Path, scratch: Path) -> Iterator[int]:
-    """A server of this folder, on free ports; its log is shown if it fails."""
-    held = [socket.socket() for _ in range(2)]
-    for each in held:
-        each.bind(("127.0.0.1", 0))
-    port, metrics_port = (each.getsockname()[1] for each in held)
-    for each in held:
-        each.close()
+def server(model: Path, scratch: Path, ports: list[int]) -> Iterator[int]:
+    """A server of this folder, on these ports; its log is shown if it fails."""
+    port, metrics_port = ports
     command = [
         *(sys.executable, "-m", "shmserve", "serve", str(model)),
         *("--http-address=127.0.0.1", f"--http-port={port}", "--allow-grpc=false"),
@@ -165,6 +164,15 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
                     return
         time.sleep(0.1)
     raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +125,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200, help="how many to measure")
     requests = parser.parse_args().requests
-    with serving() as url, contextlib.closing(connect(url)) as client:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmserve-demo-"))
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # else one is left behind
+        client = stack.enter_context(contextlib.closing(connect(stack.enter_context(serving()))))
         check(client)
         measure(client, 20)
         ensemble, separate = measure(client, requests)

@@ -103,7 +103,10 @@ def _check(arguments: list[str]) -> int:
     from shmserve.cli.check import check
     from shmserve.config import command_line, server
 
-    return check(server.from_flags(command_line.parse(arguments), os.environ))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--input", action="append", default=[])
+    ours, others = parser.parse_known_args(arguments)
+    return check(server.from_flags(command_line.parse(others), os.environ), ours.input)
 
 
 def _client(arguments: list[str]) -> int:
@@ -145,10 +148,13 @@ def _asks_for_help(arguments: list[str]) -> bool:
 
 
 _CHECK_HELP = """\
-usage: shmserve check DIR [flags of serve]
+usage: shmserve check DIR [--input NAME=VALUE ...] [flags of serve]
 
-Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, runs one
-batch of zeros, and prints a line a model. Exit status: 0 all is well, 2 something is not."""
+Parses and validates the repository DIR (or a path/model.py:Class), loads each model once, asks it
+once, holds its outputs against its configuration, and prints a line a model. It is asked with each
+sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
+every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
+in it, as one text. Exit status: 0 all is well, 2 something is not."""
 
 
 def _flag_help(flag: Flag) -> list[str]:

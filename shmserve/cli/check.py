@@ -1,5 +1,9 @@
-"""`shmserve check DIR`: parse and validate a repository, load each model once, run one batch,
-report for each model."""
+"""`shmserve check DIR`: parse and validate a repository, load each model, ask it once, hold its
+outputs against its configuration, report for each.
+
+A model is asked with each sample of its `model_warmup`, or else with zeros and empty texts; in both
+the values of `--input` count for more.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,30 @@ import dataclasses
 import os
 import secrets
 import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shmserve import logs
+from shmserve.cli.client_tensors import ModelTensor, WrongInput, encode, load, split_input
 from shmserve.config.server import ServerConfig
-from shmserve.errors import ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import name_process
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
     Inference,
+    Inferred,
     pack_inference,
+    unpack_inferred,
 )
-from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.tensors.samples import warmup_samples
+from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners
@@ -33,28 +44,38 @@ from shmserve.supervisor.main import hold_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _PATIENCE_S = 60.0
+_MADE_UP = (
+    "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
+    "asks with others"
+)
 
 
-def check(config: ServerConfig) -> int:
-    """Check the repositories of `config`; prints a line a model; 0 when all is well, 2
-    otherwise, 128 + N when signal N came first."""
+def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
+    """Check the repositories of `config`, with the inputs `given` as NAME=VALUE; prints a line a
+    model; 0 when all is well, 2 otherwise, 128 + N when signal N came first."""
+    try:
+        values = {name: load(name, text) for name, text in map(split_input, given)}
+    except WrongInput as error:
+        raise InvalidArgument(str(error)) from None
     with written_to(config.log.log_file):
-        return _checked(config)
+        return _checked(config, values)
 
 
-def _checked(config: ServerConfig) -> int:
+def _checked(config: ServerConfig, values: dict[str, Any]) -> int:
     logs.configure("check", config.log)
     name_process("check")
     alone = dataclasses.replace(
         config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
     signals = hold_signals()
-    return run_composed(alone, RunDirectory(alone.run_dir), Listeners(), signals, _check)
+    return run_composed(
+        alone, RunDirectory(alone.run_dir), Listeners(), signals, partial(_check, values=values)
+    )
 
 
-async def _check(supervisor: Supervisor) -> int:
+async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
     supervisor.open()
-    work = asyncio.ensure_future(_report(supervisor))
+    work = asyncio.ensure_future(_report(supervisor, values))
     stop = asyncio.ensure_future(supervisor.signalled())
     await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not work.done()
@@ -64,27 +85,35 @@ async def _check(supervisor: Supervisor) -> int:
     return 128 + stop.result() if interrupted else work.result()
 
 
-async def _report(supervisor: Supervisor) -> int:
+async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
     """Load all, try all, print a line each; the exit status."""
     with StartupReport() as progress:
         await supervisor.models.start(progress)
     bad = 0
+    unused = set(values)
     rows = await supervisor.models.index(ready=False)
     for row in rows:
         failure = row.get("reason", "")
         seconds = 0.0
         if not failure:
+            began = time.monotonic()
             try:
                 where = supervisor.registry.find(row["name"], row["version"])
-                failure, seconds = await asyncio.to_thread(_run_one_batch, where)
+                version = supervisor.registry.models[row["name"]].shown[where["version"]]
+                model = _Model(where, version.spec.model_dir, values)
+                unused -= model.signature.inputs.keys()
+                failure = await asyncio.to_thread(model.failure)
             except ShmserveError as error:
                 failure = error.message
+            seconds = time.monotonic() - began
         bad += bool(failure)
         name = f"{row['name']}:{row.get('version', '')}".rstrip(":")
         print(f"{name:<32} {_verdict(failure, seconds)}", flush=True)
     if not rows:
         print("no model found", flush=True)
-    return 2 if bad or not rows else 0
+    for name in sorted(unused):
+        print(f"--input: no model that was loaded has an input '{name}'", flush=True)
+    return 2 if bad or unused or not rows else 0
 
 
 def _verdict(failure: str, seconds: float) -> str:
@@ -94,49 +123,110 @@ def _verdict(failure: str, seconds: float) -> str:
     return "FAILED  " + failure.rstrip("; \n").replace("\n", "\n" + " " * 8)
 
 
-def _run_one_batch(where: dict[str, Any]) -> tuple[str, float]:
-    config = ModelSpec.of(where["config"])
-    signature = Signature(config, where["version"])
-    try:
-        inputs = tuple(_zeros(signature, name) for name in signature.inputs)
-        work = pack_inference(Inference(inputs))
-    except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
-        return "not tried: a batch of zeros is too large to be sent", 0.0
-    fit = signature.check("check", inputs, ())
-    dealer = Dealer(where["endpoint"], f"{os.getpid()}.{secrets.token_hex(4)}")
-    began = time.monotonic()
-    text = _ids_are_texts(config)
-    try:
-        dealer.send(
-            Submit(
-                id=1,
-                batch_size=fit.batch_size,
-                shape_key=fit.shape_key,
-                arrived_ns=time.monotonic_ns(),
-                deadline_ns=0,
-                timeout_us=0,
-                priority=0,
-                work=work,
-                request_id="check",
-                flags=SEQUENCE_START | SEQUENCE_END,
-                correlation_id=0 if text else 1,
-                correlation_text="check" if text else "",
+class _Model:
+    """A loaded model version, to be asked; `values` are those of --input, by the input's name."""
+
+    def __init__(self, where: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
+        self._config = ModelSpec.of(where["config"])
+        self._endpoint = where["endpoint"]
+        self.signature = Signature(self._config, where["version"])
+        self._samples = warmup_samples(self._config, model_dir)
+        self._values = {n: v for n, v in values.items() if n in self.signature.inputs}
+
+    def failure(self) -> str:
+        """What is wrong with a response to one of the requests, or with one that is refused; empty
+        when nothing is. Raises ShmserveError where a request does not fit the model."""
+        try:
+            requests = self._requests()
+        except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
+            return "not tried: a batch of zeros is too large to be sent"
+        except WrongInput as error:
+            return str(error)
+        failures = (self._ask(inputs, work) for inputs, work in requests)
+        return next(filter(None, failures), "")
+
+    def _requests(self) -> list[tuple[tuple[TensorRef, ...], bytes]]:
+        signature = self.signature
+        samples = [sample.tensors for sample in self._samples] or [
+            [_zeros(signature, name) for name in signature.inputs if name not in self._values]
+        ]
+        requests = []
+        for sample in samples:
+            tensors = {tensor.name: tensor for tensor in sample if tensor.name in signature.inputs}
+            tensors |= {name: self._given(name) for name in self._values}
+            inputs = tuple(tensors.values())
+            requests.append((inputs, pack_inference(Inference(inputs))))
+        return requests
+
+    def _given(self, name: str) -> TensorRef:
+        spec = self.signature.inputs[name]
+        batch = (-1,) if self.signature.max_batch_size > 0 else ()
+        tensor = ModelTensor(name, spec.datatype, (*batch, *spec.dims))
+        shape, raw = encode(tensor, self._values[name])
+        return TensorRef(name, spec.datatype, tuple(shape), raw)
+
+    def _ask(self, inputs: tuple[TensorRef, ...], work: bytes) -> str:
+        """Why the model fails with these inputs, or what its outputs lack; empty when nothing."""
+        fit = self.signature.check("check", inputs, ())
+        dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
+        text = _ids_are_texts(self._config)
+        made_up = "" if self._samples or self._values else _MADE_UP
+        try:
+            dealer.send(
+                Submit(
+                    id=1,
+                    batch_size=fit.batch_size,
+                    shape_key=fit.shape_key,
+                    arrived_ns=time.monotonic_ns(),
+                    deadline_ns=0,
+                    timeout_us=0,
+                    priority=0,
+                    work=work,
+                    request_id="check",
+                    flags=SEQUENCE_START | SEQUENCE_END,
+                    correlation_id=0 if text else 1,
+                    correlation_text="check" if text else "",
+                )
             )
-        )
-        while dealer.wait(_PATIENCE_S):
-            for message in dealer.receive():
-                match message:
-                    case Finished():
-                        return "", time.monotonic() - began
-                    case Responded(message=error, code=code):  # the first, or that there is none
-                        return (error, 0.0) if code else ("", time.monotonic() - began)
-                    case Failed(message=error):
-                        return error, 0.0
-            if not dealer.connected:
-                return "its scheduler ended", 0.0
-        return f"no answer within {_PATIENCE_S:.0f} s", 0.0
-    finally:
-        dealer.close()
+            while dealer.wait(_PATIENCE_S):
+                for message in dealer.receive():
+                    match message:
+                        case Failed(message=error):
+                            return error + made_up
+                        case Responded(code="", body=b""):  # the end, and there is no response
+                            return ""
+                        case Responded(message=error, code=code) if code:
+                            return error + made_up
+                        case Responded(body=body) | Finished(body=body):
+                            return self._misfit(unpack_inferred(body), fit.batch_size)
+                if not dealer.connected:
+                    return "its scheduler ended"
+            return f"no answer within {_PATIENCE_S:.0f} s"
+        finally:
+            dealer.close()
+
+    def _misfit(self, response: Inferred, batch_size: int) -> str:
+        """What of a response is not as the configuration says it; empty when all is."""
+        config = self._config
+        given = {tensor.name: tensor for tensor in response.outputs}
+        free = {name for each in config.batch_output for name in each.target_name}
+        # Of many responses, and where steps of an ensemble may be left out, one may have less.
+        whole = not config.decoupled and not any(n.startswith("step[") for n in config.parameters)
+        wrong = []
+        for name, spec in self.signature.outputs.items():
+            wanted = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
+            tensor = given.get(name)
+            if tensor is None:
+                wrong += [f"the model gave no output '{name}'"] if whole else []
+            elif tensor.datatype != spec.datatype or (
+                name not in free and not agree(wanted, tensor.shape)
+            ):
+                wrong.append(
+                    f"the model's output '{name}' is {TO_CONFIG[tensor.datatype]} "
+                    f"{shape_text(tensor.shape)}, where the configuration says "
+                    f"{TO_CONFIG[spec.datatype]} {shape_text(wanted)}"
+                )
+        return "\n".join(wrong)
 
 
 def _ids_are_texts(config: ModelSpec) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from shmserve.cli.client_tensors import WrongInput, encode, load
+from shmserve.cli.client_tensors import WrongInput, encode, load, split_input
 from shmserve.cli.transports import InputTensor, OutgoingRequest, Transport, TransportError
 from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.errors import Disconnected
@@ -88,7 +88,8 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
         required=True,
         dest="inputs",
         metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, or @FILE.npy; a value with one "
+        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
+        "what is in it, as one text; a value with one "
         "dimension less than the model takes becomes a batch of one",
     )
     parser.add_argument(
@@ -126,7 +127,7 @@ def _complain(text: str, status: int) -> int:
 
 
 def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    given = [_split(text) for text in args.inputs]
+    given = [split_input(text) for text in args.inputs]
     values = [(name, load(name, value)) for name, value in given]
     with contextlib.closing(_transport(args)) as transport:
         model = transport.inputs(args.model, args.model_version)
@@ -149,13 +150,6 @@ def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 args.end,
             )
         )
-
-
-def _split(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise WrongInput(f"--input takes NAME=VALUE, not '{text}'")
-    return name, value
 
 
 def _transport(args: argparse.Namespace) -> Transport:

@@ -40,8 +40,17 @@ class ModelTensor:
     shape: tuple[int, ...]
 
 
+def split_input(text: str) -> tuple[str, str]:
+    """Name and value of an `--input`; raises WrongInput."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise WrongInput(f"--input takes NAME=VALUE, not '{text}'")
+    return name, value
+
+
 def load(name: str, text: str) -> Any:
-    """The value in `text`: JSON, or the array in a file if it starts with @; raises WrongInput."""
+    """The value in `text`: JSON, or if it starts with @ the array in a file of numpy's (.npy), or
+    all of another file as one text; raises WrongInput."""
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
     try:
@@ -56,6 +65,8 @@ def load(name: str, text: str) -> Any:
 def _load_array(name: str, path: Path) -> _Array:
     try:
         with path.open("rb") as file:
+            if path.suffix not in (".npy", ".npz"):
+                return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
     except Exception as error:  # whatever numpy makes of a file that is none of its own
         raise WrongInput(f"input '{name}': cannot read {path}: {error}") from error
@@ -164,7 +175,7 @@ def _leaves(tensor: ModelTensor, value: Any, shape: tuple[int, ...]) -> Iterator
 def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
     floating = tensor.datatype == "BF16" or NUMPY[tensor.datatype].kind == "f"
     if tensor.datatype == "BYTES":
-        if array.dtype.kind in "SU":
+        if array.dtype.kind in "SUO":
             return array
     elif floating and array.dtype.kind == "f":
         # Less precise is what the model takes; every other conversion must keep the values.
@@ -174,6 +185,5 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
             return array.astype(NUMPY[tensor.datatype])
     elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
         return array.astype(NUMPY[tensor.datatype])
-    raise WrongInput(
-        f"input '{tensor.name}' is {tensor.datatype}: an array of {array.dtype} is not"
-    )
+    found = "what is in a file as it is" if array.dtype == object else f"an array of {array.dtype}"
+    raise WrongInput(f"input '{tensor.name}' is {tensor.datatype}: {found} is not")

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.config.options import ACTED_ON, FLAGS, Value
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,6 @@ def _check_text(word: str) -> None:
 
 
 def _unknown(word: str) -> str:
-    near = difflib.get_close_matches(word.lstrip("-"), FLAGS, n=1)
-    hint = f", did you mean --{near[0]}?" if near else "; see shmserve serve --help"
+    near = nearest(word.lstrip("-"), FLAGS)
+    hint = f", did you mean --{near}?" if near else "; see shmserve serve --help"
     return f"unknown flag {word[:80]}{hint}"

@@ -113,6 +113,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             False,
         ),
         Flag("strict-model-config", "the same: Triton's older name of it", bool, False),
+        Flag(
+            "set",
+            "NAME=VALUE, for a model given as path/model.py:Class: in the `parameters` of the "
+            "context that its `load` is given; a value is a text",
+            repeat=True,
+        ),
         Flag("backend-config", "BACKEND,SETTING=VALUE given to that backend", repeat=True),
     ),
     "Defaults for models that do not set them": (

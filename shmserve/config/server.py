@@ -17,7 +17,7 @@ from shmserve.common.access.auth_tokens import (
     read_tokens,
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
-from shmserve.common.model_names import is_inline
+from shmserve.common.model_names import CLASS_IN_FILE, is_inline
 from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
@@ -49,13 +49,15 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The settings of `shmserve serve`. `model_files` are "path/model.py:Class".
+    """The settings of `shmserve serve`. `model_files` are "path/model.py:Class", whose
+    parameters are `class_settings`.
 
     No `tokens`: none is asked for. The restricted APIs are by scope.
     """
 
     model_repositories: tuple[Path, ...]
     model_files: tuple[str, ...]
+    class_settings: Mapping[str, str]
     model_control_mode: str
     load_models: tuple[str, ...]
     repository_poll_s: int
@@ -131,6 +133,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(repositories),
         model_files=tuple(files),
+        class_settings=_class_settings(parsed.repeated["set"], files),
         load_models=_load_models(parsed),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
@@ -264,6 +267,16 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
             "--model-repository: at least one is needed (or a path/model.py:Class)"
         )
     return repositories, files
+
+
+def _class_settings(given: list[str], files: list[str]) -> dict[str, str]:
+    if given and not any(map(CLASS_IN_FILE.fullmatch, files)):
+        raise InvalidArgument("--set: is for a class, and no path/model.py:Class is given")
+    pairs = [text.partition("=") for text in given]
+    for text, (name, equals, _) in zip(given, pairs, strict=True):
+        if not name or not equals or name == "class":
+            raise InvalidArgument(f"--set: '{text}' is not NAME=VALUE, with a name but 'class'")
+    return {name: value for name, _, value in pairs}
 
 
 def _backend_setting(text: str) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ The order in which a model's folder becomes a configuration:
     normalise, validate        + defaults; complete=False              (rules that hold already)
     merge_autocomplete         + what the model says about itself
     normalise, validate        + the server's defaults; complete=True  (all rules)
-    ignored_fields, to_dict
+    ignored_fields, doubts, to_dict
 
 The Source remembers where everything was written and what could not be read: `validate` and
 `merge_autocomplete` name the line, and tell all mistakes at once.
@@ -19,7 +19,7 @@ from shmserve.model_config.normalise import ModelDefaults, detect_backend, norma
 from shmserve.model_config.parse import from_json, parse_pbtxt, read_json, read_pbtxt
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
 from shmserve.model_config.validation import LoadProblem, validate
-from shmserve.model_config.views import ignored_fields, read_labels, to_dict
+from shmserve.model_config.views import doubts, ignored_fields, read_labels, to_dict
 from shmserve.proto.model_config_pb2 import ModelConfig
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Source",
     "compose",
     "detect_backend",
+    "doubts",
     "from_json",
     "ignored_fields",
     "merge_autocomplete",

@@ -20,6 +20,7 @@ _COMPLETABLE = (
     "model_transaction_policy",
     "batch_input",
     "batch_output",
+    "instance_group",
 )
 # Of the parameters, what a class may have as an attribute.
 _PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, PADDING, ENGINE)
@@ -32,9 +33,10 @@ def merge_autocomplete(
 
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
     max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
-    (where `config` has no scheduler) and model_transaction_policy count, and of its parameters
-    `batching_strategy`, `target_p99_ms`, `max_streams`, `padding` and `engine`. What the author
-    wrote (in `source`) stays, but for a max_batch_size that the model raises.
+    (where `config` has no scheduler), a class's instance_group and model_transaction_policy count,
+    and of its parameters `batching_strategy`, `target_p99_ms`, `max_streams`, `padding` and
+    `engine`. What the author wrote (in `source`) stays, but for a max_batch_size that the model
+    raises.
 
     Raises InvalidArgument, one line a conflict as `Source.check` writes it, where the model
     contradicts it.
@@ -49,6 +51,11 @@ def merge_autocomplete(
     for name in model.parameters:
         if name not in merged.parameters:
             merged.parameters[name].CopyFrom(model.parameters[name])
+    unwritten = not any(key[0] == "instance_group" for key in source.places)
+    if config.backend == "native" and unwritten and model.instance_group:
+        # What `config` has of them was not written, but filled in.
+        merged.ClearField("instance_group")
+        merged.instance_group.extend(model.instance_group)
     if not merged.batch_input:
         merged.batch_input.extend(model.batch_input)
     if not merged.batch_output:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.common import model_settings
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, clip, nearest, refused
 from shmserve.model_config.syntax.json_format import message_to_dict
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,
@@ -50,6 +50,23 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
 def ignored_fields(config: ModelConfig) -> list[str]:
     """The paths of what is set, accepted and without effect, for one log line a model."""
     return list(_ignored(config))
+
+
+def doubts(written: ModelConfig, final: ModelConfig) -> list[str]:
+    """What is taken and cannot be meant so, in a configuration as it was written, and completed:
+    for a line each in the log."""
+    found = [
+        f"instance_group[{index}].count: {group.count} is taken as the default; it is 1 or more"
+        for index, group in enumerate(written.instance_group)
+        if group.count < 0
+    ]
+    for name in sorted(set(written.parameters).difference(model_settings.KNOWN_PARAMETERS)):
+        near = nearest(name, model_settings.KNOWN_PARAMETERS, 0.8)
+        if near:
+            found.append(f"parameters: '{clip(name)}' means nothing here, did you mean '{near}'?")
+    if written.HasField("dynamic_batching") and final.max_batch_size < 1:
+        found.append("dynamic_batching: nothing is batched, as max_batch_size is 0")
+    return found
 
 
 def _ignored(config: ModelConfig) -> Iterator[str]:

@@ -275,7 +275,8 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
-    copying = marked(past_the_caches(os.environ), os.getpid(), run_dir.path)
+    clean = {**_left_nothing_behind(run_dir), **os.environ}
+    copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
     # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
     # TorchScript needs is a tenth of that.
     preloads = list(_WORKER_PRELOADS)
@@ -283,6 +284,13 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
         if any(any(root.glob(pattern)) for root in config.model_repositories):
             preloads.append(module)
     return Zygote(processes, run_dir, "worker zygote", preloads, copying)
+
+
+def _left_nothing_behind(run_dir: RunDirectory) -> dict[str, str]:
+    """The environment in which torch's compiler has its cache among the server's files, not in
+    $TMPDIR for good, and onnxruntime makes no session of its telemetry's there when imported."""
+    cache = run_dir.path / "torchinductor"
+    return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ORT_DISABLE_TELEMETRY": "1"}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

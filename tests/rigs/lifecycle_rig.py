@@ -4,12 +4,13 @@ has it happen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import LoadPlan, Order
@@ -60,9 +61,12 @@ class LifecycleRig:
         self.registry.audience = self
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []
+        self.steps: dict[str, list[str]] = {}
+        self.broken: set[str] = set()  # cannot be started
         self.alive: list[Any] = []
         self.discarded = 0
         self.number = self.known = 0
+        self._endpoints = itertools.count(1)
 
     def happen(self, *kinds: str) -> None:
         """Have what waits of these kinds happen, and what that leads to; the gateway knows of what
@@ -72,7 +76,7 @@ class LifecycleRig:
             if news:
                 self.known = self.number
                 self.lifecycle.acknowledged()
-            due = [each for each in self.pending if each[0] in kinds]
+            due = [each for each in self.pending if {each[0], each[0].split()[0]} & {*kinds}]
             if not (due or news):
                 return
             for each in due:
@@ -94,26 +98,35 @@ class LifecycleRig:
         """Nobody looks."""
 
     def read(self, order: Order) -> None:
-        """One version of the model's name."""
-        folder, config = Path("/"), ModelSpec.of({"name": order.model.name})
-        spec = VersionSpec(order.model.name, "1", folder, folder, config, lambda _: config)
-        plan = LoadPlan("", [spec], {})
+        """One version, of an ensemble if it has `steps`; a source's configuration is another."""
+        name, folder = order.model.name, Path("/")
+        step = [{"model_name": each} for each in self.steps.get(name, [])]
+        written: dict[str, Any] = {
+            "name": name,
+            "parameters": {"sent": {"string_value": order.source.config}},
+        }
+        if step:
+            written["ensemble_scheduling"] = {"step": step}
+        config = ModelSpec.of(written)
+        spec = VersionSpec(name, "1", folder, folder, config, lambda _: config)
+        plan = LoadPlan("", [spec], self.steps)
         self.pending.append(("read", lambda: self.lifecycle.was_read(order, plan)))
 
     def create(self, spec: VersionSpec, group: Group) -> Any:
         """A generation of its own."""
-        made = Generation(spec, self, len(self.alive))
+        made = Generation(spec, self, next(self._endpoints))
         self.alive.append(made)
         return made
 
-    def start(self, version: Any, error: ShmserveError | None = None) -> None:
+    def start(self, version: Any) -> None:
         """It is ready then."""
 
         def started() -> None:
+            error = Internal("broken") if version.spec.name in self.broken else None
             version.ready = error is None
             self.lifecycle.started(version, error)
 
-        self.pending.append(("start", started))
+        self.pending.append((f"start {version.spec.name}", started))
 
     def update(self, order: Order) -> None:
         """No generation is updated."""
@@ -124,11 +137,11 @@ class LifecycleRig:
 
     def kill(self, version: Any) -> None:
         """It ends."""
-        self.pending.append(("end", lambda: self._ended(version)))
+        self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
 
     def retire(self, version: Any) -> None:
         """It ends once it has finished."""
-        self.pending.append(("end", lambda: self._ended(version)))
+        self.pending.append((f"end {version.spec.name}", lambda: self._ended(version)))
 
     def _ended(self, version: Any) -> None:
         version.ready = False

@@ -1,5 +1,6 @@
-"""`python -m tests.simulation [--seeds N] [--first SEED] [--seconds S]`: run seeds; the first that
-breaks a rule is shown with its last 200 events."""
+"""`python -m tests.simulation [--lifecycle] [--seeds N] [--first SEED] [--seconds S]`: run seeds
+(of the schedulers, or of the lifecycle of models); the first that breaks a rule is shown with its
+last 200 events."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.simulation import Simulation
 from tests.simulation.world import TRACED
 
@@ -20,6 +22,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="of CPU time; 0: no limit")
     parser.add_argument("--go-on", action="store_true", help="count failing seeds, show none")
+    parser.add_argument("--lifecycle", action="store_true", help="of models, and no requests")
     parser.add_argument("--traced", type=int, default=TRACED, help="how many events to show")
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -27,7 +30,11 @@ def main() -> int:
     faults: Counter[str] = Counter()
     seed = arguments.first
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        simulation = Simulation(seed, traced=arguments.traced)
+        simulation: Simulation | LifecycleRun
+        if arguments.lifecycle:
+            simulation = LifecycleRun(seed, traced=arguments.traced)
+        else:
+            simulation = Simulation(seed, traced=arguments.traced)
         try:
             simulation.run()
         except Exception as error:
@@ -39,14 +46,15 @@ def main() -> int:
                 if not isinstance(error, AssertionError):
                     raise
                 return 1
-        requests += len(simulation.ledger.requests)
+        requests += simulation.asked
         faults += simulation.world.faults
         if arguments.seconds and time.process_time() > arguments.seconds:
             break
     seconds = time.monotonic() - began
+    what = "orders" if arguments.lifecycle else "requests"
     print(
-        f"{seed + 1 - arguments.first} seeds, {requests} requests, {sum(faults.values())} faults "
-        f"in {seconds:.1f} s ({requests / seconds:.0f} requests/s), {failed} failed: {dict(faults)}"
+        f"{seed + 1 - arguments.first} seeds, {requests} {what}, {sum(faults.values())} faults "
+        f"in {seconds:.1f} s ({requests / seconds:.0f} {what}/s), {failed} failed: {dict(faults)}"
     )
     return int(failed > 0)
 

@@ -1,9 +1,10 @@
 """`python -m tests.simulation.mutants [NAME ...]`: defects put into the cores one by one, each in a
 copy of the tree, to see that the simulation finds it within a minute.
 
-A mutant, one of those in `mutants.txt`, is a text that stands once in the code under test, in
-whatever file by now, and what it becomes. One whose text is not there any more, or more than once,
-is stale: it is listed, and counts as a failure.
+A mutant, one of those in `mutants.txt` (for the lifecycle's core: of that in `lifecycle/`), is a
+text that stands once in the code under test, in whatever file by now, and what it becomes. One
+whose text is not there any more, or more than once, is stale: it is listed, and counts as a
+failure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 _CAUGHT_S = 60
+_LISTS: dict[str, list[str]] = {"mutants.txt": [], "lifecycle/mutants.txt": ["--lifecycle"]}
 _SEARCHED = (
+    "shmserve/supervisor/models",
     *("shmserve/scheduler", "ipc/inflight.py", "ipc/memory/lent.py", "ipc/tensors/padding.py"),
     "shmserve/supervisor/resources/rate_limiter.py",
 )
@@ -30,20 +33,22 @@ _COPIED = ("shmserve", "ipc", "workers", "tests", "pyproject.toml")
 
 
 class Mutant(NamedTuple):
-    """A defect: `old` becomes `new`."""
+    """A defect: `old` becomes `new`, which the simulation with these flags is to find."""
 
     name: str
     old: str
     new: str
+    flags: list[str]
 
 
 def read() -> list[Mutant]:
-    """Those of `mutants.txt`: of each its name, and the lines before (-) and after (+)."""
+    """Those of the lists: of each its name, and the lines before (-) and after (+)."""
     found: list[Mutant] = []
-    for block in re.split("^== ", (HERE / "mutants.txt").read_text(), flags=re.MULTILINE)[1:]:
-        name, *lines = block.splitlines()
-        old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
-        found.append(Mutant(name, old, new))
+    for path, flags in _LISTS.items():
+        for block in re.split("^== ", (HERE / path).read_text(), flags=re.MULTILINE)[1:]:
+            name, *lines = block.splitlines()
+            old, new = ("\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+")
+            found.append(Mutant(name, old, new, flags))
     return found
 
 
@@ -85,9 +90,9 @@ def _try(mutant: Mutant) -> str:
             _copy(ROOT / name, tree / name)
         changed = tree / found[0].relative_to(ROOT)
         changed.write_text(changed.read_text().replace(mutant.old, mutant.new))
-        command = ("-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S))
+        command = ["-m", "tests.simulation", "--seeds", "100000", "--seconds", str(_CAUGHT_S)]
         done = subprocess.run(
-            [sys.executable, *command],
+            [sys.executable, *command, *mutant.flags],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree)},
             stdout=subprocess.PIPE,

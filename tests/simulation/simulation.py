@@ -41,6 +41,11 @@ class Simulation:
     def _random(self) -> Random:
         return self.world.random
 
+    @property
+    def asked(self) -> int:
+        """How many requests there were."""
+        return len(self.ledger.requests)
+
     def run(self) -> None:
         """Raises Violation where a rule was broken."""
         world = self.world

@@ -251,6 +251,8 @@ class Server:
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
             assert str(self.run_dir) not in table.read()
+        left = [n for n in os.listdir(self.folder) if n.startswith((".ses", "torchinductor"))]
+        assert not left, f"left behind in $TMPDIR: {left}"
 
     def kill(self) -> None:
         """SIGKILL to the supervisor alone; what happens to the rest is its own affair."""
@@ -342,13 +344,15 @@ def port_of(held: socket.socket) -> int:
 
 
 def unload_all(server: Server, repository: Path) -> None:
-    """Unload every model of a server that loads them when it is told to, and empty its
-    repository."""
+    """Unload every model of a server that loads them when it is told to, and empty its repository;
+    returns once their processes have ended."""
     with server.http() as http:
         for model in http.post("/v2/repository/index").ok().json():
             http.post(f"/v2/repository/models/{model['name']}/unload").ok()
     for folder in repository.iterdir():
         shutil.rmtree(folder)
+    hosts = ("scheduler", "ensemble")  # the last of a model's processes to end
+    until("all have ended", lambda: not any(map(server.find, hosts)), 10)
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count, encode_bytes
 from shmserve.ipc.tensors.inference import SEQUENCE_START
+from shmserve.ipc.tensors.samples import read_data
 from shmserve.ipc.transport.records import record
 from shmserve.workers.batch.request import Input, Output, Request, Response
-from shmserve.workers.user_code import read_data
 
 _FOLDER = "initial_state"
 _STRING_HEAD = 4

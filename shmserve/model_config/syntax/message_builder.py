@@ -3,17 +3,15 @@ schema."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from shmserve.errors import clip
+from shmserve.errors import clip, nearest
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.model_config.syntax.tree import Entry, MessageValue, Scalar
 
@@ -307,13 +305,8 @@ def _wanted(target: FieldDescriptor) -> str:
     }.get(target.cpp_type, "one of its names")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(name.lower()[:80], list(known), n=1, cutoff=0.6)
-    return close[0] if close else None
-
-
 def _unknown_field(descriptor: Descriptor, name: str) -> str:
-    near = _nearest(name, descriptor.fields_by_name)
+    near = nearest(name.lower(), descriptor.fields_by_name)
     if near:
         return f'no such field; did you mean "{near}"?'
     return f"no such field; known are {', '.join(sorted(descriptor.fields_by_name))}"
@@ -324,7 +317,7 @@ def _enum_hint(enum: EnumDescriptor, name: str) -> str:
     shared = next(iter(enum.values_by_name)).partition("_")[0] + "_"
     names = {known.removeprefix(shared).lower(): known for known in enum.values_by_name}
     meant = name.upper().removeprefix(shared)
-    near = _nearest(_DATA_TYPES.get(meant, meant), names)
+    near = nearest(_DATA_TYPES.get(meant, meant).lower(), names)
     if near:
         return f'; did you mean "{names[near]}"?'
     return f"; expected one of {', '.join(enum.values_by_name)}"

@@ -114,7 +114,7 @@ class Lifecycle:
     def _unload(self, model: ModelEntry, entered: dict[ModelEntry, Order | None]) -> Order:
         again = bool(entered)
         entered[model] = None
-        for order in list(model.orders):
+        for order in [*model.orders, *self._waiting_for(model)]:
             if order.kind is Kind.LOAD:
                 self._give_up(order)
         before = []
@@ -136,12 +136,21 @@ class Lifecycle:
             if any(v.uses(model.name) for v in (*user.serving.values(), *user.coming.values()))
         ]
 
+    def _waiting_for(self, model: ModelEntry) -> list[Order]:
+        """The loads of ensembles that need it and have not started: it may serve until they do."""
+        followed = [each.orders[0] for each in self._registry.models.values() if each.orders]
+        return [
+            order
+            for order in followed
+            if order.phase is OrderPhase.WAITING and model.name in order.needs
+        ]
+
     def _group(self, name: str) -> Group:
         return self._registry.group(name, self._hosted)
 
     def _regroup(self, group: Group) -> None:
         """Models that belong to an ensemble's process, or not any more, move."""
-        for name in group.names if len(group.names) > 1 else ():
+        for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
                 self._enter_once(Order(self._registry.models[name], Kind.MOVE))
 

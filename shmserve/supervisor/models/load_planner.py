@@ -42,7 +42,7 @@ class LoadPlanner:
         self._accelerators = accelerators
         self._inline: dict[str, ModelFolder] = {}
         for spec in config.model_files:
-            folder = repository.inline_model(spec, run_dir / "models")
+            folder = repository.inline_model(spec, run_dir / "models", config.class_settings)
             if folder.name in self._inline:
                 raise InvalidArgument(f"'{spec}': there is a model '{folder.name}' already")
             self._inline[folder.name] = folder
@@ -96,7 +96,8 @@ class LoadPlanner:
         name, problem = folder.name, ""
         labels: dict[str, list[str]] = {}
         try:
-            config, source = self._read(folder, override)
+            written, source = repository.read_config(folder, override)
+            config = self._filled(written, folder)
             self._validate(config, folder, source, complete=False)
             labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
@@ -118,7 +119,8 @@ class LoadPlanner:
         spec = ModelSpec.of(model_config.to_dict(config))
         ensemble = config.HasField("ensemble_scheduling")
         complete = partial(
-            self._complete_ensemble if ensemble else self._complete, config, folder, source
+            self._complete_ensemble if ensemble else partial(self._complete, written),
+            *(config, folder, source),
         )
         return [
             VersionSpec(
@@ -155,11 +157,11 @@ class LoadPlanner:
             raise InvalidArgument(folder.problem)
         return folder
 
-    def _read(self, folder: ModelFolder, override: str) -> tuple[ModelConfig, Source]:
-        config, source = repository.read_config(folder, override)
+    def _filled(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
+        """The configuration with what the folder's files and the host say."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
-        config = model_config.detect_backend(config, folder.name, files)
-        return model_config.normalise(config, folder.name, self._accelerators.count), source
+        config = model_config.detect_backend(written, folder.name, files)
+        return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(
         self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
@@ -173,7 +175,12 @@ class LoadPlanner:
         )
 
     def _complete(
-        self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
+        self,
+        written: ModelConfig,
+        config: ModelConfig,
+        folder: ModelFolder,
+        source: Source,
+        completed: dict[str, Any],
     ) -> ModelSpec:
         """The final configuration, after the model said its part; raises InvalidArgument."""
         count = self._accelerators.count
@@ -182,6 +189,8 @@ class LoadPlanner:
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
         self._validate(merged, folder, source, complete=True)
+        for doubt in model_config.doubts(written, merged):
+            logger.warning("model %s: %s", folder.name, doubt)
         ignored = model_config.ignored_fields(merged)
         if ignored:
             logger.info(
@@ -206,7 +215,7 @@ class LoadPlanner:
             folder = self._find(name)
             if folder is None or folder.problem:
                 return []
-            config, _ = self._read(folder, override)
+            config = self._filled(repository.read_config(folder, override)[0], folder)
         except ShmserveError:
             return []
         return steps_of(ModelSpec.of(model_config.to_dict(config)))

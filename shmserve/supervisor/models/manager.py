@@ -51,6 +51,12 @@ class ModelManager:
                 logger.warning("'%s' is a model's folder: a repository is what holds it", root)
         found = await asyncio.to_thread(self._planner.scan)
         wanted = list(found)
+        if not found and config.model_control_mode != "explicit":
+            logger.warning(
+                "no model in %s: one is a folder there, with a configuration (config.pbtxt) or a "
+                "version's folder (1)",
+                ", ".join(f"'{root}'" for root in config.model_repositories),
+            )
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
         steps = await asyncio.to_thread(lambda: {name: self._steps(name) for name in wanted})
@@ -98,8 +104,12 @@ class ModelManager:
             await self.unload_on_request(step, dependents)
 
     def _require_explicit(self) -> None:
-        if self._context.config.model_control_mode != "explicit":
-            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+        mode = self._context.config.model_control_mode
+        if mode != "explicit":
+            raise Unavailable(
+                "explicit model load / unload is not allowed if polling is enabled "
+                f"(--model-control-mode is {mode}, and has to be explicit)"
+            )
 
     async def index(self, ready: bool) -> list[dict[str, Any]]:
         """The repository index: what the repositories hold and what is loaded."""

@@ -56,7 +56,7 @@ class Publications:
             if last is None or last.news != news:
                 sent[version] = _publish(audience, last, news)
         # After those: whoever asks for the latest version always finds one.
-        for version in {*sent, *absent} - published.keys():
+        for version in sorted({*sent, *absent} - published.keys()):
             if version not in sent or isinstance(sent[version].news, ModelPublished):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _Sent(withdrawn, audience.announce(withdrawn))

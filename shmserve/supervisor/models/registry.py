@@ -26,7 +26,8 @@ class ModelRegistry:
         self.publications = Publications()
         self.audience: Audience  # is told; it needs the registry itself when somebody comes
         self.models: dict[str, ModelEntry] = {}
-        self._live: set[ModelVersion] = set()  # from creation to the end of its last process
+        # From creation to the end of its last process; in order, as all that decides anything is.
+        self._live: dict[ModelVersion, None] = {}
 
     def model(self, name: str) -> ModelEntry:
         """The model of this name, entered if need be."""
@@ -46,11 +47,11 @@ class ModelRegistry:
 
     def created(self, versions: Iterable[ModelVersion]) -> None:
         """Enter versions that may have processes from now on."""
-        self._live.update(versions)
+        self._live.update(dict.fromkeys(versions))
 
     def ended(self, version: ModelVersion) -> None:
         """Remove a version that has no process any more."""
-        self._live.discard(version)
+        self._live.pop(version, None)
 
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""

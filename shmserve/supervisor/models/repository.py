@@ -14,8 +14,8 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
@@ -39,8 +39,8 @@ class ModelFolder:
     """A model as the repository has it, not yet read.
 
     `config_path` is None where it has no configuration; `versions` ascend. `problem`, when not
-    empty, says why it cannot be loaded. `class_name` and `file` are set for a model given as a
-    class in a file (see `inline_model`).
+    empty, says why it cannot be loaded. `class_name`, `file` and `settings` (its parameters by
+    name) are set for a model given as a class in a file (see `inline_model`).
     """
 
     name: str
@@ -51,6 +51,7 @@ class ModelFolder:
     problem: str = ""
     class_name: str = ""
     file: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
         """The names in a version's folder; raises InvalidArgument when it cannot be read."""
@@ -164,9 +165,9 @@ def _digest(first: bytes, lines: list[bytes]) -> str:
     return digest.hexdigest()
 
 
-def inline_model(spec: str, base_dir: Path) -> ModelFolder:
-    """The model that "path/file.py:Class" names: no config file, the native backend; or the one
-    that a checkpoint's folder is, called like that.
+def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> ModelFolder:
+    """The model that "path/file.py:Class" names: no config file, the native backend, `settings` as
+    its parameters; or the one that a checkpoint's folder is, called like that.
 
     It is called as the class in lower case; a class called `Model` takes the file's name instead.
     For the others it looks like any folder: `base_dir`, the server's own, gets NAME/1, a link to
@@ -184,7 +185,11 @@ def inline_model(spec: str, base_dir: Path) -> ModelFolder:
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _linked(base_dir, name, file.parent)
     return ModelFolder(
-        name, path, base_dir, versions=(1,), class_name=class_name, file=path / "1" / file.name
+        *(name, path, base_dir),
+        versions=(1,),
+        class_name=class_name,
+        file=path / "1" / file.name,
+        settings=settings,
     )
 
 
@@ -277,7 +282,8 @@ def _read_text(path: Path) -> str:
 def _inline_config(folder: ModelFolder) -> ModelConfig:
     assert folder.file is not None
     config = ModelConfig(backend="native", default_model_filename=folder.file.name)
-    config.parameters["class"].string_value = folder.class_name
+    for name, value in {**folder.settings, "class": folder.class_name}.items():
+        config.parameters[name].string_value = value
     return config
 
 

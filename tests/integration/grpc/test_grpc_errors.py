@@ -265,7 +265,10 @@ def unload() -> Any:
     return request
 
 
-EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
+EXPLICIT = (
+    "explicit model load / unload is not allowed if polling is enabled (--model-control-mode is "
+    "none, and has to be explicit)"
+)
 NO_REPOSITORY = "'repository_name' specification is not supported"
 OTHERS: dict[str, tuple[str, Any, str, str]] = {
     "metadata": (

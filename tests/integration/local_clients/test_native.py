@@ -43,6 +43,17 @@ class Wrong:
         return x[:, :2]
 
 
+class Several:
+    instances = 2
+    max_batchsize = 4  # as somebody may write it
+
+    def load(self, context):
+        self.add = float(context.parameters["add"])
+
+    def predict(self, x: FP32[Tensor, 4]) -> FP32[Tensor, 4]:
+        return x + self.add
+
+
 class Sizes:
     def predict(self, words: BYTES[np.ndarray, -1]) -> INT32[np.ndarray, -1]:
         return np.array([[len(word) for word in row] for row in words], np.int32)
@@ -51,12 +62,12 @@ class Sizes:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of four classes, and of no repository."""
+    """A server of five classes, and of no repository."""
     file = tmp_path_factory.mktemp("native") / "several.py"
     file.write_text(SCALE)
     example = ROOT / "examples" / "native_model.py"
     classes = (f"{file}:Scale", f"{file}:Wrong", f"{file}:Sizes", f"{example}:Blur")
-    with running((), *classes) as started:
+    with running((), *classes, f"{file}:Several", "--set", "add=2.5") as started:
         yield started
 
 
@@ -134,3 +145,17 @@ def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: H
     assert reply.status == 500
     assert "output" in reply.error
     assert server.answers("/v2/health/ready")
+
+
+def test_a_class_says_how_many_it_is_and_the_command_line_how_it_is_set(
+    http: Http, server: Server
+) -> None:
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    assert (
+        http.infer("several", {"inputs": [json_input("x", x)]}).tensors()["output"] == x + 2.5
+    ).all()
+    config = http.get("/v2/models/several/config").ok().json()
+    assert [group["count"] for group in config["instance_group"]] == [2]
+    assert len(server.find("worker several.")) == 2
+    misspelt = "'Several.max_batchsize' means nothing here, did you mean 'max_batch_size'?"
+    assert misspelt in server.log()

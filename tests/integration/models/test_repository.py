@@ -103,8 +103,9 @@ def test_mode_none_serves_both_repositories_and_refuses_control(everything: Serv
         assert answer(http) == 1
         for reply in (load(http, "constant"), unload(http, "constant")):
             assert reply.status == 503
-            assert (
-                reply.error == "explicit model load / unload is not allowed if polling is enabled"
+            assert reply.error == (
+                "explicit model load / unload is not allowed if polling is enabled "
+                "(--model-control-mode is none, and has to be explicit)"
             )
 
 

@@ -132,6 +132,61 @@ def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     ]
 
 
+DECODER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            (text,) = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy().ravel()
+            assert text.startswith(b"\\x89PNG"), "no PNG"
+        out = pb_utils.Tensor("SIZE", np.zeros((1, 2), np.int32))
+        return [pb_utils.InferenceResponse([out]) for _ in requests]
+"""
+
+
+def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
+    repository: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG")
+    sample = (
+        'model_warmup { name: "s" batch_size: 1 inputs { key: "IMAGE" value '
+        '{ data_type: TYPE_STRING dims: 1 input_data_file: "image" } } }'
+    )
+    for name, other, more in (
+        ("empty", "", ""),
+        ("given", 'IMAGE"/PICTURE"', ""),
+        ("name", 'SIZE"/AREA"', sample),
+        ("sampled", "", sample),
+        ("shape", "(1, 2)/(1, 3)", sample),
+        ("type", "int32/float32", sample),
+    ):
+        old, _, new = other.partition("/")
+        entry = "PICTURE" if new == 'PICTURE"' else "IMAGE"
+        config = (
+            f'backend: "python" max_batch_size: 2 input {{ name: "{entry}" data_type: TYPE_STRING '
+            f'dims: 1 }} output {{ name: "SIZE" data_type: TYPE_INT32 dims: 2 }} {more}'
+        )
+        source = DECODER.replace(old, new) if old else DECODER
+        folder = repositories.write(repository, name, config, source)
+        (folder / "warmup").mkdir()
+        (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
+    told = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=X=1")
+    assert told.returncode == 2
+    says = "where the configuration says TYPE_INT32 [1,2]"
+    verdicts = [line.split(maxsplit=1)[1] for line in told.stdout.splitlines()]
+    assert verdicts[0].endswith("AssertionError: no PNG")
+    assert verdicts[1].startswith("was asked with zeros and empty texts: --input NAME=VALUE")
+    assert verdicts[2].startswith("ok ")
+    assert verdicts[3] == "FAILED  the model gave no output 'SIZE'"
+    assert verdicts[4].startswith("ok ")
+    assert verdicts[5] == f"FAILED  the model's output 'SIZE' is TYPE_INT32 [1,3], {says}"
+    assert verdicts[6] == f"FAILED  the model's output 'SIZE' is TYPE_FP32 [1,2], {says}"
+    assert verdicts[7] == "no model that was loaded has an input 'X'"
+
+
 def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
     repositories.add(repository, "simple")
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])

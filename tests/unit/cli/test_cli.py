@@ -46,11 +46,11 @@ class Interrupted:
 
 
 def test_check_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def forever(_: Any) -> int:
+    async def forever(*_: Any) -> int:
         await asyncio.Event().wait()
         return 0
 
     monkeypatch.setattr(check, "_report", forever)
     supervisor = Interrupted()
-    assert asyncio.run(check._check(cast("Supervisor", supervisor))) == 128 + signal.SIGTERM
+    assert asyncio.run(check._check(cast("Supervisor", supervisor), {})) == 128 + signal.SIGTERM
     assert supervisor.ended_with == 1

@@ -141,6 +141,10 @@ def test_values_come_from_json_and_files(tmp_path: Path) -> None:
     np.save(path, np.arange(3))
     assert load("X", f"@{path}").tolist() == [0, 1, 2]
     assert load("X", '["a"]') == ["a"]
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG\0")
+    shape, raw = encode(tensor("BYTES", -1, 1), load("X", f"@{picture}"))
+    assert (shape, raw) == ([1, 1], b"\5\0\0\0\x89PNG\0")
     np.save(path, np.array([{}]), allow_pickle=True)
     for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
         with pytest.raises(WrongInput, match="input 'X'"):
@@ -238,7 +242,8 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=hello"], 2, """a text has quotes: --input 'X="..."'"""),
         (["m", f"--input=X={'[' * 100_000}"], 2, "input 'X': the lists are nested too deeply"),
         (["m", f"--input=X={'[' * 99}1{']' * 99}"], 2, "the lists are nested too deeply"),
-        (["m", "--input=X=@/dev/null"], 2, "input 'X': cannot read /dev/null"),
+        (["m", "--input=X=@/dev/null"], 2, "is INT32: what is in a file as it is is not"),
+        (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),

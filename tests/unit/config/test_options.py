@@ -227,6 +227,9 @@ def test_models_are_folders_and_classes(tmp_path: Path) -> None:
     )
     assert found.model_repositories == (ROOT, tmp_path)
     assert found.model_files == ("./model.py:Model",)
+    words = ["a.py:A", "--set", "weights=/w.pt", "--set=b=1=2"]
+    found = server.from_flags(command_line.parse(words), {})
+    assert found.class_settings == {"weights": "/w.pt", "b": "1=2"}
 
 
 @pytest.mark.parametrize("arguments", [("",), ("--model-repository=",), ("--model-store", "")])
@@ -239,6 +242,7 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
     [
         ("--http-prot=1", "unknown flag --http-prot, did you mean --http-port?"),
         ("--http_port", "unknown flag --http_port, did you mean --http-port?"),
+        ("--set=a=1", "--set: is for a class, and no path/model.py:Class is given"),
         ("-x", "unknown flag -x; see shmserve serve --help"),
         ("--http-port", "--http-port: a value is missing"),
         ("--http-port=", "--http-port: '' is not an integer"),

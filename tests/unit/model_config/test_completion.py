@@ -14,6 +14,7 @@ from shmserve.model_config import (
     ModelConfig,
     ModelDefaults,
     detect_backend,
+    doubts,
     from_json,
     ignored_fields,
     merge_autocomplete,
@@ -224,3 +225,27 @@ def test_what_has_no_effect_is_listed() -> None:
         "instance_group[1].host_policy",
     ]
     assert ignored_fields(normalise(parse_pbtxt(RECORDED["simple"]["pbtxt"]), "simple", 0)) == []
+
+
+def test_what_can_hardly_be_meant_is_doubted() -> None:
+    written = parse_pbtxt(
+        """instance_group [ { count: 2 }, { count: -1 } ]
+        dynamic_batching { }
+        parameters { key: "batching_strateg" value { string_value: "adaptive" } }
+        parameters { key: "my_own" value { string_value: "x" } }"""
+    )
+    assert doubts(written, normalise(written, "m", 0)) == [
+        "instance_group[1].count: -1 is taken as the default; it is 1 or more",
+        "parameters: 'batching_strateg' means nothing here, did you mean 'batching_strategy'?",
+        "dynamic_batching: nothing is batched, as max_batch_size is 0",
+    ]
+    written = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
+    assert doubts(written, written) == []
+
+
+@pytest.mark.parametrize(("written", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
+def test_a_model_says_its_instances_where_its_author_wrote_none(written: str, count: int) -> None:
+    config, source = read_pbtxt(f'backend: "native" {written}', "m/config.pbtxt")
+    said = {"instance_group": [{"count": 3}]}
+    merged = merge_autocomplete(normalise(config, "m", 0), said, source)
+    assert [group.count for group in merged.instance_group] == [count]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMS = {"shmserve": "shmserve", "ipc": "shmserve.ipc", "workers": "shmserve.workers"}
@@ -18,3 +24,26 @@ def test_every_package_is_installed_and_no_other() -> None:
         if not any(parent.is_symlink() for parent in path.parents)
     ]
     assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(found)
+
+
+def test_a_build_leaves_nothing_where_the_sources_are(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "table_backend"
+    assert (example / "setup.py").read_text() == (ROOT / "setup.py").read_text()
+    folder = tmp_path / "table_backend"
+    names = sorted(["README.md", "pyproject.toml", "setup.py", "shmserve_table.py"])
+    for name in names:
+        folder.mkdir(exist_ok=True)
+        shutil.copy(example / name, folder)
+    build = f"import setuptools.build_meta as b; b.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert len(list(tmp_path.glob("*.whl"))) == 1
+
+
+@pytest.mark.parametrize("example", ["digits", "generation"])
+def test_help_of_a_demo_is_help(tmp_path: Path, example: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / example / "demo.py"), "--help"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("usage: demo.py")
+    assert not list(tmp_path.iterdir())

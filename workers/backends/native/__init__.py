@@ -4,9 +4,9 @@ The file is `default_model_filename` (model.py) in the version folder, the class
 "class" (Model). The class may have `max_batch_size` (32; 0: no batch dimension),
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as a configuration has them) as
-attributes, and the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or a
-coroutine, which is asked between two batches. One that is a `torch.nn.Module` is put on the device
-and into evaluation mode.
+attributes, `instances` (how many) or `instance_group` (which), and the methods `load(self,
+context)`, `unload(self)` and `is_ready(self)`, plain or a coroutine, which is asked between two
+batches. One that is a `torch.nn.Module` is put on the device and into evaluation mode.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model a decoupled one: it gets one request, with `max_batch_size` 0 unless the class says
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, nearest
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.padding import PARAMETER as PADDING
@@ -45,6 +45,12 @@ logger = logging.getLogger(__name__)
 _DEFAULT_MAX_BATCH_SIZE = 32
 _MAX_STREAMS = "max_streams"
 _DEFAULT_MAX_STREAMS = 64
+# What of a class means something here.
+_KNOWN = (
+    *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
+    *("batching_strategy", "target_p99_ms", _MAX_STREAMS, "instances", "instance_group"),
+    *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
+)
 
 
 class NativeBackend(Backend):
@@ -64,6 +70,7 @@ class NativeBackend(Backend):
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
+        _warn_of_misspelt(model)
         completed = dict(config)
         completed["parameters"] = {**_parameters(model), **(config.get("parameters") or {})}
         predict = predict_signature.read(model)
@@ -73,6 +80,9 @@ class NativeBackend(Backend):
         for field in ("batch_input", "batch_output"):
             if not config.get(field) and hasattr(model, field):
                 completed[field] = _mappings(model, field)
+        groups = _instance_groups(model)
+        if groups:
+            completed["instance_group"] = groups
         seen = ModelSpec.of(completed)
         ours = made_here(seen)
         completed["input"] = config.get("input") or _own_inputs(model, inputs, ours)
@@ -182,6 +192,32 @@ class NativeBackend(Backend):
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'")
             self._class = found
         return self._class
+
+
+def _instance_groups(model: type) -> list[dict[str, Any]]:
+    """The groups that a class asks for, by `instance_group` as in a configuration, or by a number
+    of `instances`; none where it says nothing."""
+    count = _whole(model, "instances", 0)
+    groups = getattr(model, "instance_group", [{"count": count}] if count else [])
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
+        raise InvalidArgument(
+            f"'{model.__name__}.instance_group' must be a list of mappings with the keys of a "
+            f"configuration ('count', 'kind', 'gpus'), got {groups!r}"
+        )
+    return [dict(group) for group in groups]
+
+
+def _warn_of_misspelt(model: type) -> None:
+    """Log what a class has, means nothing here, and is named almost as what does."""
+    for base in model.__mro__:
+        own = vars(base) if base.__module__ == model.__module__ else {}
+        for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
+            # Methods are a class's own business more often than not.
+            near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
+            if near:
+                logger.warning(
+                    "'%s.%s' means nothing here, did you mean '%s'?", model.__name__, name, near
+                )
 
 
 def _whole(model: type, attribute: str, default: int) -> int:

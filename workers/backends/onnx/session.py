@@ -36,12 +36,14 @@ _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 def import_onnxruntime() -> Any:
     """The package. Raises Unavailable when it is missing, or cannot be imported."""
     try:
-        return importlib.import_module("onnxruntime")
+        runtime = importlib.import_module("onnxruntime")
     except ImportError as error:
         raise Unavailable(
             "backend 'onnxruntime' needs the package onnxruntime, which cannot be imported "
             f"({error}): pip install 'shmserve[onnx]', or onnxruntime-gpu for CUDA"
         ) from None
+    runtime.disable_telemetry_events()  # what the environment says is read on import, if at all
+    return runtime
 
 
 def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:

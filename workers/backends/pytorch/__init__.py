@@ -9,9 +9,10 @@ The first of these in the version folder is taken unless `default_model_filename
 `runtime` model.py, as a class with its weights in model.pt needs.
 Parameters: INFERENCE_MODE "false" runs under no_grad, DISABLE_OPTIMIZED_EXECUTION "true" turns
 TorchScript's optimiser off, TORCH_COMPILE_OPTIONAL_PARAMETERS (JSON, "{}" for torch's defaults)
-compiles a class with torch.compile, INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of one
-operation. `optimization.cuda.graphs` records a CUDA graph of each batch bucket where all shapes are
-fixed. Other parameters of Triton's backend have no effect.
+compiles a class with torch.compile (what it caches ends with the server, unless the environment's
+TORCHINDUCTOR_CACHE_DIR names a folder), INTRA_OP_THREAD_COUNT or NUM_THREADS sets the threads of
+one operation. `optimization.cuda.graphs` records a CUDA graph of each batch bucket where all shapes
+are fixed. Other parameters of Triton's backend have no effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The JSON part of an inference request: what the client asks for, checked and typed (pure).
+"""The JSON part of an inference request: what the client asks for, checked and typed.
 
 The header is the parsed JSON object; the binary tensors follow it in the body, in the order of the
 inputs. Checks and their order are Triton's, and so are the texts.
@@ -6,15 +6,17 @@ inputs. Checks and their order are Triton's, and so are the texts.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, clip
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.parser import (
     JsonFault,
     boolean,
     member_array,
     member_string,
+    misspelt,
     mistyped,
     unsigned,
 )
@@ -30,6 +32,8 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST, LARGEST_UNSIGNED
 from shmserve.ipc.tensors.signature import check_extent
+
+logger = logging.getLogger(__name__)
 
 _MOST_DIMS = 1024  # of one input
 
@@ -82,11 +86,28 @@ def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> I
         request.inputs.append(tensor)
     if at != tail_size:
         raise InvalidArgument(f"unexpected additional input data for model '{model}'")
+    outputs: list[Any] = []
     if "outputs" in header:
         outputs = member_array(header, "outputs")
         check_number(outputs, "outputs")
         request.outputs = [_output(raw) for raw in outputs]
+    for holder in (header, *inputs[:1], *outputs[:1]):  # clients make all inputs alike
+        _warn_of_misspelt(holder)
     return request
+
+
+_warned_of: set[str] = set()
+
+
+def _warn_of_misspelt(holder: dict[str, Any]) -> None:
+    """Log what of a request is passed over, and is named almost as what is not; once for each name
+    that may be meant."""
+    for name, near in misspelt(holder):
+        if near not in _warned_of:
+            _warned_of.add(near)
+            logger.warning(
+                "a request's '%s' means nothing, did its client mean '%s'?", clip(name), near
+            )
 
 
 def decode_data(request: InferRequest) -> None:
@@ -131,7 +152,10 @@ def _input(raw: Any, json_limit: int) -> InferInput:
             raise mistyped("shape", "unsigned-integer")
     count = element_count(shape)
     if item is None:
-        raise InvalidArgument(f"invalid datatype for input {name}")
+        raise InvalidArgument(
+            f"invalid datatype for input {name} ('{clip(datatype)}'; there are: "
+            f"{', '.join(ITEM_SIZE)})"
+        )
     if count * (item or 1) > LARGEST or count == 0:
         check_extent(name, shape, count, item)
     tensor = InferInput(name, datatype, tuple(shape), count)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import orjson
 from numpy.typing import NDArray
 
 from shmserve.common.duplicate_keys import DoubledName, members
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 
 MOST_DEEP = 100
@@ -139,10 +140,27 @@ def _too_deep(raw: bytes) -> bool:
     return bool(np.cumsum(steps, dtype=np.int32).max(initial=0) > MOST_DEEP)
 
 
-def missing(field: str) -> JsonFault:
-    """The text for a member that is not there."""
+# The members of a request, of its inputs and of its outputs.
+_MEMBERS = ("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data")
+_MOST_LOOKED_AT = 16  # of an object's unknown members
+
+
+def misspelt(holder: Any) -> Iterator[tuple[str, str]]:
+    """The members of an object of a request that mean nothing, and what is likely meant by each."""
+    strange = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
+    for name in strange[:_MOST_LOOKED_AT]:
+        near = nearest(name, _MEMBERS)
+        if near and near not in holder:
+            yield name, near
+
+
+def missing(field: str, holder: Any) -> JsonFault:
+    """The text for a member that is not there, and what of `holder` is likely meant to be it."""
+    hint = "".join(
+        f"; did you mean it by '{clip(name)}'?" for name, near in misspelt(holder) if near == field
+    )
     return JsonFault(
-        f"Unable to parse '{field}': attempt to access non-existing object member '{field}'"
+        f"Unable to parse '{field}': attempt to access non-existing object member '{field}'{hint}"
     )
 
 
@@ -160,14 +178,14 @@ def member_string(holder: dict[str, Any], field: str) -> str:
     """A member that must be there and a string."""
     value = holder.get(field)
     if type(value) is not str:
-        raise mistyped(field, "string") if field in holder else missing(field)
+        raise mistyped(field, "string") if field in holder else missing(field, holder)
     return value
 
 
 def member_array(holder: Any, field: str) -> list[Any]:
     """A member that must be there and an array; `holder` may be anything."""
     if type(holder) is not dict or field not in holder:
-        raise missing(field)
+        raise missing(field, holder)
     value = holder[field]
     if type(value) is not list:
         raise mistyped(field, "array")

@@ -36,7 +36,6 @@ _CODE = {
 _FORMAT = {"BOOL": "?", **_CODE}
 _FLOATS = frozenset(("FP32", "FP64"))
 _NO_JSON = frozenset(("FP16", "BF16"))
-_TOO_FEW = "Failed to parse 'data' field: shape does not match true shape"
 _REAL = frozenset((int, float))
 
 
@@ -73,9 +72,9 @@ def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
     _refuse_halves(datatype, name)
     values, kinds = _flat(values)
     data = _packed(values, kinds, datatype)
-    _check_count(len(values), count, datatype)
+    _check_count(len(values), count, datatype, name)
     if len(values) < count:
-        raise JsonFault(_TOO_FEW)
+        raise _too_few(len(values), count, name)
     return data
 
 
@@ -89,10 +88,10 @@ def decode_parts(
         values, kinds = _flat(part)
         data = _packed(values, kinds, datatype)
         got += len(values)
-        _check_count(got, count, datatype)
+        _check_count(got, count, datatype, name)
         yield data
     if got < count:
-        raise JsonFault(_TOO_FEW)
+        raise _too_few(got, count, name)
 
 
 def _refuse_halves(datatype: str, name: str) -> None:
@@ -103,12 +102,20 @@ def _refuse_halves(datatype: str, name: str) -> None:
         )
 
 
-def _check_count(got: int, count: int, datatype: str) -> None:
+def _check_count(got: int, count: int, datatype: str, name: str) -> None:
     if got > count:
         first = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
-            f"Unable to parse 'data': {first}hape does not match true shape of 'data' field"
+            f"Unable to parse 'data': {first}hape does not match true shape of 'data' field (input "
+            f"'{name}': its shape has {count} elements, more are given)"
         )
+
+
+def _too_few(got: int, count: int, name: str) -> JsonFault:
+    return JsonFault(
+        "Failed to parse 'data' field: shape does not match true shape (input "
+        f"'{name}': its shape has {count} elements, {got} are given)"
+    )
 
 
 def _packed(values: list[Any], kinds: set[type], datatype: str) -> bytes:

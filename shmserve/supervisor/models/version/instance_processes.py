@@ -133,9 +133,15 @@ class Instances:
         self._send(first, m.CompleteConfig(self._spec.config))
         self.completed = (await self._watched(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
-        known, *others = expand_instances(self.config)
-        first.rate_limit = known.rate_limit
-        self._all[1:] = others
+        wanted = expand_instances(self.config)
+        if [i.device for i in wanted] == [i.device for i in self._all]:
+            first.rate_limit = wanted[0].rate_limit
+            wanted[0] = first
+        self._all = wanted
+        if first not in wanted and first.child is not None:
+            # The model asks for others: that process has the device and the threads of none.
+            first.child.kill()
+            await first.child.gone()
         self._scheduler.reserve(self.config, self._all)
 
     async def load(self) -> None:

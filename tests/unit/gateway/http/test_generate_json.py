@@ -97,7 +97,8 @@ def test_what_has_no_shape(name: str, value: Any) -> None:
         (
             {"F": [[1, 2], [3, 4]]},
             500,
-            "Unable to parse 'data': Shape does not match true shape of 'data' field",
+            "Unable to parse 'data': Shape does not match true shape of 'data' field (input 'F': "
+            "its shape has 2 elements, more are given)",
         ),
         (
             {"HALF": 1.0},

@@ -229,6 +229,11 @@ def test_any_request_is_understood_or_refused(header: Any) -> None:
         ({"shape": [True]}, JsonFault, "Unable to parse 'shape'"),
         ({"shape": [2.0]}, JsonFault, "Unable to parse 'shape'"),
         ({"shape": None}, JsonFault, "non-existing object member 'shape'"),
+        (
+            {"datatype": None, "dtype": "FP32"},
+            JsonFault,
+            "non-existing object member 'datatype'; did you mean it by 'dtype'",
+        ),
         ({"datatype": "INT33"}, InvalidArgument, "invalid datatype for input A"),
         ({"name": 3}, JsonFault, "Unable to parse 'name': attempt to access JSON non-string"),
         ({"data": None}, InvalidArgument, "But no field is set"),
@@ -242,6 +247,14 @@ def test_an_input_is_checked(
         return
     with pytest.raises(error, match=text):
         parse_request(one_input(**members), 0, "m", LIMIT)
+
+
+def test_a_member_that_is_passed_over_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        parse_request(one_input() | {"outputz": [], "mine": 1}, 0, "m", 4096)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a request's 'outputz' means nothing, did its client mean 'outputs'?"
+    ]
 
 
 def test_parameters_go_where_they_belong() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from shmserve.supervisor.models.orders import LoadSource, OrderPhase
 from shmserve.supervisor.models.statuses import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
-EVENTS = ("read", "start", "known", "end")
+EVENTS = ("read", "start", "known", "end", "move")
 GIVEN_UP = "failed to load 'm', no version is available: Unavailable: the model is unloaded"
 
 
@@ -57,8 +58,7 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
     new.changed()
     assert model.serving == {"1": new} and load.answered and load.error is None
     load = rig.lifecycle.load("m")
-    rig.happen(*EVENTS[:3])
-    rig.happen("end")
+    rig.happen(*EVENTS)
     (new,) = model.serving.values()
     load = rig.lifecycle.load("m")
     rig.happen("read", "start")
@@ -74,6 +74,109 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
         "load failed for model 'm': version 1 is at UNAVAILABLE state: Unavailable: it broke;\n"
     )
     assert rig.alive == [new]
+
+
+def ensemble(*loaded: str) -> LifecycleRig:
+    """An ensemble "e" of "s", and these models loaded."""
+    rig = LifecycleRig()
+    rig.steps = {"e": ["s"]}
+    for name in loaded:
+        rig.lifecycle.load(name)
+        rig.happen(*EVENTS)
+    return rig
+
+
+def ends(rig: LifecycleRig) -> list[str]:
+    """Who has been told to end, and has not."""
+    return sorted(kind.split()[1] for kind, _ in rig.pending if kind.startswith("end"))
+
+
+def test_a_step_ends_after_its_ensemble_and_both_once_all_know() -> None:
+    rig = ensemble("e")
+    unload = rig.lifecycle.unload("s")
+    assert ends(rig) == []
+    rig.happen("known")
+    assert unload.answered and ends(rig) == ["e"]
+    rig.happen("end")
+    assert not rig.alive
+
+
+def test_generations_that_need_one_another_wait_for_nobody() -> None:
+    """The old one of a needs b, and the new one of b needs a."""
+    rig = LifecycleRig()
+    rig.steps = {"a": ["b"]}
+    rig.lifecycle.load("a")
+    rig.happen(*EVENTS)
+    for rig.steps, name in (({"a": ["s"]}, "a"), ({"a": ["s"], "b": ["a"]}, "b")):
+        assert not rig.lifecycle.load(name, LoadSource("another", {})).answered
+        rig.happen("read", "start", "known", "move")
+    unload = rig.lifecycle.unload("a")
+    rig.happen("known", "move")
+    assert unload.answered
+    rig.happen("end")
+    assert [version.spec.name for version in rig.alive] == ["s"]
+
+
+def test_only_loads_that_have_not_begun_are_one() -> None:
+    rig = LifecycleRig()
+    begun, waits, again = (rig.lifecycle.load("m") for _ in range(3))
+    assert begun is not waits is again
+    assert rig.lifecycle.load("m", LoadSource("another", {})) is not again
+    rig.happen(*EVENTS)
+    assert len(rig.answers) == 3
+
+
+def test_a_load_begins_when_what_was_given_up_has_ended() -> None:
+    """A device has no room for both."""
+    rig = LifecycleRig()
+    rig.lifecycle.load("m")
+    rig.happen("read")
+    rig.lifecycle.unload("m")
+    later = rig.lifecycle.load("m")
+    rig.happen("known", "read")
+    assert later.phase is OrderPhase.QUEUED
+    rig.happen(*EVENTS)
+    assert later.answered and later.error is None
+
+
+@pytest.mark.parametrize(("sent", "broken"), [("", False), ("another", False), ("another", True)])
+def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, broken: bool) -> None:
+    """The step's load is answered once that is over; what does not fit serves no more, and comes
+    back with the next."""
+    rig = ensemble("e")
+    (before,) = rig.registry.models["e"].serving.values()
+    rig.broken = {"e"} if broken else set()
+    load = rig.lifecycle.load("s", LoadSource(sent, {}))
+    rig.happen("read", "start s", "known")
+    assert load.answered is (not sent)
+    rig.happen(*EVENTS)
+    assert load.answered and load.error is None
+    serving = list(rig.registry.models["e"].serving.values())
+    assert serving == ([] if broken else rig.alive[-1:] if sent else [before])
+    rig.broken = set()
+    rig.lifecycle.load("s")
+    rig.happen(*EVENTS)
+    assert rig.registry.models["e"].serving
+
+
+def test_what_a_request_unloaded_stays_away() -> None:
+    """Whatever happens to its steps."""
+    rig = ensemble("e")
+    rig.lifecycle.unload("e")
+    rig.happen(*EVENTS)
+    rig.lifecycle.load("s", LoadSource("another", {}))
+    rig.happen(*EVENTS)
+    assert not rig.registry.models["e"].serving
+
+
+def test_a_step_that_is_unloaded_later_stays_away() -> None:
+    """The load of the ensemble came before that, and has not looked yet."""
+    rig = ensemble("s")
+    load, unload = rig.lifecycle.load("e"), rig.lifecycle.unload("s")
+    rig.happen("read")
+    assert load.answered and load.error is not None and not unload.answered
+    rig.happen(*EVENTS)
+    assert not rig.alive
 
 
 def test_nothing_is_left_of_an_order_about_what_nobody_knows() -> None:

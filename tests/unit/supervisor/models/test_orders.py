@@ -221,6 +221,31 @@ def test_a_step_that_goes_while_its_ensemble_loads_takes_it_along() -> None:
     live(story)
 
 
+def test_an_unload_gives_up_the_loads_of_ensembles_that_wait_for_another_step() -> None:
+    """Its step is unloaded while it still serves, for another ensemble is to go before it."""
+
+    async def story() -> None:
+        server = Server(s=[], t=[], e=["s"], f=["s", "t"])
+        await server.load("e")
+        server.hanging = True
+        load = asyncio.ensure_future(server.load("f"))
+        await until(lambda: server.registry.model("t").coming)
+        server.deaf = True
+        unload = asyncio.ensure_future(server.unload("s"))
+        await turns()
+        server.deaf = False  # it has not acknowledged the end of e
+        server.load_held()
+        await as_far_as_they_come()
+        server.hears_again()
+        await unload
+        with pytest.raises(InvalidArgument, match="the model is unloaded"):
+            await load
+        await until(lambda: not server.registry.live)
+        await server.end()
+
+    live(story)
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_of_two_orders_the_later_one_wins(slow: bool) -> None:
     """Also when the earlier one has to wait for what it needs."""

@@ -443,7 +443,7 @@ def test_a_class_in_a_file_is_a_model(
     spec = f"{tmp_path}/{file}:{class_name}"
     assert is_inline(spec)
     base = tmp_path / "run"
-    folder = inline_model(spec, base)
+    folder = inline_model(spec, base, {})
     assert (folder.name, folder.versions, folder.problem) == (name, (1,), "")
     config, _ = read_config(folder)
     shown = to_dict(config)
@@ -457,7 +457,7 @@ def test_a_class_in_a_file_is_a_model(
     assert fingerprint(folder) == before
     (tmp_path / file).write_text("class Model: pass  # changed\n")
     assert fingerprint(folder) != before
-    assert inline_model(spec, base) == folder
+    assert inline_model(spec, base, {}) == folder
 
 
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -482,5 +482,5 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
 )
 def test_a_class_that_is_not_there_is_refused(tmp_path: Path, spec: str, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
-        inline_model(spec, tmp_path)
+        inline_model(spec, tmp_path, {})
     assert not is_inline("models")

@@ -1,0 +1,122 @@
+"""The data that a configuration names or describes: the samples of `model_warmup`, and files in a
+model's folder."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.model_spec import ModelSpec, WarmupInput
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.descriptors import TensorRef
+
+_FOLDER = "warmup"
+_MOST_BYTES = 1 << 34  # of a tensor
+_STRING_HEAD = 4  # the bytes of an empty text
+_LARGEST_INTEGER = 127  # of random data: in the range of every type
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A warm-up sample, run `count` times: `batch_size` requests of these tensors, whose shapes
+    have a batch dimension of 1 where the model batches."""
+
+    name: str
+    batch_size: int
+    count: int
+    tensors: list[TensorRef]
+
+
+def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
+    """The samples of a configuration; none for those of batch size 0.
+
+    Raises InvalidArgument, with Triton's texts, for a tensor without fixed dimensions or data, and
+    for a file that is missing or too short.
+    """
+    batch = (1,) if config.max_batch_size > 0 else ()
+    return [
+        Sample(
+            given.name,
+            given.batch_size,
+            given.count or 1,
+            [
+                _tensor(name, tensor, batch, model_dir / _FOLDER)
+                for name, tensor in sorted(given.inputs.items())
+            ],
+        )
+        for given in config.model_warmup
+        if given.batch_size
+    ]
+
+
+def _tensor(name: str, given: WarmupInput, batch: tuple[int, ...], folder: Path) -> TensorRef:
+    datatype, dims = given.datatype, given.dims
+    if any(dim < 0 for dim in dims):
+        raise InvalidArgument(
+            f"warmup setting expects all variable-size dimensions are specified for input '{name}'"
+        )
+    size = element_count(dims) * (ITEM_SIZE[datatype] or _STRING_HEAD)
+    if size > _MOST_BYTES:
+        raise InvalidArgument(
+            f"warmup setting of input '{name}' has dims {list(dims)}, which are {size} bytes: at "
+            f"most {_MOST_BYTES} may be"
+        )
+    if given.input_data_file:
+        which, file = f"warmup setting of input '{name}'", given.input_data_file
+        data = read_data(
+            folder,
+            file,
+            size if ITEM_SIZE[datatype] else None,
+            setting="warmup",
+            outside=f"{which}: '{file}' is not in the model's folder '{_FOLDER}'",
+            unreadable=f"{which}: cannot read '{file}'",
+        )
+    elif given.random_data and ITEM_SIZE[datatype]:
+        data = _random(name, datatype, dims)
+    elif given.zero_data is not None or given.random_data is not None:
+        data = bytes(size)  # of texts: empty ones
+    else:
+        raise InvalidArgument(f"warmup setting expects input '{name}' to have input_data_type set")
+    return TensorRef(name, datatype, (*batch, *dims), data)
+
+
+def _random(name: str, datatype: str, dims: tuple[int, ...]) -> bytes:
+    """The same each time, and finite: numbers from 0 on, below 1 of the floating types."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    random = np.random.default_rng(seed)
+    if datatype == "BF16":
+        bits = random.random(dims, np.float32).view(np.uint32) >> 16
+        return bits.astype(np.uint16).tobytes()
+    kind = NUMPY[datatype]
+    if kind.kind == "f":
+        return random.random(dims).astype(kind).tobytes()
+    most = 1 if kind.kind == "b" else _LARGEST_INTEGER
+    return random.integers(0, most, dims, endpoint=True).astype(kind).tobytes()
+
+
+def read_data(
+    folder: Path, file: str, size: int | None, *, setting: str, outside: str, unreadable: str
+) -> bytes:
+    """The first `size` bytes (None: all) of a file of this folder of a model's, which a `setting`
+    of its configuration names.
+
+    Raises InvalidArgument: in the words of `outside` for a file that is not in the folder, in those
+    of `unreadable` and with the reason, and for one that is too short.
+    """
+    path = folder / file
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InvalidArgument(outside)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"{unreadable}: {error.strerror}") from error
+    if size is not None and len(data) < size:
+        raise InvalidArgument(
+            f"{setting} setting expects {size} bytes, but the data provided from {file} only has "
+            f"{len(data)} bytes"
+        )
+    return data[:size]

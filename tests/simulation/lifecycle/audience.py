@@ -1,0 +1,187 @@
+"""Simulated gateways, and the processes of ensembles, which learn late where models are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from shmserve.ipc.messages.supervision import ModelPublished, ReadinessChanged
+from shmserve.supervisor.models.publications import News
+from shmserve.supervisor.processes.control_socket import Acknowledgements
+from tests.simulation.world import SECOND, World
+
+if TYPE_CHECKING:
+    from tests.simulation.lifecycle.versions import SimulatedVersion
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedPeer:
+    """A process that is told of models: `known`, where it would send a request of each version now,
+    and `latest`, of each model. What was sent to it arrives in order."""
+
+    ensemble: SimulatedVersion | None = None
+    known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
+    latest: dict[str, ModelPublished] = field(default_factory=dict)
+    came: int = 0  # when so much had been said
+    busy_until_ns: int = 0
+
+    def hears(self, news: News) -> bool:
+        """Whether it is told: ensembles finish at a model that goes what they have there."""
+        if self.ensemble is None:
+            return True
+        return isinstance(news, ModelPublished) and self.ensemble.uses(news.name)
+
+    def hear(self, news: News | ReadinessChanged) -> None:
+        """It knows it now."""
+        key = news.name, news.version
+        if isinstance(news, ModelPublished):
+            self.known[key] = news
+            if news.latest:
+                self.latest[news.name] = news
+        elif isinstance(news, ReadinessChanged):
+            self.known[key] = replace(self.known[key], ready=news.ready)
+        else:
+            self.known.pop(key, None)
+
+
+class SimulatedAudience:
+    """As `SupervisorContext` to `Publications`, which every gateway and ensemble hears. `last` is
+    what was said last of each version."""
+
+    def __init__(
+        self, world: World, on_known: Callable[[], None], complain: Callable[[str], None]
+    ) -> None:
+        self._world = world
+        self._complain = complain
+        self._on_known = on_known
+        self._acknowledgements = Acknowledgements()
+        self._peers: dict[Hashable, SimulatedPeer] = {}
+        self.last: dict[tuple[str, str], News] = {}
+        self.by_endpoint: dict[str, SimulatedVersion] = {}
+        self.first: dict[SimulatedVersion, int] = {}  # when it was published: as `said` was
+        self.said = 0
+        self.unheard = 0  # what the core is about to be told
+        self.on_withdrawal: Callable[[str, str], None]
+        self.snapshot: Callable[[], list[News]]
+        self.find: Callable[[SimulatedVersion], list[ModelPublished]]
+
+    @property
+    def gateways(self) -> list[SimulatedPeer]:
+        """Those that are there."""
+        return [peer for peer in self._peers.values() if peer.ensemble is None]
+
+    @property
+    def ensembles(self) -> list[SimulatedPeer]:
+        """Those that are there."""
+        return [peer for peer in self._peers.values() if peer.ensemble is not None]
+
+    # --- as SupervisorContext
+
+    def announce(self, news: News) -> int:
+        """It is sent to all whom it concerns, and acknowledged later."""
+        key = news.name, news.version
+        last = self.last.get(key)
+        if last == news or _same(last, news):
+            self._complain(f"9: {news.name} {news.version} is published as it was")
+        self.said += 1
+        if isinstance(news, ModelPublished):
+            self.first.setdefault(self.by_endpoint[news.endpoint], self.said)
+        else:
+            self.on_withdrawal(*key)
+        self.last[key] = news
+        peers = {
+            each: peer
+            for each, peer in self._peers.items()
+            if peer.ensemble is None
+            or (isinstance(news, ModelPublished) and peer.ensemble.uses(news.name))
+        }
+        number = self._acknowledgements.begin(peers)
+        self._world.note(
+            "announced", number, type(news).__name__, *key, getattr(news, "endpoint", "")
+        )
+        for each, peer in peers.items():
+            self._send(each, peer, news, number)
+        return number
+
+    def know(self, number: int) -> bool:
+        """As `SupervisorContext.know`."""
+        return self._acknowledgements.know(number)
+
+    def tell_readiness(self, news: ReadinessChanged) -> None:
+        """Gateways are told; nobody waits for it."""
+        last = self.last.get((news.name, news.version))
+        if not isinstance(last, ModelPublished) or last.ready == news.ready:
+            self._complain(f"9: the readiness of {news.name} {news.version} is what it was")
+            return
+        self.last[news.name, news.version] = replace(last, ready=news.ready)
+        self.said += 1
+        for key, peer in self._peers.items():
+            if peer.ensemble is None:
+                self._send(key, peer, news)
+
+    # --- who comes and goes
+
+    def enter_gateway(self) -> None:
+        """It hears all of what the others were sent before anything else."""
+        key, peer = object(), SimulatedPeer(came=self.said)
+        self._peers[key] = peer
+        for news in self.snapshot():
+            self._send(key, peer, news)
+
+    def enter_ensemble(self, version: SimulatedVersion) -> None:
+        """It is told where its models are."""
+        peer = self._peers[version.endpoint] = SimulatedPeer(version)
+        for news in self.find(version):
+            peer.hear(news)
+
+    def left(self, key: Hashable) -> None:
+        """A process is gone."""
+        if self._peers.pop(key, None) is not None:
+            self._acknowledgements.exited(key)
+            self.unheard += 1
+            self._world.after(0, self._heard)
+
+    def _heard(self) -> None:
+        self.unheard -= 1
+        self._on_known()
+
+    def gateway_leaves(self) -> None:
+        """One of them, whatever it has not heard."""
+        keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
+        if keys:
+            self._world.fault("gateway leaves")
+            self.left(self._world.random.choice(keys))
+
+    def _send(
+        self, key: Hashable, peer: SimulatedPeer, news: News | ReadinessChanged, number: int = 0
+    ) -> None:
+        world = self._world
+        late = 2 * SECOND if world.chance(0.02) else draw_lag(world)
+        peer.busy_until_ns = max(peer.busy_until_ns, world.now_ns + late)
+        world.after(peer.busy_until_ns - world.now_ns, self._arrive, key, peer, news, number)
+
+    def _arrive(
+        self, key: Hashable, peer: SimulatedPeer, news: News | ReadinessChanged, number: int
+    ) -> None:
+        if self._peers.get(key) is peer:
+            peer.hear(news)
+            if number:
+                self._world.after(draw_lag(self._world), self._acknowledged, key, number)
+
+    def _acknowledged(self, key: Hashable, number: int) -> None:
+        if not self.know(number):
+            self._acknowledgements.acknowledged(key, number)
+            if self.know(number):
+                self._on_known()
+
+
+def draw_lag(world: World) -> int:
+    """None, or up to 300 ms."""
+    return 0 if world.chance(0.3) else world.between(100_000, 300_000_000)
+
+
+def _same(last: News | None, news: News) -> bool:
+    if not (isinstance(last, ModelPublished) and isinstance(news, ModelPublished)):
+        return False
+    return replace(last, ready=news.ready) == news

@@ -1,0 +1,338 @@
+"""The rules that the lifecycle's core is held to; each violation begins with the rule's number.
+
+1   every order is answered, once          8   the last order of a name that succeeded decides
+2   asking again gives nothing; it ends    9   nothing is published as it was
+3   nobody ends whom an audience would ask 10  what serves is withdrawn by an order alone
+4   ensembles end before their steps       12  READY, and published as ready: what could serve
+5   once it is quiet nothing is left over  13  what does not differ keeps its processes
+6   what serves was ready once             14  the folder of an override is removed once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.supervisor.models.lifecycle import Lifecycle
+from shmserve.supervisor.models.orders import Kind, ModelEntry, Order, OrderPhase
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.statuses import ModelState, statuses
+from shmserve.supervisor.models.version.model_version import differs_in_instances_only
+from shmserve.supervisor.models.version.spec import VersionSpec
+from tests.simulation.lifecycle.versions import SimulatedVersion, count_of
+from tests.simulation.world import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.lifecycle.executor import SimulatedExecutor
+
+_MOST_LOOKS = 1000  # of one event
+
+
+class RecordedLifecycle(Lifecycle):
+    """The core, of which the orders are kept, and how often an event has it look."""
+
+    def __init__(
+        self, registry: ModelRegistry, executor: Any, hosted: bool, oracles: LifecycleOracles
+    ) -> None:
+        super().__init__(registry, executor, hosted)
+        self._oracles = oracles
+
+    def _enter(self, order: Order) -> Order:
+        self._oracles.entered(order)
+        return super()._enter(order)
+
+    def _look(self) -> None:
+        self._oracles.looked()
+        super()._look()
+
+    def _settle(self, order: Order, error: ShmserveError | None = None) -> None:
+        fresh = not order.settled
+        super()._settle(order, error)
+        if fresh and error is None:
+            self._oracles.succeeded(order)
+
+
+class LifecycleOracles:
+    """What was seen so far. Nothing is raised where the core would catch it: `check` does, after
+    each event."""
+
+    def __init__(self, executor: SimulatedExecutor) -> None:
+        self._executor = executor
+        self.orders: list[Order] = []
+        self._answers: Counter[Order] = Counter()
+        self._problems: list[str] = []
+        self._looks = 0
+        self._took_over: set[SimulatedVersion] = set()
+        self._last: dict[str, Order] = {}  # that succeeded
+        self._served: dict[str, dict[str, tuple[SimulatedVersion, VersionSpec]]] = {}
+        self._loaded_of: dict[str, tuple[str, str]] = {}
+
+    def broke(self, problem: str) -> None:
+        """A rule, which begins with its number."""
+        self._problems.append(problem)
+
+    def title(self, order: Order) -> str:
+        """What it is called in the trace."""
+        return f"{order.kind.name} {order.model.name} #{self.orders.index(order)}"
+
+    def check(self) -> None:
+        """Raises Violation where a rule was broken by what has just happened."""
+        for model in list(self._executor.registry.models.values()):
+            self._check_statuses(model)
+        if self._problems:
+            raise Violation(self._problems[0])
+        self._looks = 0
+
+    def check_again(self) -> None:
+        """The core is asked twice."""
+        executor = self._executor
+        if executor.audience.unheard:
+            return
+        before = executor.actions, executor.audience.said, len(self.orders)
+        executor.lifecycle.acknowledged()
+        if before != (executor.actions, executor.audience.said, len(self.orders)):
+            self.broke(f"2: asking again gave something new after {executor.world.trace[-1]}")
+
+    def looked(self) -> None:
+        """The core has looked at all models."""
+        self._looks += 1
+        if self._looks > _MOST_LOOKS:
+            raise Violation("2: it does not end")
+
+    # --- orders
+
+    def entered(self, order: Order) -> None:
+        """It is to be followed."""
+        self.orders.append(order)
+        self._executor.world.note("entered", self.title(order))
+
+    def answered(self, order: Order) -> None:
+        """Who gave it was told."""
+        self._answers[order] += 1
+        if self._answers[order] > 1:
+            self.broke(f"1: {self.title(order)} is answered twice")
+        if not order.settled:
+            self.broke(f"1: {self.title(order)} is answered, and goes on")
+        if order.error is not None and order.error.message == "internal error":
+            self.broke(f"1: {self.title(order)} could not be followed")
+
+    def succeeded(self, order: Order) -> None:
+        """What an order asks for is so now."""
+        name, serving = order.model.name, self._serving_of(order.model)
+        if order.kind is Kind.MOVE:
+            return
+        self._last[name] = order
+        before = self._served.get(name, {})
+        if order.kind is Kind.UNLOAD:
+            self._loaded_of.pop(name, None)
+            if serving:
+                self.broke(f"8: {name} serves, and was unloaded")
+        else:
+            self._check_loaded(order, before, serving)
+            self._loaded_of[name] = order.fingerprint, order.source.config
+        self._served[name] = {v: (version, version.spec) for v, version in serving.items()}
+
+    def _check_loaded(
+        self,
+        order: Order,
+        before: dict[str, tuple[SimulatedVersion, VersionSpec]],
+        serving: dict[str, SimulatedVersion],
+    ) -> None:
+        name = order.model.name
+        wanted = {spec.version: spec for spec in order.specs}
+        if wanted.keys() != serving.keys():
+            self.broke(f"8: {name} serves {[*serving]}, and {[*wanted]} were loaded")
+            return
+        anew = self._loaded_of.get(name) == (order.fingerprint, order.source.config)
+        for number, spec in wanted.items():
+            version = serving[number]
+            if version.config.source != spec.config.source:
+                self.broke(f"8: {version} has another configuration than was loaded last")
+            if not spec.steps and not version.failure and len(version.up) != count_of(spec.config):
+                self.broke(f"8: {version} has {len(version.up)} instances")
+            if not version.was_ready:
+                self.broke(f"6: {version} was never ready")
+            old, old_spec = before.get(number, (None, None))
+            if old is None or old_spec is None or old.failure:
+                continue
+            keeps = differs_in_instances_only(old_spec, spec)
+            other = old_spec.config.source != spec.config.source
+            if keeps and (other or not anew) and old is not version:
+                self.broke(f"13: {version} does not differ from {old}")
+
+    def _serving_of(self, model: ModelEntry) -> dict[str, SimulatedVersion]:
+        versions: Any = model.serving
+        return dict(versions)
+
+    def withdrawn(self, name: str, number: str) -> None:
+        """Gateways are told that it does not serve."""
+        model = self._executor.registry.models.get(name)
+        served = self._served.get(name, {})
+        order = model.orders[0] if model is not None and model.orders else None
+        if order is not None and order.kind is Kind.UNLOAD:
+            self._check_no_user(name)
+            return
+        if number not in served:
+            return
+        replaced = order is not None and order.phase is OrderPhase.TELLING
+        if order is None or not replaced or number in {spec.version for spec in order.specs}:
+            self.broke(f"10: {name} {number} is withdrawn, and no order says so")
+
+    def _check_no_user(self, name: str) -> None:
+        """It is unloaded, and its ensembles were before it."""
+        audience = self._executor.audience
+        for news in audience.last.values():
+            if isinstance(news, ModelPublished):
+                user = audience.by_endpoint[news.endpoint]
+                if user.uses(name):
+                    self.broke(f"4: {name} is withdrawn, and {user} is not")
+
+    # --- the end of versions
+
+    def killed(self, version: SimulatedVersion) -> None:
+        """It is killed: nobody ever knew it."""
+        for news in self._executor.audience.last.values():
+            if isinstance(news, ModelPublished) and news.endpoint in version.endpoints:
+                self.broke(f"3: {version} is killed, and published")
+        self._check_unknown(version, "killed")
+
+    def retired(self, version: SimulatedVersion) -> None:
+        """It is drained: nobody sends it anything any more."""
+        if version.retiring:
+            self.broke(f"3: {version} is drained twice")
+        self._check_unknown(version, "drained")
+        model = self._executor.registry.models.get(version.spec.name)
+        if (model is None or not model.serving) and not self._in_circle(version):
+            for user in self._executor.alive:
+                if user.uses(version.spec.name):
+                    self.broke(f"4: {version} is drained before {user}")
+
+    def ended(self, version: SimulatedVersion) -> None:
+        """It has no process any more."""
+        self._check_unknown(version, "gone")
+
+    def _check_unknown(self, version: SimulatedVersion, how: str) -> None:
+        audience = self._executor.audience
+        for gateway in audience.gateways:
+            if any(news.endpoint in version.endpoints for news in gateway.known.values()):
+                self.broke(f"3: {version} is {how}, and a gateway would send it a request")
+        for peer in audience.ensembles:
+            news = peer.latest.get(version.spec.name)
+            if news is None or news.endpoint not in version.endpoints:
+                continue
+            if not self._in_circle(version) and peer.ensemble is not version:
+                self.broke(f"3: {version} is {how}, and {peer.ensemble} would send it a step")
+
+    def _in_circle(self, version: SimulatedVersion) -> bool:
+        """Whether generations that live need one another."""
+        found: set[SimulatedVersion] = set()
+        waiting = [version]
+        while waiting:
+            name = waiting.pop().spec.name
+            more = {each for each in self._executor.alive if each.uses(name)} - found
+            found |= more
+            waiting += more
+        return version in found
+
+    def discarded(self, folder: Path) -> None:
+        """It is removed."""
+        for version in self._executor.alive:
+            if folder in self._executor.repository.folders and version.spec.model_dir == folder:
+                self.broke(f"14: {folder} is removed, and {version} runs")
+
+    # --- states
+
+    def _check_heard(self, version: SimulatedVersion) -> None:
+        """It serves from now on."""
+        for gateway in self._executor.audience.gateways:
+            heard = any(news.endpoint in version.endpoints for news in gateway.known.values())
+            if not heard and gateway.came < self._executor.audience.first[version]:
+                self.broke(f"3: {version} takes over, and a gateway does not know it")
+
+    def _could_serve(self, version: SimulatedVersion, depth: int = 0) -> bool:
+        if not (version.loaded and version.serves) or depth > 9:
+            return False
+        if not version.spec.steps:
+            return any(version.up)
+        return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
+
+    def _step_could_serve(self, name: str, depth: int) -> bool:
+        for (known, _), news in self._executor.audience.last.items():
+            if known == name and isinstance(news, ModelPublished) and news.latest:
+                return self._could_serve(
+                    self._executor.audience.by_endpoint[news.endpoint], depth + 1
+                )
+        return False
+
+    def _check_statuses(self, model: ModelEntry) -> None:
+        for number, version in self._serving_of(model).items():
+            if not version.was_ready:
+                self.broke(f"6: {version} serves, and was never ready")
+            if version not in self._took_over:
+                self._took_over.add(version)
+                self._check_heard(version)
+                if not self._could_serve(version):
+                    self.broke(f"6: {version} takes over, and is not ready")
+            if not isinstance(
+                self._executor.audience.last.get((model.name, number)), ModelPublished
+            ):
+                self.broke(f"10: {version} serves, and is not published")
+        shown: Any = model.shown
+        for number, status in statuses(model).items():
+            could = number in model.serving and self._could_serve(shown[number])
+            if (status.state is ModelState.READY) is not could:
+                self.broke(f"12: {model.name} {number} is {status.state}; it could serve: {could}")
+            news = self._executor.audience.last.get((model.name, number))
+            if isinstance(news, ModelPublished):
+                could = self._could_serve(self._executor.audience.by_endpoint[news.endpoint])
+                if news.ready is not could:
+                    self.broke(f"12: {model.name} {number} is published as ready: {news.ready}")
+
+    # --- the end
+
+    def check_quiet(self) -> None:
+        """All has happened that was to."""
+        executor = self._executor
+        for order in self.orders:
+            if self._answers[order] != 1:
+                self.broke(f"1: {self.title(order)} {order.phase} is never answered")
+        serving: set[Any] = {
+            v for m in executor.registry.models.values() for v in self._serving_of(m).values()
+        }
+        if serving != {*executor.alive} or serving != executor.registry.live:
+            self.broke(f"5: {executor.alive} are alive, and {serving} serve")
+        for model in executor.registry.models.values():
+            if model.orders or model.coming or model.dropping or model.retiring or model.draining:
+                self.broke(f"5: something of {model.name} goes on")
+            self._check_last(model)
+        self._check_known(serving)
+        used = {version.spec.model_dir for version in serving}
+        for folder, removed in executor.repository.folders.items():
+            if removed != (folder not in used):
+                self.broke(f"14: {folder} was removed {removed} times; used: {folder in used}")
+        self.check()
+
+    def _check_last(self, model: ModelEntry) -> None:
+        order = self._last.get(model.name)
+        wanted = order.specs if order is not None and order.kind is Kind.LOAD else []
+        serving = self._serving_of(model)
+        found = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
+        if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
+            self.broke(f"8: {model.name} serves {serving}, and the last order was another")
+
+    def _check_known(self, serving: set[SimulatedVersion]) -> None:
+        expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
+        for gateway in self._executor.audience.gateways:
+            known = {key: (news.endpoint, news.ready) for key, news in gateway.known.items()}
+            if known != expected:
+                self.broke(f"5: a gateway knows {known}, and {expected} is so")
+        latest = {(v.spec.name): v for v in sorted(serving, key=lambda v: v.spec.version)}
+        for peer in self._executor.audience.ensembles:
+            assert peer.ensemble is not None
+            for step in peer.ensemble.spec.steps:
+                news, version = peer.latest.get(step.name), latest.get(step.name)
+                if news is None or version is None or news.endpoint != version.endpoint:
+                    self.broke(f"5: {peer.ensemble} sends steps to {news}, and not to {version}")

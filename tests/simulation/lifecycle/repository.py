@@ -1,0 +1,134 @@
+"""A simulated model repository, which changes while it is read, and the plans of loads from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shmserve.errors import InvalidArgument, NotFound, ShmserveError
+from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.orders import LoadPlan, LoadSource
+from shmserve.supervisor.models.version.spec import VersionSpec
+from tests.simulation.world import World
+
+_OVERRIDES = Path("/overrides")
+_NOBODY = Path("/models")
+LEAVES = ("a", "b", "c")
+ENSEMBLES = ("x", "y", "z")
+
+
+class DrawnRepository:
+    """Models without steps, and ensembles over them and one another; of each its versions, with
+    what their files have, and how many instances. `folders` are those of overrides, each with how
+    often it was removed."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._random = world.random
+        self._notes = itertools.count(1)
+        self.steps: dict[str, list[str]] = {name: [] for name in LEAVES}
+        for name in ENSEMBLES:
+            self.steps[name] = self.draw_steps(name)
+        self.versions = {name: {"1": "0"} for name in self.steps}
+        self.counts = dict.fromkeys(self.steps, 2)
+        self.absent: set[str] = set()
+        self.ambiguous: set[str] = set()
+        self.broken: set[str] = set()  # their configuration
+        self.folders: dict[Path, int] = {}
+
+    def draw_steps(self, name: str) -> list[str]:
+        """Models that an ensemble may need; now and then in a circle."""
+        below = [*LEAVES, *(each for each in ENSEMBLES if each < name)]
+        if self._world.chance(0.1):
+            below += [each for each in ENSEMBLES if each > name]
+        return sorted(self._random.sample(below, self._random.randint(1, 2)))
+
+    def change(self) -> None:
+        """Something of it is written, or removed."""
+        name = self._random.choice([*self.steps])
+        changes = [self._touch, self._scale] * 2
+        changes += [self._add, self._remove, self._reshape, self._toggle]
+        self._random.choice(changes)(name)
+
+    def _touch(self, name: str) -> None:
+        version = self._random.choice([*self.versions[name]])
+        self.versions[name][version] = str(next(self._notes))
+
+    def _add(self, name: str) -> None:
+        version = self._random.choice("123")
+        self.versions[name].setdefault(version, str(next(self._notes)))
+
+    def _remove(self, name: str) -> None:
+        if len(self.versions[name]) > 1:
+            del self.versions[name][self._random.choice([*self.versions[name]])]
+
+    def _scale(self, name: str) -> None:
+        self.counts[name] = self._random.randint(1, 3)
+
+    def _reshape(self, name: str) -> None:
+        if name in ENSEMBLES:
+            self.steps[name] = self.draw_steps(name)
+
+    def _toggle(self, name: str) -> None:
+        self._random.choice([self.absent, self.ambiguous, self.broken]).symmetric_difference_update(
+            {name}
+        )
+
+    def mend(self) -> None:
+        """All is there, and can be read."""
+        for names in (self.absent, self.ambiguous, self.broken):
+            names.clear()
+
+    def draw_source(self, name: str) -> LoadSource:
+        """A configuration that a request sends, and maybe files."""
+        steps = self.draw_steps(name) if name in ENSEMBLES else []
+        sent = {"steps": steps, "count": self._random.randint(1, 3), "note": next(self._notes)}
+        files = {"1/model.py": b""} if self._world.chance(0.5) else {}
+        return LoadSource(json.dumps(sent), files)
+
+    def plan(self, name: str, source: LoadSource, complete: Callable[..., Any]) -> LoadPlan:
+        """What a load finds now; `complete` gets the specs of an ensemble's own completion."""
+        fingerprint = json.dumps([self.versions.get(name), self.counts.get(name)])
+        try:
+            specs = self._specs(name, source, complete)
+        except ShmserveError as error:
+            ambiguous = name in self.ambiguous
+            known = name in self.steps and name not in self.absent
+            return LoadPlan(fingerprint, [], {}, error, known, ambiguous)
+        return LoadPlan(fingerprint, specs, dict(self.steps))
+
+    def _specs(
+        self, name: str, source: LoadSource, complete: Callable[..., Any]
+    ) -> list[VersionSpec]:
+        if name not in self.steps or name in self.absent:
+            raise NotFound("there is no such model folder")
+        if name in self.ambiguous or name in self.broken:
+            raise InvalidArgument("it cannot be read")
+        sent = json.loads(source.config) if source.config else {}
+        steps = sent.get("steps", self.steps[name])
+        written: dict[str, Any] = {
+            "name": name,
+            "parameters": {"note": {"string_value": str(sent.get("note", ""))}},
+            "instance_group": [{"count": sent.get("count", self.counts[name])}],
+        }
+        if steps:
+            written["ensemble_scheduling"] = {"step": [{"model_name": each} for each in steps]}
+        config = ModelSpec.of(written)
+        versions, folder = self.versions[name], _NOBODY / name
+        if source.files:
+            folder = _OVERRIDES / str(next(self._notes))
+            versions = {"1": folder.name}
+            self.folders[folder] = 0
+        return [
+            VersionSpec(name, version, folder, folder, config, complete(config), files=files)
+            for version, files in versions.items()
+        ]
+
+    def discard(self, spec: VersionSpec) -> int:
+        """As `LoadPlanner.discard`; how often the folder was removed by now."""
+        if spec.model_dir in self.folders:
+            self.folders[spec.model_dir] += 1
+        return self.folders.get(spec.model_dir, 0)

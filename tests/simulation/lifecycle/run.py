@@ -1,0 +1,100 @@
+"""One run: orders, deaths and gateways of one seed, then quiet, and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tests.simulation.lifecycle.executor import SimulatedExecutor
+from tests.simulation.lifecycle.repository import ENSEMBLES
+from tests.simulation.world import MS, SECOND, TRACED, World
+
+_DRAWN_NS = 6 * SECOND
+_QUIET_NS = 300 * SECOND
+
+
+class LifecycleRun:
+    """A run of one seed, with so many orders that are asked for."""
+
+    def __init__(self, seed: int, orders: int = 40, traced: int = TRACED) -> None:
+        self.seed = seed
+        self.world = World(seed, traced)
+        self.executor = SimulatedExecutor(self.world, hosted=seed % 2 == 1)
+        self.orders = orders
+        self._random = self.world.random
+
+    @property
+    def asked(self) -> int:
+        """How many orders there were, those that led to others, too."""
+        return len(self.executor.oracles.orders)
+
+    def run(self) -> None:
+        """Raises Violation where a rule was broken."""
+        world = self.world
+        for _ in range(self._random.randint(0, 3)):
+            self.executor.audience.enter_gateway()
+        if world.chance(0.5):
+            self._start_all()
+        self._draw(self._order, self.orders)
+        self._draw(self.executor.repository.change, self._random.randint(0, 20))
+        self._draw(self._death, self._random.randint(0, 20))
+        self._draw(self._gateway, self._random.randint(0, 8))
+        world.run(world.now_ns + _DRAWN_NS, self._checked)
+        world.run(world.now_ns + _QUIET_NS, self._checked)
+        self._checked()
+        self.executor.oracles.check_quiet()
+
+    def _draw(self, what: Callable[[], None], count: int) -> None:
+        bursts = [self._random.randrange(_DRAWN_NS) for _ in range(6)]
+        for _ in range(count):
+            at_ns = self._random.choice(bursts) + self.world.between(MS, 500 * MS)
+            self.world.after(at_ns, what)
+
+    def _checked(self) -> bool:
+        self.executor.oracles.check()
+        if self.world.chance(0.1):
+            self.executor.oracles.check_again()
+        return False
+
+    def _start_all(self) -> None:
+        executor = self.executor
+        executor.lifecycle.expect(executor.repository.steps)
+        for name in executor.repository.steps:
+            executor.lifecycle.load(name)
+
+    def _order(self) -> None:
+        executor, world = self.executor, self.world
+        names = [*executor.repository.steps, *ENSEMBLES]
+        name = "nobody" if world.chance(0.02) else self._random.choice(names)
+        drawn = self._random.random()
+        if drawn < 0.4:
+            executor.lifecycle.load(name)
+        elif drawn < 0.65:
+            executor.lifecycle.load(name, executor.repository.draw_source(name))
+        elif drawn < 0.85:
+            executor.lifecycle.unload(name)
+        else:
+            self._unload_dependents(name)
+
+    def _unload_dependents(self, name: str) -> None:
+        alone = self.executor.lifecycle.loaded_for(name)
+        order = self.executor.lifecycle.unload(name)
+        for step in alone:
+            call = partial(self._unload_dependents, step)
+            if order.answered:
+                call()
+            else:
+                self.executor.on_answer.setdefault(order, []).append(call)
+
+    def _death(self) -> None:
+        if not self.executor.alive:
+            return
+        version = self._random.choice(self.executor.alive)
+        what = [version.worker_dies, version.worker_dies, version.scheduler_dies, version.breaks]
+        self._random.choice(what)()
+
+    def _gateway(self) -> None:
+        if self.world.chance(0.5):
+            self.executor.audience.enter_gateway()
+        else:
+            self.executor.audience.gateway_leaves()
