@@ -189,8 +189,10 @@ class EngineRig:
         assert sum(running) <= self.settings.max_batch_size
         for each in live:
             blocks = -(-each.computed // self.settings.block_size)
-            held = each.host if each.place is Place.SWAPPED else each.table
-            assert len(held) >= blocks
+            if each.place is Place.SWAPPED:
+                assert len(each.host) == blocks
+            else:
+                assert len(each.table) >= blocks
             assert each.place is not Place.WAITING or not (each.computed or each.table)
             assert each.place is not Place.SWAPPED or not (each.held or each.table)
 
@@ -382,7 +384,7 @@ def main() -> int:
         schedule = Schedule(seed)
         try:
             schedule.run()
-        except AssertionError as error:
+        except Exception as error:
             print(f"seed {seed}: {error}")
             raise
         operations += schedule.rig.operations

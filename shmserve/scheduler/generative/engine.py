@@ -243,8 +243,8 @@ class Engine(Generic[T]):
         generation = sequence.generation
         generation.preemptions += 1
         if self._swaps(sequence):
-            sequence.host = self.host.allocate(len(sequence.table))
-            for pair in zip(sequence.table, sequence.host, strict=True):
+            sequence.host = self.host.allocate(self._filled(sequence))
+            for pair in zip(sequence.table, sequence.host, strict=False):
                 plan.step.out.extend(pair)
             self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
@@ -257,9 +257,13 @@ class Engine(Generic[T]):
             self.counts.recomputed += sequence.computed
             self._let_go(sequence)
 
+    def _filled(self, sequence: Sequence[T]) -> int:
+        """The blocks that it has something in; one for drafts may follow."""
+        return -(-sequence.computed // self.settings.block_size)
+
     def _swaps(self, sequence: Sequence[T]) -> bool:
         """Whether its blocks are copied to the host, and not computed again."""
-        mode, blocks = self.settings.preemption_mode, len(sequence.table)
+        mode, blocks = self.settings.preemption_mode, self._filled(sequence)
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:

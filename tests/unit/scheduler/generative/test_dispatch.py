@@ -229,14 +229,16 @@ def test_a_sample_that_was_over_does_not_begin_again() -> None:
 
 
 def test_what_a_dead_instance_had_is_spread_over_those_that_stay() -> None:
-    settings = engine_settings()
+    settings = engine_settings(max_waiting_requests=9)
     rig = rig_of(settings)
-    rig.start(3, 103)
-    submit(rig, 3)
-    stay = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.start(2, 102)
+    submit(rig)
     rig.supervisor(RetireInstance(2))
     rig.workers.take()
+    first = rig.start(3, 103)
+    submit(rig, 3)
+    assert {peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)} == {first}
+    stay = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
     given = [peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)]
     assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
