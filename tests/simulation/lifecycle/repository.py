@@ -42,7 +42,7 @@ class DrawnRepository:
     def draw_steps(self, name: str) -> list[str]:
         """Models that an ensemble may need; now and then in a circle."""
         below = [*LEAVES, *(each for each in ENSEMBLES if each < name)]
-        if self._world.chance(0.1):
+        if self._world.chance(0.2):
             below += [each for each in ENSEMBLES if each > name]
         return sorted(self._random.sample(below, self._random.randint(1, 2)))
 
