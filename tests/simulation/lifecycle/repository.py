@@ -33,6 +33,9 @@ class DrawnRepository:
         for name in ENSEMBLES:
             self.steps[name] = self.draw_steps(name)
         self.versions = {name: {"1": "0"} for name in self.steps}
+        for name in LEAVES:
+            if world.chance(0.5):
+                self.versions[name]["2"] = "0"
         self.counts = dict.fromkeys(self.steps, 2)
         self.absent: set[str] = set()
         self.ambiguous: set[str] = set()
