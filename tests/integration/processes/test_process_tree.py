@@ -57,6 +57,9 @@ def test_every_process_says_what_it_is(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):
         assert titles[title] == 1, titles
+    # What the README says that a model costs.
+    of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
+    assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
     listed = subprocess.run(
         ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
     )
