@@ -1,6 +1,8 @@
-"""Speed of a generative worker's steps, alone and in one thread, beside the floor of its linears.
+"""Speed of a generative worker's steps, alone and in one thread, beside the floor of its linears;
+and of the scheduler that plans them, without a model.
 
     python -m bench.load.generation [--rows 1 8 32] [--weights fp32|int8] [--rounds N]
+    python -m bench.load.generation --scheduler 32 256
 
 The model is random: 8 layers, 512 wide, 8 heads that share 4 key-value heads, 32,000 tokens.
 Prompts have 128 tokens, and 32 follow. The floor is the time of the linears alone, with the same
@@ -11,18 +13,24 @@ in time of the processor, since others may be using the machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shmserve.ipc.messages.generation import Begin, Row, Step, Stepped
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
+from shmserve.scheduler.generative.engine import Engine
+from shmserve.scheduler.generative.sequences import Generation
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.attention import Attention, KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -141,13 +149,63 @@ def measure(model: Transformer, rows: int, rounds: int) -> dict[str, float]:
     }
 
 
+def schedule(sequences: int, rounds: int) -> dict[str, float]:
+    """What a step costs in the scheduler, in ms: the median of those that plan and take a token of
+    each of so many sequences, and the mean of all, from the first prompt to the last token."""
+    settings = EngineSettings.of(
+        {
+            "max_batch_size": sequences,
+            "kv_cache_blocks": sequences * (PROMPT + NEW) // BLOCK + sequences,
+            "max_tokens_per_batch": 16 * sequences,
+            "max_prefill_tokens": 16 * sequences,
+        }
+    )
+    full: list[float] = []
+    took: list[float] = []
+    numbers = itertools.count(1)
+    for _ in range(rounds):
+        engine: Engine[None] = Engine(
+            settings, GenerationStats(), numbers, lambda each, why: None, lambda each, beams: None
+        )
+        for key in range(sequences):
+            prompt = array("i", [key, *range(1, PROMPT)])
+            engine.add(Generation(None, key, key, prompt, NEW))
+        for number in range(1, 1_000_000):
+            began = time.thread_time()
+            step = engine.plan(number)
+            planned = time.thread_time()
+            if step is None:
+                break
+            results = [
+                RowResult(row.sequence, [7], "length" if row.start == PROMPT + NEW - 2 else "")
+                for row in step.rows
+                if row.samples
+            ]
+            stepped = Stepped(number, results, 0, 20_000_000, 0)
+            answered = time.thread_time()
+            engine.done(stepped)
+            took.append(time.thread_time() - answered + planned - began)
+            if len(results) == sequences:
+                full.append(took[-1])
+    return {
+        "sequences": sequences,
+        "scheduler_ms": round(statistics.median(full) * 1e3, 3),
+        "scheduler_mean_ms": round(statistics.mean(took) * 1e3, 3),
+    }
+
+
 def main() -> None:
     """Measure, and print one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--weights", choices=["fp32", "int8"], default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scheduler", type=int, nargs="+", metavar="SEQUENCES")
     asked = parser.parse_args()
+    for sequences in asked.scheduler or ():
+        sys.stdout.write(json.dumps(schedule(sequences, asked.rounds)) + "\n")
+    if asked.scheduler:
+        return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = write_folder(Path(folder) / "m512", **SIZES)

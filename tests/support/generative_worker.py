@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
 
@@ -21,27 +22,31 @@ END = 0  # the token that ends a sequence
 Slot = tuple[int, int, bytes]  # token, position, hash of the tokens before it
 
 
-@cache
+@lru_cache(1 << 16)
 def _digest(before: bytes, token: int) -> bytes:
     return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
-def history(tokens: array[int]) -> bytes:
-    """What stands for a sequence of tokens."""
-    digest = b""
+def extend(slots: list[Slot], tokens: Iterable[int]) -> list[Slot]:
+    """`slots` with what stands for the keys and values of these tokens behind them."""
     for token in tokens:
-        digest = _digest(digest, token)
-    return digest
+        slots.append((token, len(slots), _after(slots)))
+    return slots
 
 
-def next_token(tokens: array[int], sample: int) -> int:
+def _after(slots: list[Slot]) -> bytes:
+    """What stands for all of these."""
+    return _digest(slots[-1][2], slots[-1][0]) if slots else b""
+
+
+def next_token(slots: list[Slot], sample: int) -> int:
     """The token that follows: of each sample another one."""
-    return int.from_bytes(_digest(history(tokens), VOCABULARY + sample), "little") % VOCABULARY
+    return int.from_bytes(_digest(_after(slots), VOCABULARY + sample), "little") % VOCABULARY
 
 
-def candidates(tokens: array[int], count: int) -> list[tuple[int, float]]:
+def candidates(slots: list[Slot], count: int) -> list[tuple[int, float]]:
     """The best tokens to follow in a beam search, with their scores, best first."""
-    found, before = [], history(tokens)
+    found, before = [], _after(slots)
     for token in range(VOCABULARY):
         digest = _digest(before, token)
         found.append((token, -int.from_bytes(digest[:4], "little") / 2**30))
@@ -50,17 +55,20 @@ def candidates(tokens: array[int], count: int) -> list[tuple[int, float]]:
 
 def alone(prompt: array[int], sample: int, max_tokens: int) -> tuple[list[int], str]:
     """What a sample of a prompt comes to, by itself."""
-    tokens = prompt[:]
+    slots = extend([], prompt)
+    over = "length"
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens, sample))
-        if tokens[-1] == END:
-            return list(tokens[len(prompt) :]), "stop"
-    return list(tokens[len(prompt) :]), "length"
+        token = next_token(slots, sample)
+        extend(slots, [token])
+        if token == END:
+            over = "stop"
+            break
+    return [token for token, _, _ in slots[len(prompt) :]], over
 
 
 @dataclass
 class _Known:
-    tokens: array[int]
+    slots: list[Slot]  # of all its tokens
     key: int
     sample: int
     prompt: int
@@ -81,6 +89,7 @@ class GenerativeWorker:
     width: dict[int, int] = field(default_factory=dict)
     resumed: dict[tuple[int, int], array[int]] = field(default_factory=dict)
     known: dict[int, _Known] = field(default_factory=dict)
+    read: int = 0  # so many tokens, all of which were as they should be
 
     def __post_init__(self) -> None:
         self._pool: list[list[Slot | None]] = [[None] * self.block_size for _ in range(self.blocks)]
@@ -93,14 +102,14 @@ class GenerativeWorker:
         for begin in step.begin:
             if begin.parent:
                 parent = self.known[begin.parent]
-                known = _Known(parent.tokens[:], begin.key, begin.sample, parent.prompt)
+                known = _Known(parent.slots[:], begin.key, begin.sample, parent.prompt)
                 known.table = parent.table[:]
                 if begin.token >= 0:
-                    known.tokens.append(begin.token)
+                    extend(known.slots, [begin.token])
             else:
                 prompt = self.prompts[begin.key]
                 had = self.resumed.get((begin.key, begin.sample), array("i"))
-                known = _Known(prompt + had, begin.key, begin.sample, len(prompt))
+                known = _Known(extend([], prompt + had), begin.key, begin.sample, len(prompt))
             self.known[begin.sequence] = known
         for source, target in _pairs(step.out):
             self._host[target] = self._pool[source][:]
@@ -117,13 +126,13 @@ class GenerativeWorker:
         known = self.known[row.sequence]
         known.table[row.keep :] = row.blocks
         assert row.count >= 1
-        assert row.samples == (row.start + row.count == len(known.tokens))
+        assert row.samples == (row.start + row.count == len(known.slots))
         self._check(known, row.start)
-        self._write(known, row.start, known.tokens[row.start : row.start + row.count])
+        self._write(known, known.slots[row.start : row.start + row.count])
         if not row.samples:
             return []
         if known.key in self.width:
-            best = candidates(known.tokens, 2 * self.width[known.key])
+            best = candidates(known.slots, 2 * self.width[known.key])
             return [
                 RowResult(
                     row.sequence, [], candidates=[t for t, _ in best], scores=[s for _, s in best]
@@ -132,24 +141,22 @@ class GenerativeWorker:
         return [self._sampled(known, row)]
 
     def _sampled(self, known: _Known, row: Row) -> RowResult:
-        end = len(known.tokens)
-        right = array("i")
-        tokens = known.tokens[:]
+        end = len(known.slots)
+        right = known.slots[:]
         for _ in range(row.draft):
-            right.append(next_token(tokens, known.sample))
-            tokens.append(right[-1])
-        proposed = array("i", right)
+            extend(right, [next_token(right, known.sample)])
+        proposed = [token for token, _, _ in right[end:]]
         for index in range(row.draft):
             if (end + index) % 3 >= self.proposals:
-                proposed[index] = (right[index] + 1) % VOCABULARY
-        self._write(known, end, proposed)
+                proposed[index] = (proposed[index] + 1) % VOCABULARY
+        self._write(known, extend(known.slots[:], proposed)[end:])
         new: list[int] = []
         over = ""
         for index in range(row.draft + 1):
-            token = next_token(known.tokens, known.sample)
-            known.tokens.append(token)
+            token = next_token(known.slots, known.sample)
+            extend(known.slots, [token])
             new.append(token)
-            generated = len(known.tokens) - known.prompt
+            generated = len(known.slots) - known.prompt
             over = "stop" if token == END else ""
             over = over or ("length" if generated >= self.most[known.key] else "")
             if over or index == row.draft or proposed[index] != token:
@@ -157,19 +164,18 @@ class GenerativeWorker:
         return RowResult(row.sequence, new, over, row.draft)
 
     def _check(self, known: _Known, end: int) -> None:
-        digest = b""
-        for position in range(end):
-            found = self._pool[known.table[position // self.block_size]][position % self.block_size]
-            wanted = (known.tokens[position], position, digest)
-            assert found == wanted, f"position {position} of {end}: {found} is not {wanted}"
-            digest = _digest(digest, known.tokens[position])
+        size = self.block_size
+        for index, start in enumerate(range(0, end, size)):
+            stop = min(start + size, end)
+            found = self._pool[known.table[index]][: stop - start]
+            wanted = known.slots[start:stop]
+            assert found == wanted, f"positions {start} to {stop} of {end}: {found}, not {wanted}"
+        self.read += end
 
-    def _write(self, known: _Known, start: int, tokens: array[int]) -> None:
-        digest = history(known.tokens[:start])
-        for position, token in enumerate(tokens, start):
-            block = known.table[position // self.block_size]
-            self._pool[block][position % self.block_size] = (token, position, digest)
-            digest = _digest(digest, token)
+    def _write(self, known: _Known, slots: list[Slot]) -> None:
+        for slot in slots:
+            block = known.table[slot[1] // self.block_size]
+            self._pool[block][slot[1] % self.block_size] = slot
 
 
 def _pairs(flat: list[int]) -> list[tuple[int, int]]:

@@ -56,9 +56,10 @@ class Engine(Generic[T]):
     def fits(self, generation: Generation[T]) -> bool:
         """Whether it can ever run: alone, and all of its sequences where these go together."""
         size = self.settings.block_size
-        prompt, most = len(generation.prompt) // size, -(-generation.most_tokens // size)
-        together = generation.rows if generation.beams is not None else 1
-        needed = prompt + together * (most - prompt) + (together > 1)
+        shared, most = generation.shared // size, -(-generation.most_tokens // size)
+        preempted = self.settings.enable_preemption and generation.beams is None
+        together = 1 if preempted else generation.rows
+        needed = shared + together * (most - shared) + (together > 1)
         return needed <= self.pool.count and generation.rows <= self.settings.max_batch_size
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
@@ -182,18 +183,20 @@ class Engine(Generic[T]):
                     break
             else:
                 if count:
-                    self._row(plan, sequence, count, drafts)
+                    plan.add(sequence, count, drafts)
 
     def _share_of(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """How many of its missing tokens fit what is left of the budgets, and how many drafts."""
-        missing = sequence.missing - 1 if sequence.forks else sequence.missing
-        if missing > 1 or sequence.forks:
+        missing, forks = sequence.missing, sequence.forks
+        missing -= forks > 0
+        if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if limit < missing:
                 limit -= limit % 16 if limit >= 16 else 0
             return max(min(missing, limit), 0), 0
         count = min(missing, plan.tokens)
-        return count, min(self._drafts(sequence, plan), max(plan.tokens - count, 0))
+        drafts = self._drafts(sequence, plan)
+        return count, min(drafts, plan.tokens - count) if drafts else 0
 
     def _drafts(self, sequence: Sequence[T], plan: StepPlan) -> int:
         """The tokens to propose behind a sequence's last."""
@@ -212,12 +215,14 @@ class Engine(Generic[T]):
         size, table = self.settings.block_size, sequence.table
         first = sequence.computed // size
         last = (sequence.computed + count - 1) // size
+        missing, writable = last + 1 - len(table), self.pool.writable
         shared = [
             index
-            for index in range(first, min(last + 1, len(table)))
-            if not self.pool.writable(table[index])
+            for index, block in enumerate(table[first : last + 1], first)
+            if not writable(block)
         ]
-        missing = last + 1 - len(table)
+        if not shared and missing <= 0:
+            return True
         if len(shared) + max(missing, 0) > self.pool.available:
             return False
         for index in shared:
@@ -231,15 +236,6 @@ class Engine(Generic[T]):
             table += self.pool.allocate(missing, table[-1] if table else -1)
         return True
 
-    def _row(self, plan: StepPlan, sequence: Sequence[T], count: int, drafts: int) -> None:
-        samples = count == sequence.missing
-        blocks = sequence.table[sequence.told :]
-        plan.add(
-            sequence,
-            Row(sequence.number, sequence.computed, count, sequence.told, blocks, drafts, samples),
-        )
-        sequence.told = len(sequence.table)
-
     # --- preemption
 
     def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
@@ -247,8 +243,8 @@ class Engine(Generic[T]):
         generation = sequence.generation
         generation.preemptions += 1
         if self._swaps(sequence):
-            sequence.host = self.host.allocate(len(sequence.table))
-            for pair in zip(sequence.table, sequence.host, strict=True):
+            sequence.host = self.host.allocate(self._filled(sequence))
+            for pair in zip(sequence.table, sequence.host, strict=False):
                 plan.step.out.extend(pair)
             self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
@@ -261,9 +257,13 @@ class Engine(Generic[T]):
             self.counts.recomputed += sequence.computed
             self._let_go(sequence)
 
+    def _filled(self, sequence: Sequence[T]) -> int:
+        """The blocks that it has something in; one for drafts may follow."""
+        return -(-sequence.computed // self.settings.block_size)
+
     def _swaps(self, sequence: Sequence[T]) -> bool:
         """Whether its blocks are copied to the host, and not computed again."""
-        mode, blocks = self.settings.preemption_mode, len(sequence.table)
+        mode, blocks = self.settings.preemption_mode, self._filled(sequence)
         if mode == "recompute" or not sequence.computed or blocks > self.host.available:
             return False
         if sequence.held:
@@ -274,7 +274,7 @@ class Engine(Generic[T]):
 
     def _admit(self, plan: StepPlan, outside: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
         """Take in who is outside, in order, until one finds no room; those are outside still."""
-        seats = self.settings.max_batch_size - sum(each.seats for each in inside)
+        seats = self._seats(inside)
         promised = sum(self._needed(each) for each in inside)
         while outside:
             sequence = outside[0]
@@ -292,6 +292,11 @@ class Engine(Generic[T]):
             self._run(plan, [sequence], [sequence])
             promised += self._needed(sequence)
 
+    def _seats(self, taken: list[Sequence[T]]) -> int:
+        """The sequences that there is room for in a step beside those of `taken` that run."""
+        seats = sum(each.seats for each in taken if each.place is Place.RUNNING)
+        return self.settings.max_batch_size - seats
+
     def _needed(self, sequence: Sequence[T]) -> int:
         """The blocks that a sequence does not have yet and is to get without preempting anybody:
         for its tokens, or, where nobody may be preempted, all that it may come to have."""
@@ -299,8 +304,8 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
         most = -(-generation.most_tokens // size)
-        own = sequence.seats * (most - len(generation.prompt) // size)
-        return max(len(generation.prompt) // size + own - len(sequence.table), 0)
+        shared = generation.shared // size
+        return max(shared + sequence.seats * (most - shared) - len(sequence.table), 0)
 
     def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
         """Give a sequence that has nothing the cached blocks of its beginning; whether what it
@@ -360,31 +365,10 @@ class Engine(Generic[T]):
         if results.keys() != expected:
             raise ValueError("results of other rows than those of the step")
         self.running = None
-        self._observe(running, message)
+        running.observe(message, self.times, self.counts)
         for number, (sequence, row) in running.rows.items():
             if sequence.place is Place.RUNNING:
                 self._computed(sequence, row, results.get(number))
-
-    def _observe(self, running: Running, message: Stepped) -> None:
-        load, counts = running.load, self.counts
-        took_ms = (message.forward_ns + message.sample_ns) / 1e6
-        if running.copies:
-            self.times.copied(running.copies, message.gather_ns / 1e6)
-        else:
-            took_ms += message.gather_ns / 1e6
-        if running.drafts:
-            self.times.drafted(running.drafts, message.draft_ns / 1e6)
-        self.times.observe(load, took_ms - message.draft_ns / 1e6)
-        counts.batch_tokens.observe(load.decoded + load.prefilled)
-        counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
-        phases = counts.phases
-        phases["gather"] += message.gather_ns - message.draft_ns
-        phases["forward"] += message.forward_ns
-        phases["sample"] += message.sample_ns
-        phases["draft"] += message.draft_ns
-        phases["text"] += message.text_ns
-        counts.prefilled += load.prefilled
-        counts.decoded += load.decoded
 
     def _computed(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
         sequence.computed = row.start + row.count
@@ -426,12 +410,14 @@ class Engine(Generic[T]):
             self._child(sequence, sample)
         sequence.forks = 0
 
-    def _child(self, parent: Sequence[T], sample: int, token: int = -1) -> Sequence[T]:
+    def _child(
+        self, parent: Sequence[T], sample: int, token: int = -1, seated: bool = True
+    ) -> Sequence[T]:
         child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        if parent.place is Place.RUNNING:  # else it has to be computed, too
+        if parent.place is Place.RUNNING and seated:  # else it has to be computed, too
             child.place = Place.RUNNING
             child.computed, child.sealed, child.told = parent.computed, parent.sealed, parent.told
             child.table = parent.table[:]
@@ -453,8 +439,10 @@ class Engine(Generic[T]):
         if any(not each.held for each in sequence.generation.sequences):
             return
         before = sequence.generation.sequences[:]
-        for chosen in beams.step():
-            child = self._child(chosen.parent, 0, chosen.token)
+        free = self._seats([each for each in self._live.values() if each not in before])
+        for place, chosen in enumerate(beams.step()):
+            # Beams that were preempted while they waited for these have lost their seats.
+            child = self._child(chosen.parent, 0, chosen.token, place < free)
             child.score = chosen.score
         for parent in before:  # after all have begun: what they share is not let go of meanwhile
             self.drop(parent)

@@ -8,6 +8,7 @@ recursive least squares with forgetting (Haykin, "Adaptive Filter Theory").
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _FORGETTING = 0.98
 _NOISE = 0.1  # of a step's time
@@ -20,8 +21,7 @@ _EWMA = 0.1
 _PROBE_STEPS = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """The work of a step: tokens that decode, those of prompts, and (query, key) pairs."""
 
     decoded: int = 0

@@ -53,6 +53,12 @@ class Generation(Generic[T]):
         return self.beams.width if self.beams is not None else self.samples
 
     @property
+    def shared(self) -> int:
+        """The tokens that its samples have in common once computed: each computes the last of the
+        prompt itself."""
+        return len(self.prompt) - 1
+
+    @property
     def most_tokens(self) -> int:
         """The tokens that a sequence of it may come to have; the last one's are never computed."""
         return len(self.prompt) + self.max_tokens - 1

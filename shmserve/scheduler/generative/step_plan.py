@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.messages.generation import Row, Step
-from shmserve.scheduler.generative.pace import Load
+from shmserve.ipc.messages.generation import Row, Step, Stepped
+from shmserve.scheduler.generative.pace import Load, StepTimes
 from shmserve.scheduler.generative.sequences import Sequence
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
 
 
 class Running(NamedTuple):
@@ -18,6 +19,27 @@ class Running(NamedTuple):
     load: Load
     copies: int
     drafts: int
+
+    def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
+        """It has ended: learn from what it took, and count it."""
+        load, took_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
+        if self.copies:
+            times.copied(self.copies, message.gather_ns / 1e6)
+        else:
+            took_ms += message.gather_ns / 1e6
+        if self.drafts:
+            times.drafted(self.drafts, message.draft_ns / 1e6)
+        times.observe(load, took_ms - message.draft_ns / 1e6)
+        counts.batch_tokens.observe(load.decoded + load.prefilled)
+        counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
+        phases = counts.phases
+        phases["gather"] += message.gather_ns - message.draft_ns
+        phases["forward"] += message.forward_ns
+        phases["sample"] += message.sample_ns
+        phases["draft"] += message.draft_ns
+        phases["text"] += message.text_ns
+        counts.prefilled += load.prefilled
+        counts.decoded += load.decoded
 
 
 class StepPlan:
@@ -32,18 +54,23 @@ class StepPlan:
         self.drafts = 0
         self.preempted = False
 
-    def add(self, sequence: Sequence[Any], row: Row) -> None:
-        """Another row; it and what it proposes are paid for."""
+    def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
+        """A row for the next `count` tokens of a sequence, and what it proposes: they are paid
+        for."""
+        start, samples = sequence.computed, count == sequence.missing
+        blocks = sequence.table[sequence.told :]
+        row = Row(sequence.number, start, count, sequence.told, blocks, drafts, samples)
+        sequence.told = len(sequence.table)
         self.step.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
-        self.tokens -= row.count + row.draft
-        decodes = row.samples and row.count == 1
+        self.tokens -= count + drafts
+        decodes = samples and count == 1
         if not decodes:
-            self.prompt_tokens -= row.count
-        load, end = self.load, row.start + row.count
+            self.prompt_tokens -= count
+        load = self.load
         self.load = Load(
-            load.decoded + (row.count + row.draft if decodes else 0),
-            load.prefilled + (0 if decodes else row.count),
-            load.pairs + row.count * end,
+            load.decoded + (count + drafts if decodes else 0),
+            load.prefilled + (0 if decodes else count),
+            load.pairs + count * (start + count),
         )
-        self.drafts = max(self.drafts, row.draft)
+        self.drafts = max(self.drafts, drafts)

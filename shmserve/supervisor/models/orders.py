@@ -186,6 +186,12 @@ class ModelEntry:
         order = self.orders[0] if self.orders else None
         return order.needs if order is not None and order.needs else self.needs
 
+    @property
+    def possible_steps(self) -> list[str]:
+        """Those, and what it needs now: the load that is followed may fail."""
+        now = [step.name for version in self.serving.values() for step in version.spec.steps]
+        return [*self.wanted_steps, *now]
+
 
 class Difference(NamedTuple):
     """The difference of a load to what serves: which versions stay, with the change of instances of

@@ -130,7 +130,7 @@ class ModelRegistry:
     ) -> list[str]:
         """The circle of ensembles that a model with these steps would close, if any. What serves,
         or is to, counts as it is, and anything else as its folder has it."""
-        needs = self.needs()
+        needs = {each: model.possible_steps for each, model in self.models.items()}
 
         def walk(each: str, above: list[str]) -> list[str]:
             if each in above:

@@ -36,6 +36,7 @@ class SimulatedExecutor:
         self.audience.find = self._steps_of
         self.registry.audience = self.audience
         self.alive: list[SimulatedVersion] = []
+        self.updating: set[Order] = set()
         self.actions = 0
         self.on_answer: dict[Order, list[Callable[[], None]]] = {}
         self._endpoints = itertools.count(1)
@@ -122,6 +123,7 @@ class SimulatedExecutor:
     def update(self, order: Order) -> None:
         """The instances are added, or not."""
         self._does("update", self.oracles.title(order))
+        self.updating.add(order)
         self.world.after(0, self._update, order)
 
     def _update(self, order: Order) -> None:
@@ -133,9 +135,11 @@ class SimulatedExecutor:
             if error is not None:
                 errors[number] = error
             if not missing:
+                self.updating.discard(order)
                 self.lifecycle.updated(order, errors)
 
         if not updates:
+            self.updating.discard(order)
             self.lifecycle.updated(order, {})
         update: SimulatedUpdate
         for number, update in updates.items():
@@ -169,7 +173,7 @@ class SimulatedExecutor:
         """It finishes what it has."""
         self._does("retire", version)
         self.oracles.retired(version)
-        version.retiring = True
+        version.retiring = version.drains = True
         late = self.world.between(1_000_000, 2 * SECOND)
         self.world.after(late, version.drained)
 

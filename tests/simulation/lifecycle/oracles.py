@@ -49,10 +49,12 @@ class RecordedLifecycle(Lifecycle):
         super()._look()
 
     def _settle(self, order: Order, error: ShmserveError | None = None) -> None:
-        fresh = not order.settled
+        fresh, dropping = not order.settled, order.phase is OrderPhase.DROPPING
         super()._settle(order, error)
         if fresh and error is None:
             self._oracles.succeeded(order)
+        elif dropping:
+            self._oracles.dropped(order)
 
 
 class LifecycleOracles:
@@ -135,6 +137,14 @@ class LifecycleOracles:
             self._loaded_of[name] = order.fingerprint, order.source.config
         self._served[name] = {v: (version, version.spec) for v, version in serving.items()}
 
+    def dropped(self, order: Order) -> None:
+        """It failed, and the next may begin."""
+        if order in self._executor.updating:
+            self.broke(f"1: {self.title(order)} is over, and instances are still added")
+        for version in self._executor.alive:
+            if version.spec.name == order.model.name and version.stopping and not version.drains:
+                self.broke(f"1: {self.title(order)} is over, and {version} has not ended")
+
     def _check_loaded(
         self,
         order: Order,
@@ -162,6 +172,8 @@ class LifecycleOracles:
             other = old_spec.config.source != spec.config.source
             if keeps and (other or not anew) and old is not version:
                 self.broke(f"13: {version} does not differ from {old}")
+            if keeps and anew and not other and old is version:
+                self.broke(f"13: {version} was to be started anew")
 
     def _serving_of(self, model: ModelEntry) -> dict[str, SimulatedVersion]:
         versions: Any = model.serving
@@ -308,6 +320,8 @@ class LifecycleOracles:
             if model.orders or model.coming or model.dropping or model.retiring or model.draining:
                 self.broke(f"5: something of {model.name} goes on")
             self._check_last(model)
+        for version in serving:
+            self._check_shapes(version)
         self._check_known(serving)
         used = {version.spec.model_dir for version in serving}
         for folder, removed in executor.repository.folders.items():
@@ -322,6 +336,20 @@ class LifecycleOracles:
         found = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
         if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
+
+    def _check_shapes(self, version: SimulatedVersion) -> None:
+        """It has the instances that it is to have, and knows its steps as they are."""
+        if not version.spec.steps:
+            if not version.failure and len(version.up) != count_of(version.config):
+                self.broke(f"8: {version} has {len(version.up)} instances")
+        elif version.steps_known() != version.shapes and not self._failed_since(version):
+            self.broke(f"5: {version} knows its steps as they were")
+
+    def _failed_since(self, version: SimulatedVersion) -> bool:
+        """Whether a later load failed, on which it counted to know its steps as they are."""
+        name = version.spec.name
+        later = self.orders[self.orders.index(self._last[name]) :]
+        return any(order.model.name == name and order.error is not None for order in later)
 
     def _check_known(self, serving: set[SimulatedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}

@@ -33,6 +33,9 @@ class DrawnRepository:
         for name in ENSEMBLES:
             self.steps[name] = self.draw_steps(name)
         self.versions = {name: {"1": "0"} for name in self.steps}
+        for name in LEAVES:
+            if world.chance(0.5):
+                self.versions[name]["2"] = "0"
         self.counts = dict.fromkeys(self.steps, 2)
         self.absent: set[str] = set()
         self.ambiguous: set[str] = set()
@@ -42,7 +45,7 @@ class DrawnRepository:
     def draw_steps(self, name: str) -> list[str]:
         """Models that an ensemble may need; now and then in a circle."""
         below = [*LEAVES, *(each for each in ENSEMBLES if each < name)]
-        if self._world.chance(0.1):
+        if self._world.chance(0.2):
             below += [each for each in ENSEMBLES if each > name]
         return sorted(self._random.sample(below, self._random.randint(1, 2)))
 

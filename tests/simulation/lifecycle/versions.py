@@ -31,6 +31,7 @@ class SimulatedUpdate:
         self.differs = count_of(spec.config) != count_of(version.config)
         self._version = version
         self._added = 0
+        self._cancelled = False
         self._end: Callable[[ShmserveError | None], None] | None = None
 
     def add(self, over: Callable[[ShmserveError | None], None]) -> None:
@@ -47,6 +48,8 @@ class SimulatedUpdate:
         if self._end is None:
             return
         end, self._end = self._end, None
+        if self._cancelled:
+            error = Unavailable("given up")
         if error is None:
             self._added = max(0, count_of(self.spec.config) - len(self._version.up))
             self._version.up += [True] * self._added
@@ -66,6 +69,7 @@ class SimulatedUpdate:
     def cancel(self) -> None:
         """It fails, if it is still adding."""
         if self._end is not None:
+            self._cancelled = True
             self._version.world.after(self._version.lag(), self._over, Unavailable("given up"))
 
 
@@ -81,7 +85,8 @@ class SimulatedVersion:
         self.load_seconds = 0.0
         self.loaded = self.serves = self.was_ready = False
         self.retiring = self.stopping = self.gone = False
-        self.no_scheduler = False
+        self.no_scheduler = self.drains = False
+        self.shapes: list[Any] = []
         self.failure = ""
         self.up: list[bool] = []
         self.endpoint = ""
@@ -157,6 +162,7 @@ class SimulatedVersion:
         self._starting = True
         try:
             self.spec.complete({})
+            self.shapes = self.steps_known()
         except ShmserveError as error:
             return self.world.after(self.lag(), self._failed, error)
         if self._fate == "hangs":
@@ -165,6 +171,11 @@ class SimulatedVersion:
             kind = InvalidArgument if self._fate == "broken" else Unavailable
             return self.world.after(self.lag(), self._failed, kind("it does not load"))
         return self.world.after(self.lag(), self._load)
+
+    def steps_known(self) -> list[Any]:
+        """The configurations of its steps' models, as they are published."""
+        found = map(self.executor.registry.published_now, self.spec.steps)
+        return [None if news is None else news.config.immutable_config for news in found]
 
     def _load(self) -> None:
         if self.stopping:

@@ -123,6 +123,10 @@ SCOPES = {
     "/unregister": "shared-memory",
     "/trace/setting": "trace",
     "/v2/logging": "logging",
+    "/v1/models": "metadata",
+    "/v1/models/([^/]+)": "metadata",
+    "/completions": "inference",
+    "/embeddings": "inference",
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import LoadFailed
 from shmserve.ipc.model_spec import ModelSpec
@@ -46,6 +47,12 @@ EXAMPLES: dict[Any, Any] = {
     list[m.Work]: [m.Work(1, 2, b"x")],
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
     list[m.Reply]: [m.Reply(1, "", "", b"x")],
+    list[g.Resumed]: [g.Resumed(1, b"x", 2, "x")],
+    list[g.BeamSearch]: [g.BeamSearch(1, 0.5, "x", [1, 2])],
+    list[g.Begin]: [g.Begin(1, 2, 3, 4, 5)],
+    list[g.Row]: [g.Row(1, 2, 3, 4, [1, 2], 5, False)],
+    list[g.RowResult]: [g.RowResult(1, [2], "x", 3, [4], [0.5])],
+    list[g.Hypothesis]: [g.Hypothesis(b"x", "x", 0.5)],
     dict[str, Any]: {"a": 1},
     ModelSpec: ModelSpec.of(
         {

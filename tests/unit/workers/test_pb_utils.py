@@ -526,6 +526,7 @@ def test_contradictions(written: dict[str, Any], call: Any, text: str) -> None:
 def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_families", {})
     monkeypatch.setattr(metrics, "_changed", False)
+    monkeypatch.setattr(metrics, "on_change", None)  # of a worker that an earlier test has made
 
 
 @pytest.mark.usefixtures("no_metrics")

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
@@ -84,6 +85,9 @@ class LlmBackend(Backend):
             raise InvalidArgument(f"max_batch_size: {found} is not 0: requests join at every step")
         if config.model_warmup:
             raise InvalidArgument("model_warmup: a model of backend 'llm' takes none")
+        # One processor is for texts, and for the scheduler and the gateway: where all compute, each
+        # operation waits for the thread that has none.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         checkpoint, settings = self._checkpoint(), self._settings(config)
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
         device, made = self.context.device, checkpoint.architecture

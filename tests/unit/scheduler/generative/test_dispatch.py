@@ -18,6 +18,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceGone,
     KillInstance,
     ProcessExited,
+    RetireInstance,
 )
 from tests.rigs.scheduler_rig import GATEWAY, MS, Rig
 from tests.support.generative_worker import GenerativeWorker, alone
@@ -85,7 +86,7 @@ class Llm:
         self.rig.worker(self.peer, stepped)
         for result in stepped.results:
             key, sample = known[result.sequence]
-            tokens = self.worker.known[result.sequence].tokens[len(PROMPT) :]
+            tokens = self.worker.known[result.sequence].slots[len(PROMPT) :]
             self.rig.worker(self.peer, g.Told(key, sample, len(tokens)))
             if result.over:
                 self.open[key] -= 1
@@ -204,11 +205,43 @@ def test_what_a_dead_instance_had_goes_on_where_it_was(turns: int, samples: int)
             wanted, _ = alone(PROMPT, had.sample, llm.most)
             got = list(array("i", had.tokens))
             assert got == wanted[: len(got)]
-            assert had.told <= len(got)
+            assert had.told == len(got)  # each is told as soon as it is there
     while successor.turn():
         pass
     assert before | ended(rig) == {number: ""}
     assert not successor.worker.known
+
+
+def test_a_sample_that_was_over_does_not_begin_again() -> None:
+    settings = engine_settings()
+    rig = rig_of(settings)
+    llm = Llm(rig, settings, most=20, samples=2)
+    (number,) = submit(rig)
+    while list(llm.open.values()) != [1]:
+        assert llm.turn()
+    rig.supervisor(ProcessExited(100, "killed"))
+    successor = Llm(rig, settings, pid=101, most=20, samples=2)
+    (prepare,) = successor.receive()
+    assert {had.sample: had.over for had in prepare.resumed} == {0: "stop", 1: ""}
+    while successor.turn():
+        pass
+    assert ended(rig) == {number: ""}
+
+
+def test_what_a_dead_instance_had_is_spread_over_those_that_stay() -> None:
+    settings = engine_settings(max_waiting_requests=9)
+    rig = rig_of(settings)
+    rig.start(2, 102)
+    submit(rig)
+    rig.supervisor(RetireInstance(2))
+    rig.workers.take()
+    first = rig.start(3, 103)
+    submit(rig, 3)
+    assert {peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)} == {first}
+    stay = [rig.start(index, 100 + index) for index in (0, 1)]
+    rig.supervisor(ProcessExited(103, "killed"))
+    given = [peer for peer, each in rig.workers.take() if isinstance(each, g.Prepare)]
+    assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
 
 
 def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:

@@ -312,6 +312,24 @@ def test_circles_of_overrides_are_refused() -> None:
     live(story)
 
 
+def test_a_circle_with_what_serves_until_a_load_is_over_is_refused() -> None:
+    """The load may fail, and then it serves on."""
+
+    async def story() -> None:
+        server = Server(s=[], t=[], a=["s"], b=["a"])
+        await server.load("b")
+        server.hanging = True
+        load = asyncio.ensure_future(server.load("b", ["t"], "on t"))
+        await until(lambda: server.registry.model("t").coming)
+        with pytest.raises(InvalidArgument, match="a -> b -> a"):
+            await server.load("a", ["b"], "on b")
+        server.load_held()
+        await load
+        await server.end()
+
+    live(story)
+
+
 def test_generations_that_need_one_another_end() -> None:
     """The old one of a, which is drained, needs b; the new one of b needs a."""
 

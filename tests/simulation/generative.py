@@ -1,0 +1,404 @@
+"""`python -m tests.simulation.generative [--seconds S] [--first SEED]`: the engine of text
+generation by random schedules, with histories in the place of keys and values.
+
+A seed draws an engine's settings, and requests that come, are cancelled, end by their text, or go
+on with what another instance had. Each sample is to have the tokens that it has alone; nothing is
+read but the sequence's own history; after each step the references are those of the tables. An
+operation is a request that comes or goes, a row, or a block that is allocated, shared, copied or
+released.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import BeamSearch, Step
+from shmserve.scheduler.generative.beams import Beams
+from shmserve.scheduler.generative.blocks import BlockPool
+from shmserve.scheduler.generative.engine import Engine
+from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from tests.support.generative_worker import (
+    END,
+    VOCABULARY,
+    GenerativeWorker,
+    alone,
+    candidates,
+    extend,
+)
+
+MS = 1_000_000
+
+
+class CountedPool(BlockPool):
+    """Counts what is done with its blocks."""
+
+    operations = 0
+
+    def allocate(self, wanted: int, after: int = -1) -> list[int]:
+        """As `BlockPool` says; what it gives was nobody's."""
+        self.operations += wanted
+        before = self.references[:]
+        found = super().allocate(wanted, after)
+        assert len(set(found)) == wanted
+        assert not any(before[block] for block in found)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """As `BlockPool` says."""
+        blocks = list(blocks)
+        self.operations += len(blocks)
+        super().share(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        """As `BlockPool` says."""
+        self.operations += len(blocks)
+        super().release(blocks)
+
+
+@dataclass
+class EngineRig:
+    """An engine with its worker, and what became of its requests: by key and sample its tokens and
+    why it ended, by key what a beam search has `found`."""
+
+    settings: EngineSettings
+    proposals: int = 1
+    ended: dict[tuple[int, int], tuple[list[int], str]] = field(default_factory=dict)
+    found: dict[int, list[tuple[list[int], str]]] = field(default_factory=dict)
+    generations: dict[int, Generation[None]] = field(default_factory=dict)
+    now_ns: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        s = self.settings
+        self.worker = GenerativeWorker(
+            s.block_size, s.kv_cache_blocks, s.swap_blocks, self.proposals
+        )
+        self.engine: Engine[None] = Engine(
+            s, GenerationStats(), itertools.count(1), self._ended, self._chosen
+        )
+        self.pools = [CountedPool(s.kv_cache_blocks), CountedPool(s.swap_blocks)]
+        self.engine.pool, self.engine.host = self.pools
+        self._step: Step | None = None
+
+    def _ended(self, sequence: Sequence[None], why: str) -> None:
+        generation = sequence.generation
+        tokens = list(sequence.tokens[len(generation.prompt) :])
+        assert (generation.key, sequence.sample) not in self.ended
+        self.ended[generation.key, sequence.sample] = (tokens, why)
+
+    def _chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
+        assert generation.key not in self.found
+        self.found[generation.key] = [(each.tokens, each.over) for each in beams.found]
+
+    @property
+    def operations(self) -> int:
+        """So many were done, of those that the module's text names."""
+        requests = len(self.generations) + len(self.ended) + len(self.found)
+        return requests + self.rows + sum(pool.operations for pool in self.pools)
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int,
+        resumed: dict[int, array[int]] | None = None,
+        **more: Any,
+    ) -> Generation[None] | None:
+        """A request comes; None: it can never run."""
+        key = len(self.generations) + 1
+        generation: Generation[None] = Generation(
+            None, key, self.now_ns, array("i", prompt), max_tokens, **more
+        )
+        if not self.engine.fits(generation):
+            return None
+        self.worker.prompts[key] = generation.prompt
+        self.worker.most[key] = max_tokens
+        if generation.beams is not None:
+            self.worker.width[key] = generation.beams.width
+        for sample, tokens in (resumed or {}).items():
+            self.worker.resumed[key, sample] = tokens
+        self.generations[key] = generation
+        self.engine.add(generation, resumed)
+        return generation
+
+    def plan(self) -> bool:
+        """A step begins, if there is one; who is live gets on."""
+        self.now_ns += MS
+        before = {each: each.place for each in self.engine._live.values()}
+        step = self._step = self.engine.plan(self.now_ns)
+        if step is None:
+            assert not self.engine.live, f"{self.engine.live} sequences get no further"
+            return False
+        s = self.settings
+        assert sum(row.count + row.draft for row in step.rows) <= s.max_tokens_per_batch
+        assert len(step.rows) <= s.max_batch_size
+        prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
+        assert sum(prompts) <= s.max_prefill_tokens
+        assert all(count <= s.prefill_chunk_size for count in prompts)
+        assert self.engine.running is not None
+        for sequence, row in self.engine.running.rows.values():
+            assert row.start + row.count + row.draft <= sequence.generation.most_tokens
+        assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
+        self._nobody_for_another(before, step)
+        return True
+
+    def _nobody_for_another(self, before: dict[Sequence[None], Place], step: Step) -> None:
+        """A step that has preempted has admitted nobody, unless nobody else gets on."""
+        changes = [(was, each) for each, was in before.items() if each.place is not was]
+        preempted = any(was is Place.RUNNING for was, _ in changes)
+        admitted = any(each.place is Place.RUNNING for _, each in changes)
+        inside = {each.number for each, was in before.items() if was is Place.RUNNING}
+        assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
+
+    def done(self) -> None:
+        """The step that runs ends."""
+        assert self._step is not None
+        self.rows += len(self._step.rows)
+        self.engine.done(self.worker.step(self._step))
+        self.check()
+
+    def turn(self) -> bool:
+        """A step, if there is one."""
+        if not self.plan():
+            return False
+        self.done()
+        return True
+
+    def check(self) -> None:
+        """Nothing is lost, and counts are those of the tables."""
+        live = list(self.engine._live.values())
+        for pool, tables in (
+            (self.engine.pool, [each.table for each in live]),
+            (self.engine.host, [each.host for each in live]),
+        ):
+            counted = [0] * pool.count
+            for block in itertools.chain.from_iterable(tables):
+                counted[block] += 1
+            assert counted == pool.references
+            assert pool.used == sum(map(bool, counted))
+        running = [each.seats for each in live if each.place is Place.RUNNING]
+        assert sum(running) <= self.settings.max_batch_size
+        for each in live:
+            blocks = -(-each.computed // self.settings.block_size)
+            if each.place is Place.SWAPPED:
+                assert len(each.host) == blocks
+            else:
+                assert len(each.table) >= blocks
+            assert each.place is not Place.WAITING or not (each.computed or each.table)
+            assert each.place is not Place.SWAPPED or not (each.held or each.table)
+
+    def drain(self, most: int = 20_000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(most):
+            if not self.turn():
+                break
+        else:
+            raise AssertionError(f"{self.engine.live} sequences get no further")
+        assert not self.engine.live
+        assert not any(pool.used for pool in self.pools)
+        assert not self.worker.known
+
+    def emptied(self) -> None:
+        """With the cache given up, all blocks are one extent again."""
+        for pool in self.pools:
+            assert pool.allocate(pool.count) == list(range(pool.count))
+
+    def verify(self, generation: Generation[None], samples: Iterable[int]) -> None:
+        """What has ended of a request is what it comes to alone."""
+        if generation.beams is not None:
+            assert self.found[generation.key] == searched(generation)
+            return
+        for sample in samples:
+            wanted = alone(generation.prompt, sample, generation.max_tokens)
+            assert self.ended[generation.key, sample] == wanted, (generation.key, sample)
+
+
+def searched(generation: Generation[None]) -> list[tuple[list[int], str]]:
+    """A beam search as the rules of transformers have it, without blocks."""
+    search, prompt, most = generation.beams, generation.prompt, generation.max_tokens
+    assert search is not None
+    beams = [(0.0, extend([], prompt))]
+    found: list[tuple[float, list[int], str]] = []
+    for length in range(1, most + 1):
+        ranked = sorted(
+            (
+                (score + more, slots, token)
+                for score, slots in beams
+                for token, more in candidates(slots, 2 * search.width)
+            ),
+            key=lambda each: -each[0],
+        )[: 2 * search.width]
+        beams = []
+        for place, (score, slots, token) in enumerate(ranked):
+            text = [*(each for each, _, _ in slots[len(prompt) :]), token]
+            if token in search.ends:
+                if place < search.width:
+                    found.append((score / length**search.length_penalty, text, "stop"))
+            elif len(beams) < search.width:
+                beams.append((score, extend(slots[:], [token])))
+        found = sorted(found, key=lambda each: -each[0])[: search.width]
+        reach = most if search.early_stopping == "never" and search.length_penalty > 0 else length
+        best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
+        full = len(found) == search.width
+        if not beams or (full and (search.early_stopping == "true" or found[-1][0] >= best)):
+            break
+    else:
+        for score, slots in beams:
+            text = [token for token, _, _ in slots[len(prompt) :]]
+            found.append((score / most**search.length_penalty, text, "length"))
+        found = sorted(found, key=lambda each: -each[0])[: search.width]
+    return [(text, why) for _, text, why in found]
+
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"preemption_mode": "swap"},
+    {"preemption_mode": "recompute"},
+    {"scheduling_policy": "sjf", "max_wait_time_ms": 100.0},
+    {"scheduling_policy": "priority"},
+    {"enable_prefix_caching": False},
+    {"enable_preemption": False},
+    {"speculative_decoding": {"enabled": True, "adaptive_length": False}},
+    {"prefill_chunk_size": 5, "block_size": 1, "kv_cache_blocks": 200},
+    {"target_itl_ms": 2.0},
+)
+
+
+def engine_settings(**given: Any) -> EngineSettings:
+    """Small ones, with what is given."""
+    small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
+    budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
+    return EngineSettings.of({**small, **budgets, **given})
+
+
+class Schedule:
+    """What a seed draws: an engine, and what happens to it."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self._draw = random.Random(seed)
+        given = {
+            "kv_cache_blocks": draw.choice((17, 24, 40)),
+            "swap_blocks": draw.choice((0, 8, 32)),
+            "max_batch_size": draw.choice((4, 8)),
+            "max_tokens_per_batch": draw.choice((10, 64)),
+            "prefill_chunk_size": draw.choice((3, 16, 32)),
+            **VARIANTS[seed % len(VARIANTS)],
+        }
+        self.rig = EngineRig(engine_settings(**given), draw.randint(0, 3))
+        self._prefixes = [
+            [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
+        ]
+        self._samples: dict[int, set[int]] = {}  # that are to end, by the key of their request
+
+    def run(self, requests: int = 60) -> None:
+        """Let so many requests come, and look at what became of each. Raises AssertionError."""
+        rig, draw = self.rig, self._draw
+        while requests or rig.engine.live:
+            if requests and draw.random() < 0.6:
+                requests -= 1
+                self._come()
+            self._meddle()
+            if rig.plan():
+                self._meddle()
+                rig.done()
+        rig.drain()
+        rig.emptied()
+        for key, samples in self._samples.items():
+            rig.verify(rig.generations[key], samples)
+
+    def _come(self) -> None:
+        draw = self._draw
+        prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
+        if draw.random() < 0.5:
+            prompt = prompt + [draw.randint(1, VOCABULARY) for _ in range(9)]
+        more: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+        if draw.random() < 0.1:
+            early, penalty = draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1.0))
+            more = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END, 7, 19])}
+        generation = self.rig.submit(
+            prompt,
+            draw.randint(1, 25),
+            priority=draw.randint(0, 3),
+            whole=draw.random() < 0.1,
+            **more,
+        )
+        if generation is not None:
+            self._samples[generation.key] = set(range(generation.samples))
+
+    def _meddle(self) -> None:
+        """Something happens from outside, perhaps while a step runs."""
+        if self._draw.random() < 0.1:
+            live = list(self.rig.engine._live.values())
+            if live:
+                event = self._draw.choice((self._cancel, self._stop, self._move))
+                event(self._draw.choice(live))
+
+    def _cancel(self, sequence: Sequence[None]) -> None:
+        del self._samples[sequence.generation.key]
+        self.rig.engine.cancel(sequence.generation)
+
+    def _stop(self, sequence: Sequence[None]) -> None:
+        """Its text ends it, of which it has some."""
+        generation = sequence.generation
+        if generation.beams is not None or not sequence.generated:
+            return
+        self.rig.engine.stopped(sequence.number)
+        self._samples[generation.key].discard(sequence.sample)
+        tokens, why = self.rig.ended[generation.key, sequence.sample]
+        wanted, _ = alone(generation.prompt, sequence.sample, generation.max_tokens)
+        assert (tokens, why) == (wanted[: len(tokens)], "stop")
+
+    def _move(self, sequence: Sequence[None]) -> None:
+        """Its request goes on, with the tokens that it has, as one of an instance that died."""
+        generation = sequence.generation
+        had = {each.sample: each.tokens[len(generation.prompt) :] for each in generation.sequences}
+        over = sum((generation.key, each) in self.rig.ended for each in range(generation.samples))
+        if generation.beams is not None or len(had) + over < generation.samples:
+            return
+        self.rig.engine.cancel(generation)
+        moved = self.rig.submit(
+            generation.prompt, generation.max_tokens, had, samples=generation.samples
+        )
+        assert moved is not None
+        self._samples[generation.key] -= had.keys()
+        self._samples[moved.key] = set(had)
+
+
+def main() -> int:
+    """Exit status 1 where a rule was broken."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.generative")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU time [60]")
+    parser.add_argument("--first", type=int, default=0, help="the first seed [0]")
+    arguments = parser.parse_args()
+    operations = rows = read = 0
+    for seed in itertools.count(arguments.first):
+        schedule = Schedule(seed)
+        try:
+            schedule.run()
+        except Exception as error:
+            print(f"seed {seed}: {error}")
+            raise
+        operations += schedule.rig.operations
+        rows += schedule.rig.rows
+        read += schedule.rig.worker.read
+        seconds = time.process_time()
+        if seconds > arguments.seconds:
+            break
+    print(
+        f"{operations} operations in {seconds:.1f} s ({operations / seconds:.0f} a second) by "
+        f"{seed + 1 - arguments.first} seeds: {rows} rows, {read} tokens read; no block was lost"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The blocks of a pool: whose they are, which are evicted first, and that they lie side by side."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+
+import pytest
+
+from shmserve.scheduler.generative.blocks import ROOT, BlockPool, block_key
+
+KEYS = [block_key(ROOT, array("i", [token])) for token in range(8)]
+
+
+def sealed(pool: BlockPool, count: int) -> list[int]:
+    """Blocks that are held, with the first keys."""
+    blocks = pool.allocate(count)
+    for block, key in zip(blocks, KEYS, strict=False):
+        pool.seal(block, key)
+    return blocks
+
+
+def test_a_block_may_be_written_by_who_holds_it_alone_if_it_has_no_key() -> None:
+    pool = BlockPool(4)
+    free, shared = pool.allocate(2)
+    pool.share([shared])
+    (keyed,) = sealed(pool, 1)
+    assert [pool.writable(each) for each in (free, shared, keyed)] == [True, False, False]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
+def test_what_was_released_is_one_extent_again(order: tuple[int, ...]) -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(4)
+    for place in order:
+        pool.release([blocks[place]])
+    assert pool.allocate(4) == [0, 1, 2, 3]
+
+
+def test_a_table_grows_in_place_and_a_new_one_leaves_it_room() -> None:
+    pool = BlockPool(16)
+    first = pool.allocate(2)
+    second = pool.allocate(2)
+    assert (first, second) == ([0, 1], [8, 9])
+    assert pool.allocate(3, after=1) == [2, 3, 4]
+    assert pool.allocate(4, after=4) == [5, 6, 7, 12]
+
+
+def test_a_cached_block_in_the_way_is_evicted() -> None:
+    pool = BlockPool(4)
+    first, second = sealed(pool, 2)
+    pool.release([second])
+    assert pool.allocate(1, after=first) == [second]
+    assert (pool.find(KEYS[0]), pool.find(KEYS[1])) == (first, None)
+
+
+def test_the_least_recently_used_is_evicted_first_and_of_a_table_the_last() -> None:
+    pool = BlockPool(4)
+    blocks = sealed(pool, 4)
+    pool.release(blocks[:2])
+    pool.release(blocks[2:])
+    pool.share([blocks[1]])
+    pool.release([blocks[1]])
+    for left in ({1, 2, 3}, {1, 2}, {1}, set()):
+        pool.allocate(1)
+        assert {index for index in range(4) if pool.find(KEYS[index]) is not None} == left
+
+
+def test_with_wide_gaps_nothing_is_evicted_for_contiguity() -> None:
+    pool = BlockPool(16)
+    kept = sealed(pool, 1)
+    pool.release(kept)
+    held = [pool.allocate(1, after=at) for at in (1, 3, 5, 7, 9, 11, 13)]
+    assert all(held)
+    pool.allocate(2)
+    assert pool.find(KEYS[0]) == kept[0]
+
+
+def test_the_first_of_two_with_one_content_is_found() -> None:
+    pool = BlockPool(4)
+    (first,), (second,) = sealed(pool, 1), sealed(pool, 1)
+    assert pool.find(KEYS[0]) == first
+    pool.release([second])
+    assert (pool.available, pool.cached, pool.used) == (3, 0, 1)
+    pool.release([first])
+    assert (pool.available, pool.cached, pool.used) == (4, 1, 0)

@@ -1,0 +1,122 @@
+"""Who goes first, and what follows from what steps have cost."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.scheduler.generative.pace import Acceptance, Load, StepTimes
+from shmserve.scheduler.generative.policies import ranking
+from shmserve.scheduler.generative.sequences import Generation, Sequence
+
+S = 1_000_000_000
+NOW = 100 * S
+
+
+def sequence(number: int, tokens: int, waited_s: float = 0, priority: int = 0) -> Sequence[None]:
+    """One that came before NOW, and is to compute so many tokens in all."""
+    prompt = array("i", [1] * (tokens // 2))
+    arrived = NOW - int(waited_s * S)
+    most = tokens - len(prompt)
+    generation: Generation[None] = Generation(None, number, arrived, prompt, most)
+    generation.priority = priority
+    return Sequence(number, generation, 0, prompt[:])
+
+
+# By policy: what differs between the one that goes first, and the other.
+FIRST: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("fcfs", {"waited_s": 2, "tokens": 900, "priority": 3}, {"waited_s": 1, "tokens": 9}),
+    ("sjf", {"tokens": 9, "priority": 3}, {"tokens": 10}),
+    ("sjf", {"tokens": 200, "waited_s": 2}, {"tokens": 100, "waited_s": 1}),
+    ("sjf", {"tokens": 100, "waited_s": 1}, {"tokens": 210, "waited_s": 2}),
+    ("priority", {"tokens": 900, "priority": 0}, {"tokens": 9, "priority": 1}),
+    ("priority", {"tokens": 9, "priority": 1}, {"tokens": 10, "priority": 1}),
+    ("priority", {"tokens": 9, "priority": 1, "waited_s": 10.1}, {"tokens": 9, "priority": 0}),
+    # After the longest wait, of 30 s, all are in order of arrival.
+    ("sjf", {"tokens": 90_000, "waited_s": 31}, {"tokens": 9, "waited_s": 29}),
+    ("priority", {"tokens": 9, "priority": 9, "waited_s": 32}, {"tokens": 9, "waited_s": 31}),
+)
+
+
+@pytest.mark.parametrize(("policy", "first", "then"), FIRST)
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
+def test_who_goes_first(
+    policy: str, first: dict[str, Any], then: dict[str, Any], numbers: tuple[int, int]
+) -> None:
+    rank = ranking(EngineSettings.of({"scheduling_policy": policy}), NOW)
+    one, other = (
+        sequence(number, **{"tokens": 9, **given})
+        for number, given in zip(numbers, (first, then), strict=True)
+    )
+    assert rank(one) < rank(other)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
+    rank = ranking(EngineSettings.of({"scheduling_policy": policy, "max_wait_time_ms": 1}), NOW)
+    first, then, last = sequence(3, 9, 2), sequence(1, 9, 1), sequence(2, 9, 1)
+    assert sorted([last, then, first], key=rank) == [first, then, last]
+
+
+def learned(steps: int = 400) -> StepTimes:
+    """What is known after steps of 4 ms, 1 ms a token decoded and 0.25 ms one of a prompt."""
+    times = StepTimes()
+    for step in range(steps):
+        load = Load(step % 9, step % 7 * 16, step % 5 * 1000)
+        times.observe(load, 4 + load.decoded + load.prefilled / 4)
+    return times
+
+
+def test_the_time_of_a_step_is_learned() -> None:
+    times = learned()
+    assert times.expect(Load(8, 0)) == pytest.approx(12, rel=0.05)
+    assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
+
+
+def test_a_chunk_fits_the_target_beside_who_decodes() -> None:
+    times = learned()
+    assert times.chunk(Load(8, 0), 31.0) == 64  # 19 ms are left, for 76 tokens
+    assert times.chunk(Load(0, 0), 33.0) == 112
+    assert times.chunk(Load(8, 0), 5.0) == 16
+
+
+def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:
+    times = learned()
+    for _ in range(100):
+        times.copied(10, 20.0)
+    assert times.copy_ms == pytest.approx(2.0, rel=0.05)
+    assert not times.swap_pays(1, 15)  # 4 ms, and 3.75
+    assert times.swap_pays(1, 17)
+
+
+def test_drafts_are_as_long_as_pays() -> None:
+    times = learned()
+    for _ in range(100):
+        times.drafted(4, 0.4)
+    assert times.draft_length(Load(), 0.9, 4) == 4
+    assert times.draft_length(Load(), 0.1, 4) == 0
+    assert 0 < times.draft_length(Load(), 0.5, 8) < 8
+    for _ in range(100):
+        times.drafted(4, 400.0)
+    assert times.draft_length(Load(), 0.9, 4) == 0
+
+
+def test_what_is_not_accepted_is_not_proposed_for_a_while() -> None:
+    acceptance = Acceptance()
+    assert acceptance.length(4, 0.3) == 4
+    while acceptance.rate >= 0.3:
+        acceptance.observe(4, 0)
+    lengths = [acceptance.length(4, 0.3) for _ in range(52)]
+    assert lengths == [0] * 51 + [4]
+
+
+def test_what_came_behind_a_refusal_says_nothing() -> None:
+    once, refused = Acceptance(0.5), Acceptance(0.5)
+    once.observe(1, 0)
+    refused.observe(4, 0)
+    assert once.rate == refused.rate < 0.5
+    refused.observe(4, 4)
+    assert refused.rate > 0.5
