@@ -55,6 +55,7 @@ types: $(STAMP)  ## mypy, strict
 	$(BIN)/mypy tests bench
 	$(BIN)/mypy examples/*.py examples/digits examples/table_backend .ci
 	$(BIN)/mypy examples/text_classifier
+	$(BIN)/mypy examples/generation
 
 wheel-check: $(STAMP)  ## build the wheel, install it elsewhere, have it serve one request
 	$(BIN)/python .ci/wheel_check.py
