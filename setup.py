@@ -2,7 +2,7 @@
 
 import tempfile
 
-import setuptools
+import setuptools  # type: ignore[import-untyped]
 
 with tempfile.TemporaryDirectory() as scratch:
     setuptools.setup(options={"build": {"build_base": scratch}, "egg_info": {"egg_base": scratch}})
