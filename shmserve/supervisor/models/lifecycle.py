@@ -114,6 +114,7 @@ class Lifecycle:
     def _unload(self, model: ModelEntry, entered: dict[ModelEntry, Order | None]) -> Order:
         again = bool(entered)
         entered[model] = None
+        model.outdated = False  # what serves is not to be loaded again
         for order in [*model.orders, *self._waiting_for(model)]:
             if order.kind is Kind.LOAD:
                 self._give_up(order)
@@ -350,9 +351,14 @@ class Lifecycle:
     def _load_users(self, order: Order, other_shape: bool) -> None:
         """Have the ensembles loaded again that lacked a model, or know it in another shape; one
         that is only about to look at it will know it."""
+        name = order.model.name
         for user in list(self._registry.models.values()):
             loads = [each for each in user.orders if each.kind is Kind.LOAD]
-            needed = order.model.name in user.wanted_steps
+            if other_shape and loads:
+                user.outdated |= any(version.uses(name) for version in user.serving.values())
+                for each in loads:
+                    each.outdated |= not each.waits and name in each.needs
+            needed = name in user.wanted_steps
             if not needed or any(each.waits for each in loads):
                 continue
             if other_shape or not (user.serving or loads):
@@ -374,7 +380,18 @@ class Lifecycle:
         if error is not None and order.again and order.kind is Kind.LOAD:
             logger.error("ensemble '%s': %s", order.model.name, error.message)
             order.after.append(self._unload(order.model, {order.model: None}))
+        elif error is not None and order.kind is Kind.LOAD:
+            self._load_outdated(order)
         self._news = True
+
+    def _load_outdated(self, order: Order) -> None:
+        """What serves goes on serving where a load has failed, and is loaded again if it was that
+        load which was to know the shape that a step has now."""
+        model = order.model
+        later = any(each.kind is not Kind.MOVE for each in model.orders)
+        if model.outdated and model.serving and not later:
+            model.outdated = False
+            order.after.append(self._load(model, model.source, again=True))
 
     # --- giving up
 

@@ -120,7 +120,7 @@ class Loads:
         for number, update in order.updates.items():
             new[number].commit(update)
         old, model.serving = model.serving, new
-        model.coming, model.offered = {}, False
+        model.coming, model.offered, model.outdated = {}, False, order.outdated
         # What failed and is not wanted any more is nobody's concern.
         model.outcomes = {
             number: outcome

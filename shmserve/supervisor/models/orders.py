@@ -90,7 +90,8 @@ class Order:
 
     `asked`: somebody wants just this, and not an ensemble of which it is a step. `again`: an
     ensemble is loaded because a step was, or (an unload) is to be when one is. `before` are orders
-    that are to be settled before it goes on, `after` those that are part of its answer.
+    that are to be settled before it goes on, `after` those that are part of its answer. `outdated`:
+    a step has got another shape since it looked.
     """
 
     model: ModelEntry
@@ -111,6 +112,7 @@ class Order:
     failures: dict[str, BaseException] = field(init=False, default_factory=dict)
     error: ShmserveError | None = field(init=False, default=None)
     answered: bool = field(init=False, default=False)
+    outdated: bool = field(init=False, default=False)
 
     @property
     def settled(self) -> bool:
@@ -141,7 +143,8 @@ class ModelEntry:
 
     `source`, `needs` (the models of an ensemble's steps) are of what serves, or is to when it can;
     `loaded_of`: the files' fingerprint and the sent configuration of the last load. `for_others`:
-    nobody asked for it but ensembles.
+    nobody asked for it but ensembles. `outdated`: a step of what serves has another shape by now,
+    and an open load was to know it.
     """
 
     name: str
@@ -158,6 +161,7 @@ class ModelEntry:
     source: LoadSource = FOLDER
     needs: list[str] = field(default_factory=list)
     for_others: bool = False
+    outdated: bool = False
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
 
     @property

@@ -342,14 +342,8 @@ class LifecycleOracles:
         if not version.spec.steps:
             if not version.failure and len(version.up) != count_of(version.config):
                 self.broke(f"8: {version} has {len(version.up)} instances")
-        elif version.steps_known() != version.shapes and not self._failed_since(version):
+        elif version.steps_known() != version.shapes:
             self.broke(f"5: {version} knows its steps as they were")
-
-    def _failed_since(self, version: SimulatedVersion) -> bool:
-        """Whether a later load failed, on which it counted to know its steps as they are."""
-        name = version.spec.name
-        later = self.orders[self.orders.index(self._last[name]) :]
-        return any(order.model.name == name and order.error is not None for order in later)
 
     def _check_known(self, serving: set[SimulatedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}

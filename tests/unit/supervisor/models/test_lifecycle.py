@@ -159,6 +159,24 @@ def test_an_ensemble_is_loaded_again_after_a_step_of_another_shape(sent: str, br
     assert rig.registry.models["e"].serving
 
 
+def test_a_load_that_fails_leaves_no_ensemble_with_a_steps_old_shape() -> None:
+    """That load was to know the shape, and its step's waited for nothing else."""
+    rig = ensemble("e")
+    (before,) = rig.registry.models["e"].serving.values()
+    rig.lifecycle.load("s", LoadSource("another", {}))
+    rig.happen("read", "start s")
+    rig.broken = {"e"}
+    load = rig.lifecycle.load("e", LoadSource("sent", {}))
+    rig.happen("known")
+    rig.happen("read", "start e")
+    assert load.error is not None and rig.registry.models["e"].serving == {"1": before}
+    rig.broken = set()
+    rig.happen(*EVENTS)
+    (after,) = rig.registry.models["e"].serving.values()
+    assert after is not before and load.answered
+    assert not after.config.source["parameters"]["sent"]["string_value"]
+
+
 def test_what_a_request_unloaded_stays_away() -> None:
     """Whatever happens to its steps."""
     rig = ensemble("e")
