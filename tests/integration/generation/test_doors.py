@@ -245,3 +245,16 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
     first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
     assert first == second
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
+
+
+def test_metrics_tell_what_was_generated(generative: Server) -> None:
+    name = "shmserve_llm_"
+    before = generative.metric(f"{name}tokens_generated", model="tiny")
+    tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
+    assert generative.metric(f"{name}tokens_generated", model="tiny") - before == len(tokens)
+    forward = generative.metric(f"{name}step_seconds", model="tiny", phase="forward")
+    iterations = generative.metric(f"{name}iteration_latency_seconds_sum", model="tiny")
+    assert 0 < forward < iterations
+    assert generative.metric(f"{name}time_to_first_token_seconds_count", model="tiny")
+    states = {labels["state"] for labels, _ in generative.samples(f"{name}kv_blocks")}
+    assert states == {"free", "cached", "used", "host"}

@@ -1,0 +1,45 @@
+"""What `shmserve profile` says of the steps of a model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from shmserve.cli import profile
+from shmserve.errors import InvalidArgument, Unavailable
+
+PHASES = {"schedule": 0.1, "gather": 0.1, "draft": 0.0, "forward": 1.6, "sample": 0.2, "text": 0.4}
+FOUND = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
+
+
+def test_a_step_is_shared_out_among_its_phases() -> None:
+    first, _, *rows = profile.table("m", FOUND).splitlines()
+    assert "100 steps in 2.0 s, 4.0 sequences a step, 200.0 tokens/s" in first
+    shown = {row.split()[0]: row.split()[1:3] for row in rows}
+    # What goes on beside the steps is no part of them.
+    assert shown["forward"] == ["16.000", "80.0%"]
+    assert shown["text"] == ["4.000", "20.0%"]
+
+
+def test_no_step_is_no_mistake() -> None:
+    nothing = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
+    assert "0 steps" in profile.table("m", nothing)
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    profile.plot(str(tmp_path / "m.png"), "m", FOUND)
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    asked = argparse.Namespace(
+        model="m", seconds=1.0, metrics_url="http://127.0.0.1:9/metrics", token="", plot=None
+    )
+    with pytest.raises(Unavailable, match=r"http://127\.0\.0\.1:9/metrics"):
+        profile.run(asked)
+    asked.seconds = 0.0
+    with pytest.raises(InvalidArgument, match="--seconds: 0 is not more than 0"):
+        profile.run(asked)
