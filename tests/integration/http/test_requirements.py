@@ -188,9 +188,9 @@ NAMES = [
     "a\\b",
     "\x00",
     "constant\x00",
-    "a\u2024b",
 ]
-OTHERS = ["link", "CONSTANT", "constant ", "constant\n", "\uff43onstant", "", "x" * 129]
+GOOD = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
+OTHERS = [*GOOD, "constant\n", "", "x" * 256]
 
 
 @pytest.mark.parametrize("name", NAMES + OTHERS)
@@ -203,7 +203,7 @@ def test_a_models_name_leads_nowhere_else(
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A good name may be that of a model that is only in a request, but not of what is elsewhere.
-    for parameters in ({},) if name in ("link", "CONSTANT") else ({}, override):
+    for parameters in ({},) if name in GOOD else ({}, override):
         reply = http.post(f"/v2/repository/models/{spelled}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
@@ -248,7 +248,6 @@ def test_a_version_is_a_number(http: Http, call: Any, version: str) -> None:
         "/x",
         "1/../../x",
         "1/./../x",
-        "1//x",
         "..",
         "",
         "1/a\\..\\x",
