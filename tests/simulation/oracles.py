@@ -121,9 +121,9 @@ class Ledger:
                 request.fail(f"told {message}, and its tensors are in order")
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
-            if (
-                ENDED in text or stopping("", of_sequence=True) in text
-            ) and not names & self.unloaded:
+            # A sequence's state ends with its scheduler: what goes on with it is refused there.
+            refused = stopping("", of_sequence=True) in text and request.step <= 0
+            if (ENDED in text or refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
 

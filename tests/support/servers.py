@@ -251,7 +251,9 @@ class Server:
         until("the run directory is gone", lambda: not self.run_dir.exists(), within_s)
         with open("/proc/net/unix") as table:
             assert str(self.run_dir) not in table.read()
-        found = os.listdir(self.folder) if self.folder.exists() else []  # else it was stopped before
+        found = (
+            os.listdir(self.folder) if self.folder.exists() else []
+        )  # else it was stopped before
         left = [n for n in found if n.startswith((".ses", "torchinductor"))]
         assert not left, f"left behind in $TMPDIR: {left}"
 
