@@ -36,7 +36,7 @@ from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.instance import WorkerInstance
-from shmserve.workers.links.scheduler import Timer
+from shmserve.workers.links.scheduler import InstanceLink, Timer
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
@@ -136,6 +136,7 @@ class Rig:
 
     def __init__(self, folder: Path) -> None:
         self._dealers: list[Dealer] = []
+        self._links: list[InstanceLink] = []
         self.supervisor = Router(f"ipc://{folder}/control")
         control = SupervisorLink(Dealer(f"ipc://{folder}/control", "worker.1.0.1"))
         arena, mappings = Arena(64 * MIB), Mappings()
@@ -170,6 +171,7 @@ class Rig:
         decoded = ModelSpec.of(config)
         backend.load(decoded)
         self.instance = WorkerInstance(self.context, backend, decoded)
+        self._links.append(self.instance.link)
         self._timers += (self.instance.link._timer, self.instance._metrics.timer)
         return self.attach()
 
@@ -237,6 +239,9 @@ class Rig:
         """Close all sockets, and end the threads."""
         for timer in self._timers:
             timer.close()
+        for served in self._links:
+            with served.lock:  # a model's thread may be about to ask there
+                served._dealer = None
         links: list[Dealer | Router] = [*self._dealers, *self._schedulers]
         for link in links:
             link.close()

@@ -254,7 +254,11 @@ def test_metrics_tell_what_was_generated(generative: Server) -> None:
     name = "shmserve_llm_"
     before = generative.metric(f"{name}tokens_generated", model="tiny")
     tokens = token_ids(generative, "tiny", PROMPTS[0], ignore_eos=True)
-    assert generative.metric(f"{name}tokens_generated", model="tiny") - before == len(tokens)
+    until(  # a response may be here before the step that it is of
+        f"{len(tokens)} tokens are counted",
+        lambda: generative.metric(f"{name}tokens_generated", model="tiny") - before == len(tokens),
+        within_s=5,
+    )
     forward = generative.metric(f"{name}step_seconds", model="tiny", phase="forward")
     iterations = generative.metric(f"{name}iteration_latency_seconds_sum", model="tiny")
     assert 0 < forward < iterations

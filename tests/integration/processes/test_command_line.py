@@ -48,7 +48,7 @@ def test_no_repository_and_a_missing_one(tmp_path: Path) -> None:
 def test_an_existing_triton_command_line_starts(
     repository: Path, serve: Callable[..., Server]
 ) -> None:
-    """The log tells models and addresses, and lists once what has no effect."""
+    """The log tells models and addresses, and once of each flag that it has no effect."""
     repositories.add(
         repository,
         "constant",
@@ -78,8 +78,9 @@ def test_an_existing_triton_command_line_starts(
     server = serve(repository, *flags)
     log = server.log()
     lines = log.splitlines()
-    (warning,) = [line for line in lines if "--backend-directory" in line]
-    assert "--metrics-interval-ms" in warning and "--rate-limit" not in warning
+    for flag in ("--backend-directory", "--metrics-interval-ms", "--http-thread-count"):
+        assert len([line for line in lines if f"{flag} is without effect here" in line]) == 1
+    assert not [line for line in lines if "--rate-limit" in line]
     assert f"127.0.0.1:{server.http_port}" in log
     assert f"127.0.0.1:{server.metrics_port}" in log
     assert [line for line in lines if "constant" in line and "READY" in line]
