@@ -54,12 +54,13 @@ class StepLinks:
 
     def tell(self, endpoint: str, message: Any) -> None:
         """As `StepLinks` says."""
-        while endpoint in self._moved:
-            endpoint = self._moved[endpoint]
-        if self._neighbours.post(endpoint, self.identity, message):
+        now = endpoint
+        while now in self._moved:
+            now = self._moved[now]
+        if self._neighbours.post(now, self.identity, message):
             return
-        if endpoint in self._links:
-            self._links[endpoint][1].post(message)
+        if now in self._links or (now != endpoint and now in self._hosts):
+            self._open(now).post(message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         """As `StepLinks` says."""

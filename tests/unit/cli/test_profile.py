@@ -29,7 +29,6 @@ def test_no_step_is_no_mistake() -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     profile.plot(str(tmp_path / "m.png"), "m", FOUND)
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 

@@ -3,6 +3,7 @@ sockets."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from shmserve.errors import Unavailable
 from shmserve.ipc.link_table import LinkTable
 from shmserve.ipc.messages.inference import Cancel, Credit, Release, Submit
 from shmserve.scheduler.hosting.in_process import InProcessLinks
@@ -51,9 +53,13 @@ class StepSchedulers:
 
     def tell(self, endpoint: str, message: Cancel | Credit | Release) -> None:
         """Queue a message for a scheduler, or for who has taken its place."""
-        endpoint = self._moved.get(endpoint, endpoint)
-        if not self._neighbours.post(endpoint, self._identity, message):
-            self._links.tell(endpoint, message)
+        now = self._moved.get(endpoint, endpoint)
+        if self._neighbours.post(now, self._identity, message):
+            return
+        if now != endpoint:  # perhaps out of this process, and nothing was submitted there since
+            with contextlib.suppress(Unavailable):
+                self._links.open(now)
+        self._links.tell(now, message)
 
     def lose(self, endpoint: str, successor: str) -> None:
         """The scheduler at `endpoint` is gone: what it sent last is taken."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 from shmserve.ipc.messages.inference import Release
+from shmserve.ipc.transport.router import Router
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.hosting.in_process import InProcessLinks
 from shmserve.scheduler.hosting.waiting import Waiter
@@ -42,3 +45,20 @@ def test_schedulers_that_were_lost_are_forgotten() -> None:
     assert len(steps._moved) <= 256
     steps.lose("s2000", "")  # its model was unloaded
     assert steps._moved == {}
+
+
+def test_what_was_read_reaches_a_step_that_has_left_the_process(tmp_path: Path) -> None:
+    """Nothing was submitted to it where it is now, so there is no link to it yet."""
+    links, there = InProcessLinks(), f"ipc://{tmp_path}/s2"
+    with contextlib.closing(Router(there)) as router:
+        steps = StepSchedulers(Waiter(), links, b"1.1", lambda endpoint, message: None)
+        with contextlib.closing(steps):
+            Neighbour(links, "s1")
+            links.leave("s1")
+            steps.lose("s1", there)
+            steps.tell("s1", READ)
+            steps.flush()
+            received: list[Any] = []
+            while not received and router.wait(5.0):  # who it is comes before what it says
+                received += [message for _, message in router.receive()]
+            assert received == [READ]
