@@ -206,6 +206,8 @@ class Simulation:
     def _reconfigure(self) -> None:
         """Unload a model for a while, that of a step among them."""
         model = self._random.choice(self.models)
+        if self.supervisor.moves(self.supervisor.serving.get(model.name)):
+            return
         self.world.fault("unload", model.name)
         self.ledger.unloaded.add(model.name)
         self.supervisor.unload(model)

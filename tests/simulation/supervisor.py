@@ -192,11 +192,12 @@ class Supervisor(Process):
         self.tickets.remove_instance(id(version), index)
 
     def _publish(self, version: Version) -> None:
-        if version.retiring or version.scheduler is None or not version.scheduler.alive:
-            self.world.after(MS, self._publish, version)
-            return
         model = version.model
         before = self.serving.get(model.name)
+        dead = version.scheduler is None or not version.scheduler.alive
+        if version.retiring or dead or self.moves(before):
+            self.world.after(MS, self._publish, version)
+            return
         self.serving[model.name] = version
         version.serves = True
         self._announce(version)
@@ -234,6 +235,12 @@ class Supervisor(Process):
             then(*arguments)
 
     # --- moves ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def moves(version: Version | None) -> bool:
+        """Whether an order for its model has to wait: a name's orders follow one another, and a
+        move is one of them."""
+        return version is not None and version.former is not None
 
     def move(self, model: Model) -> None:
         """Have what serves a model scheduled in its group's process: as `FailOver.move`."""
@@ -308,7 +315,7 @@ class Supervisor(Process):
             self._retire(version)
 
     def _retire(self, version: Version) -> None:
-        if version.former is not None:  # it moves: one after the other
+        if self.moves(version):
             self.world.after(MS, self._retire, version)
             return
         version.retiring = True
