@@ -141,7 +141,7 @@ class ResponseCache:
         return data if isinstance(data, bytes) else bytes(self._read(data))
 
     def _copied(self, response: Inferred, copies: list[Block]) -> bytes:
-        """A large response in memory that is lent; raises Unavailable when that is full."""
+        """A large response in memory that is lent; raises ShmserveError where it does not fit."""
         placed: list[TensorRef] = []
         inline = INLINE_LIMIT
         try:
@@ -156,7 +156,7 @@ class ResponseCache:
                 copies.append(copy)
                 self._lent_bytes += len(data)
                 placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, copy.place))
-        except Unavailable:
+        except ShmserveError:
             for copy in copies:
                 copy.release()
             raise
