@@ -7,19 +7,23 @@ import contextlib
 import time
 from asyncio.events import _set_running_loop
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import Context
+from typing import Any, TypeVarTuple, Unpack
 from unittest.mock import patch
 
 from tests.simulation.world import SECOND, World
 
+Ts = TypeVarTuple("Ts")
 
-class SimulatedLoop(asyncio.AbstractEventLoop):
+
+class SimulatedLoop(asyncio.BaseEventLoop):
     """Each callback is an event of the world. What a callback raises goes to `complain`."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
         self.complain: Callable[[str], None]
-        self._closed = False
+        self._over = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -29,11 +33,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             try:
                 yield
             finally:
-                self._closed = True
+                self._over = True
                 for task in asyncio.all_tasks(self):
                     task.cancel()
                 self._world.run(self._world.now_ns)  # they end
                 _set_running_loop(None)
+                self.close()
 
     # --- as asyncio has it
 
@@ -41,20 +46,23 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         """Virtual seconds."""
         return self._world.now_ns / SECOND
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
         """At this moment, after what is to happen then already."""
         handle = asyncio.Handle(callback, args, self, context)
         self._world.after(0, self._call, handle)
         return handle
 
-    def call_later(
-        self, delay: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
-        """In so many seconds."""
-        return self.call_at(self.time() + delay, callback, *args, context=context)
-
     def call_at(
-        self, when: float, callback: Any, *args: Any, context: Any = None
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """At a time."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -65,30 +73,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         if not handle.cancelled():
             handle._run()
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
-
-    def create_future(self) -> asyncio.Future[Any]:
-        """One of this loop."""
-        return asyncio.Future(loop=self)
-
-    def create_task(self, coro: Any, **how: Any) -> asyncio.Task[Any]:
-        """One of this loop."""
-        return asyncio.Task(coro, loop=self, **how)
-
-    def get_debug(self) -> bool:
-        """It is not watched."""
-        return False
-
-    def is_running(self) -> bool:
-        """It always is."""
-        return True
-
-    def is_closed(self) -> bool:
-        """It never is."""
-        return False
-
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """A callback has raised something."""
-        if not self._closed:
+        if not self._over:
             self.complain(f"{context['message']}: {context.get('exception')!r}")
