@@ -1,5 +1,5 @@
 """The executor of what the lifecycle of models decides: threads that read, processes that start and
-end, messages. It decides nothing.
+end, messages. It decides nothing: each action returns at once, and calls the lifecycle later.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import events
-from shmserve.ipc.messages.supervision import (
-    SchedulerLost,
-)
+from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -72,7 +70,7 @@ class LifecycleExecutor:
             raise order.error
 
     def answer(self, order: Order) -> None:
-        """As `LifecycleActions`; a load that failed is an event, too."""
+        """Tell who gave an order that it is over; of a load that failed, who reads events, too."""
         if order.kind is Kind.LOAD and order.error is not None:
             refused = events.LoadRefused(order.model.name, order.error.message)
             self.context.events.publish(refused)
@@ -89,7 +87,7 @@ class LifecycleExecutor:
             self.lifecycle.acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """As `LifecycleActions`."""
+        """Have what reached a version too late that has ended go to who serves now."""
         same = successor is not None and (
             successor.config.immutable_config == version.config.immutable_config
         )
@@ -102,7 +100,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def read(self, order: Order) -> None:
-        """As `LifecycleActions`, in a thread."""
+        """Read a model's folder and configuration, in a thread: `Lifecycle.was_read`."""
         plan = await asyncio.to_thread(self._plan, order)
         if plan.ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
@@ -129,7 +127,7 @@ class LifecycleExecutor:
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        """As `LifecycleActions`."""
+        """Remove the folders that were written for these alone, where nothing of them runs."""
         used = {version.spec.model_dir for version in self._registry.live}
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
@@ -138,12 +136,12 @@ class LifecycleExecutor:
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """As `LifecycleActions`."""
+        """A version without any process: `Lifecycle.changed`, whenever it has."""
         changed = self.lifecycle.changed
         return ModelVersion(self.context, spec, changed, self._registry, group)
 
     def start(self, version: ModelVersion) -> None:
-        """As `LifecycleActions`."""
+        """Start a version: `Lifecycle.started`."""
         self._starts[version] = self.context.background(self._start(version))
 
     async def _start(self, version: ModelVersion) -> None:
@@ -159,9 +157,10 @@ class LifecycleExecutor:
 
     @_in_background
     async def update(self, order: Order) -> None:
-        """As `LifecycleActions`."""
+        """Add the instances of an order's updates: `Lifecycle.updated`."""
         updates = order.updates if order.phase is OrderPhase.STARTING else {}
-        adding = (update.add() for update in updates.values())
+        coming = order.model.coming
+        adding = (coming[number].instances.add(update) for number, update in updates.items())
         results = await asyncio.gather(*adding, return_exceptions=True)
         errors = {
             number: result
@@ -172,7 +171,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def move(self, order: Order, group: Group) -> None:
-        """As `LifecycleActions`."""
+        """Have what serves scheduled with a group: `Lifecycle.moved`."""
         model = order.model
         for version in list(model.serving.values()):
             try:
@@ -189,7 +188,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
-        """As `LifecycleActions`."""
+        """End a version that nobody knows: `Lifecycle.ended`."""
         start = self._starts.get(version)
         await version.kill()
         if start is not None:
@@ -198,6 +197,6 @@ class LifecycleExecutor:
 
     @_in_background
     async def retire(self, version: ModelVersion) -> None:
-        """As `LifecycleActions`."""
+        """Have a version finish what it has, and end: `Lifecycle.ended`."""
         await version.stop()
         self.lifecycle.ended(version)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Processes, plan, turns
-from tests.unit.supervisor.models.test_version import ALONE, NoModels
-
+from tests.unit.supervisor.models.test_version import ALONE
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
 
@@ -29,7 +29,7 @@ class Traced(Processes):
 
     def load(self, spec: VersionSpec, group: Group) -> ModelVersion:
         """A version that is to be started."""
-        return ModelVersion(self.context, spec, lambda changed: None, NoModels(), group)
+        return ModelVersion(self.context, spec, lambda changed: None, ModelRegistry(), group)
 
     def _who(self, address: Address) -> str:
         if isinstance(address, SchedulerAddress):
