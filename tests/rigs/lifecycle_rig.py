@@ -57,7 +57,8 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
+        executor: Any = self
+        self.lifecycle = Lifecycle(self.registry, executor, hosted=True)
         self.registry.audience = self
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []

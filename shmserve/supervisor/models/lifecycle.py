@@ -230,14 +230,14 @@ class Lifecycle:
     def ended(self, version: ModelVersion) -> None:
         """A version has no process any more."""
         model, number = self._registry.model(version.spec.name), version.spec.version
-        self._registry.ended(version)
-        self._executor.discard([version.spec])
-        if version in model.retiring:
+        if version in model.dropping:
+            model.dropping.remove(version)
+        elif version in model.retiring:
             logger.info("successfully unloaded '%s' version %s", model.name, number)
             self._executor.forward(version, model.serving.get(number))
             model.retiring.remove(version)
         model.draining.discard(version)
-        model.dropping.discard(version)
+        self._executor.discard([version.spec])
         self._publish(model)
         self._run()
 
@@ -424,7 +424,7 @@ class Lifecycle:
             self._executor.discard(order.specs)
             self._settle(order, error)
             return
-        order.error, order.phase = error, OrderPhase.DROPPING
+        order.error = error
         self._loads.drop(order, given_up)
         self._publish(model)
 

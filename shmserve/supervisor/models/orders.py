@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -154,8 +154,7 @@ class ModelEntry:
     orders: deque[Order] = field(default_factory=deque)
     serving: dict[str, ModelVersion] = field(default_factory=dict)
     coming: dict[str, ModelVersion] = field(default_factory=dict)
-    offered: bool = False
-    dropping: set[ModelVersion] = field(default_factory=set)
+    dropping: list[ModelVersion] = field(default_factory=list)
     retiring: list[ModelVersion] = field(default_factory=list)
     draining: set[ModelVersion] = field(default_factory=set)  # those of `retiring` that are told
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
@@ -167,6 +166,17 @@ class ModelEntry:
     expected: bool = False
     outdated: bool = False
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
+
+    @property
+    def versions(self) -> Iterable[ModelVersion]:
+        """Those that may have a process, serving or not."""
+        found = (*self.serving.values(), *self.coming.values(), *self.dropping, *self.retiring)
+        return dict.fromkeys(found)  # what stays is also among what is coming
+
+    @property
+    def offered(self) -> bool:
+        """Whether what is coming is published."""
+        return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def shown(self) -> dict[str, ModelVersion]:

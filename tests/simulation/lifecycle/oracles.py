@@ -358,7 +358,7 @@ class LifecycleOracles:
         serving: set[Any] = {
             v for m in executor.registry.models.values() for v in self._serving_of(m).values()
         }
-        if serving != {*executor.alive} or serving != executor.registry.live:
+        if serving != {*executor.alive} or serving != {*executor.registry.live}:
             self.broke(f"5: {executor.alive} are alive, and {serving} serve")
         for model in executor.registry.models.values():
             if model.orders or model.coming or model.dropping or model.retiring or model.draining:

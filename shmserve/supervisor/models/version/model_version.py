@@ -55,8 +55,8 @@ def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
 
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes; `models` are those that serve, for an ensemble's steps. Its
-    scheduler is hosted with those of its `group`.
+    changes; `models` are those that serve, for an ensemble's steps. Its scheduler is hosted with
+    those of its `group`.
 
     `loaded`: it was ready once.
     """
