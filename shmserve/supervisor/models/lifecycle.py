@@ -199,7 +199,6 @@ class Lifecycle:
                 step.for_others = True
                 coming = self._load(step, FOLDER, asked=False)
             if coming is not None:
-                coming.waited_for_by.add(order)
                 order.before.append(coming)
         return None
 
@@ -414,9 +413,9 @@ class Lifecycle:
         model, phase = order.model, order.phase
         if phase in (OrderPhase.TELLING, OrderPhase.DROPPING, OrderPhase.SETTLED):
             return
-        for step in order.before:
-            step.waited_for_by.discard(order)
-            if not (step.asked or step.waited_for_by):
+        steps, order.before = order.before, []
+        for step in steps:
+            if not (step.asked or any(step in each.before for each in self._open)):
                 self._give_up(step)
         if order.waits:
             if phase is OrderPhase.WAITING and order.kind is Kind.LOAD and not model.serving:

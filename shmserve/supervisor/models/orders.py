@@ -103,7 +103,6 @@ class Order:
     again: bool = False
     before: list[Order] = field(default_factory=list)
     after: list[Order] = field(default_factory=list)
-    waited_for_by: set[Order] = field(default_factory=set)
     number: int = field(init=False, default_factory=partial(next, _numbers))
     phase: OrderPhase = field(init=False, default=OrderPhase.QUEUED)
     fingerprint: str = field(init=False, default="")
@@ -211,26 +210,20 @@ class ModelEntry:
         return [*self.wanted_steps, *now]
 
 
-class Difference(NamedTuple):
-    """The difference of a load to what serves: which versions stay, with the change of instances of
-    each, if any; and what is started."""
-
-    updates: dict[str, InstanceUpdate]
-    fresh: list[VersionSpec]
-
-
 def differs(
     serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], anew: bool
-) -> Difference:
-    """The difference of `specs` to what serves. A version stays where neither its files nor its
-    configuration differ, but for its instances. With `anew`, no file of the model differs from what
-    was loaded: whoever loads it again means to start all of it."""
-    found = Difference({}, [])
+) -> tuple[dict[str, InstanceUpdate], list[VersionSpec]]:
+    """The difference of `specs` to what serves: the update of each version that stays, and what is
+    started. A version stays where neither its files nor its configuration differ, but for its
+    instances. With `anew`, no file of the model differs from what was loaded: whoever loads it
+    again means to start all of it."""
+    updates: dict[str, InstanceUpdate] = {}
+    fresh: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
         if update is None or (anew and not update.differs):
-            found.fresh.append(spec)
+            fresh.append(spec)
         else:
-            found.updates[spec.version] = update
-    return found
+            updates[spec.version] = update
+    return updates, fresh
