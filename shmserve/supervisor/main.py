@@ -169,14 +169,14 @@ def compose(
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
-    snapshot = Snapshot(registry, regions, health)
+    memory = LocalMemory(capabilities, opener, control, events.publish)
+    snapshot = Snapshot(registry, regions, memory, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
         events,
         registry.states,
         processes.all,
-        regions.active,
+        snapshot.regions,
         health.current,
         registry.publish_counters,
     )
@@ -253,10 +253,6 @@ def _context(
 
 def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
-
-
-def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
-    control.broadcast(message, "worker")
 
 
 def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
