@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shmserve.common.access.shm_access import Peer
@@ -41,8 +42,8 @@ class LocalMemory:
     _opener: RegionOpener
     _processes: Processes
     _publish_event: Callable[[Any], None]
-    _names: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
-    _serials: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _names: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
+    _serials: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
-from shmserve.supervisor.models.repository import NO_VERSION, ModelFolder
+from shmserve.supervisor.models.repository import ModelFolder, lacks_version
 from shmserve.supervisor.models.statuses import index_rows, is_ready, statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
@@ -194,7 +194,7 @@ class ModelRegistry:
         absent = [
             number
             for number, status in statuses(model).items()
-            if number or status.reason.endswith(NO_VERSION)
+            if number or lacks_version(status.reason)
         ]
         self.publications.update(self.audience, model.name, published, absent)
 
