@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -274,7 +274,7 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
-    clean = {**_left_nothing_behind(run_dir), **os.environ}
+    clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
     # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
     # TorchScript needs is a tenth of that.
@@ -290,6 +290,13 @@ def _left_nothing_behind(run_dir: RunDirectory) -> dict[str, str]:
     $TMPDIR for good, and onnxruntime makes no session of its telemetry's there when imported."""
     cache = run_dir.path / "torchinductor"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ORT_DISABLE_TELEMETRY": "1"}
+
+
+def _soon_asleep(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which the threads of GNU's OpenMP, torch's, that have nothing to do spin
+    for a moment, and not for milliseconds (300,000 times) in which schedulers, gateways and clients
+    wait for their processors."""
+    return {} if "OMP_WAIT_POLICY" in given else {"GOMP_SPINCOUNT": "1000"}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 
 @pytest.fixture
-def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a first server goes."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
