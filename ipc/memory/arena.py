@@ -18,7 +18,7 @@ import os
 import secrets
 from bisect import bisect
 
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.tensors.descriptors import Memory, Place
 
 _ALIGNMENT = 64  # a cache line, and what vector loads like
@@ -130,14 +130,12 @@ class Arena:
     def allocate(self, byte_size: int) -> Place:
         """Room for `byte_size` bytes, 64-byte aligned.
 
-        Raises Unavailable when the arena or the machine's memory is full.
+        Raises Unavailable when the arena or the machine's memory is full, InvalidArgument for what
+        can never fit.
         """
         offset = self._list.allocate(byte_size)
         if offset is None:
-            raise Unavailable(
-                f"server memory for tensors is full: {byte_size} bytes were needed, "
-                f"{self._list.capacity - self._list.used} of {self._list.capacity} are free"
-            )
+            raise self._no_room(byte_size)
         end = offset + byte_size
         if end > self._committed:
             try:
@@ -147,6 +145,18 @@ class Arena:
                 raise Unavailable("server memory for tensors is full") from error
             self._committed = end
         return Place(self.memory, offset, byte_size)
+
+    def _no_room(self, byte_size: int) -> ShmserveError:
+        capacity = self._list.capacity
+        if byte_size > capacity:
+            return InvalidArgument(
+                f"server memory for tensors is too small: {byte_size} bytes are needed, "
+                f"--arena-byte-size allows {capacity}"
+            )
+        return Unavailable(
+            f"server memory for tensors is full: {byte_size} bytes were needed, "
+            f"{capacity - self._list.used} of {capacity} are free (--arena-byte-size)"
+        )
 
     def view(self, place: Place) -> memoryview:
         """The bytes of a place of this arena, writable."""

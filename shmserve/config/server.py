@@ -261,12 +261,18 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
             if path.suffix == ".py" and path.is_file():
                 raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
             if not path.is_dir():
-                raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+                raise InvalidArgument(_no_folder(str(path), parsed))
     if not repositories and not files:
         raise InvalidArgument(
             "--model-repository: at least one is needed (or a path/model.py:Class)"
         )
     return repositories, files
+
+
+def _no_folder(path: str, parsed: Parsed) -> str:
+    if path in parsed.behind:
+        return f"--{parsed.behind[path]}: '{path}' is not true or false, nor a folder of models"
+    return f"--model-repository: '{path}' is not a folder"
 
 
 def _class_settings(given: list[str], files: list[str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -140,7 +141,7 @@ class ResponseCache:
         return data if isinstance(data, bytes) else bytes(self._read(data))
 
     def _copied(self, response: Inferred, copies: list[Block]) -> bytes:
-        """A large response in memory that is lent; raises Unavailable when that is full."""
+        """A large response in memory that is lent; raises ShmserveError where it does not fit."""
         placed: list[TensorRef] = []
         inline = INLINE_LIMIT
         try:
@@ -155,7 +156,7 @@ class ResponseCache:
                 copies.append(copy)
                 self._lent_bytes += len(data)
                 placed.append(TensorRef(tensor.name, tensor.datatype, tensor.shape, copy.place))
-        except Unavailable:
+        except ShmserveError:
             for copy in copies:
                 copy.release()
             raise
@@ -266,7 +267,7 @@ def cache_key(
     `sequence` is its correlation id, as a number and as a text, and its
     flags; `read` gives the bytes at a place, or raises what it likes.
     """
-    inputs = sorted(inference.inputs, key=lambda tensor: tensor.name)
+    inputs = sorted(inference.inputs, key=attrgetter("name"))
     datas = [
         read(tensor.data) if isinstance(tensor.data, Place) else tensor.data for tensor in inputs
     ]

@@ -31,7 +31,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.health import Health, Snapshot, announce
-from shmserve.supervisor.host.console import written_to
+from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.kept.gateways import Gateways
@@ -181,8 +181,10 @@ def compose(
         registry.publish_counters,
     )
     announce_health = partial(announce, context, health)
+    progress = StartupReport(registry.progress)
 
     def models_changed() -> None:
+        progress.update()
         feed.models_changed()
         announce_health()
 
@@ -205,6 +207,7 @@ def compose(
         health=health,
         announce_health=announce_health,
         feed=feed,
+        progress=progress,
     )
 
 

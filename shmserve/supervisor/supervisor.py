@@ -64,6 +64,7 @@ class Supervisor:
     health: Health
     announce_health: Callable[[], None]
     feed: EventFeed
+    progress: StartupReport
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
 
@@ -129,8 +130,8 @@ class Supervisor:
 
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
-        with StartupReport() as progress:
-            loading = asyncio.ensure_future(self._load(progress))
+        with self.progress:
+            loading = asyncio.ensure_future(self._load())
             try:
                 loaded, _ = await asyncio.gather(loading, gateways)
             except BaseException:
@@ -155,9 +156,9 @@ class Supervisor:
             self.context.background(self.poller.run())
         return 0
 
-    async def _load(self, progress: StartupReport) -> bool:
+    async def _load(self) -> bool:
         await self.workspace_holders.start()  # models may want some when they warm up
-        return await self.models.start(progress)
+        return await self.models.start()
 
     # --- deaths
 

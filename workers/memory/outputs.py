@@ -58,7 +58,7 @@ class OutputMemory:
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Place, memoryview]:
         """A block for a process and its bytes. Raises Unavailable when memory is full, or the share
-        of a local client."""
+        of a local client, InvalidArgument for what never fits."""
         held = self._held.get(reader, 0)
         if held and reader >= FIRST:
             self._check_share(held, byte_size)

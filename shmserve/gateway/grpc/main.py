@@ -136,7 +136,7 @@ class GrpcFrontend(process.Frontend):
 
     def drain(self, drained: Callable[[], None]) -> None:
         """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
-        self._limits.let_nobody_in(told=self._settings.tls is None)
+        self._limits.let_nobody_in(tls=self._settings.tls is not None)
         self._inferences.when_idle(drained)
 
     async def close(self) -> None:

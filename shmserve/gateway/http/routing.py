@@ -80,7 +80,7 @@ class RouteTable:
         The path is matched as it was sent, so that an escaped slash separates nothing; its parts
         are then unescaped. A target may name a host before the path, as those sent to proxies do.
         """
-        path = _HOST.sub("", target.partition("?")[0])
+        path = _path(target)
         found = None
         for route, pattern in self._patterns:
             match = pattern.fullmatch(path)
@@ -93,8 +93,20 @@ class RouteTable:
         return found
 
 
+def _path(target: str) -> str:
+    return _HOST.sub("", target.partition("?")[0])
+
+
+# Names that no path may have as they are, and what is said of them.
+_HINTS = {
+    re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is a whole number)",
+    re.compile(r"/v2/(system|cuda)sharedmemory/region/.+"): " (a / in a name is written %2F)",
+}
+
+
 async def _not_found(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    raise NotFound("Not Found")
+    hints = (hint for pattern, hint in _HINTS.items() if pattern.match(_path(request.target)))
+    raise NotFound("Not Found" + next(hints, ""))
 
 
 _NO_ROUTE: Match = (Route("", "", "", _not_found), ())

@@ -62,7 +62,7 @@ class Resources:
     def allocate(self, sizes: list[int]) -> list[Place]:
         """Places of these sizes, in bytes, in one arena block.
 
-        Raises Unavailable when memory for tensors is full.
+        Raises Unavailable when memory for tensors is full, InvalidArgument for what never fits.
         """
         starts = [0]
         for size in sizes:
@@ -78,10 +78,9 @@ class Resources:
         try:
             return self._arena.allocate(byte_size)
         except Unavailable:
-            if byte_size <= self._arena.memory.byte_size:
-                for _ in self._budget.evict():
-                    with contextlib.suppress(Unavailable):
-                        return self._arena.allocate(byte_size)
+            for _ in self._budget.evict():
+                with contextlib.suppress(Unavailable):
+                    return self._arena.allocate(byte_size)
             raise
 
     def view(self, place: Place) -> memoryview:

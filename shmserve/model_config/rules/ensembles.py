@@ -14,13 +14,11 @@ from shmserve.model_config.diagnostics import Key, Problem, member, repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
     ModelConfig,
-    ModelEnsembling,
     ModelInput,
     ModelOutput,
 )
 
 _STEP: Key = ("ensemble_scheduling", "step")
-_Step = ModelEnsembling.Step
 _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
 
 
@@ -168,7 +166,11 @@ def _unused(
 
 
 class GraphProblem(InvalidArgument):
-    """An ensemble does not fit the models of its steps."""
+    """An ensemble does not fit the models of its steps, because of what it says at `key`."""
+
+    def __init__(self, text: str, key: Key = _STEP) -> None:
+        super().__init__(text)
+        self.key = key
 
 
 def compose(
@@ -193,19 +195,21 @@ def _all_there(
     config: ModelConfig, models: Sequence[ModelConfig | None], elsewhere: Sequence[bool]
 ) -> list[ModelConfig]:
     name, steps = config.name, config.ensemble_scheduling.step
-    missing: list[str] = []
-    for step, model, other in zip(steps, models, elsewhere, strict=True):
+    missing: dict[str, Key] = {}
+    for index, (step, model, other) in enumerate(zip(steps, models, elsewhere, strict=True)):
         if model is None and other:
             raise GraphProblem(
                 f"ensemble '{name}' depends on '{step.model_name}' whose required version "
-                f"{step.model_version} is not loaded."
+                f"{step.model_version} is not loaded.",
+                (*_STEP, index, "model_version"),
             )
         if model is None:
-            missing.append(step.model_name)
+            missing.setdefault(step.model_name, (*_STEP, index, "model_name"))
     if missing:
         raise GraphProblem(
             f"ensemble {name} contains models that are not available or ambiguous: "
-            f"{', '.join(dict.fromkeys(missing))}"
+            f"{', '.join(missing)}",
+            next(iter(missing.values())),
         )
     return [model for model in models if model is not None]
 
@@ -232,66 +236,79 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """Raise GraphProblem where a step maps what its model does not have, or not what it needs."""
     tensors = {io.name: _Tensor.of(config, io) for io in config.input}
     tensors.update({io.name: _Tensor.of(config, io) for io in config.output})
-    for step, model in zip(config.ensemble_scheduling.step, models, strict=True):
+    for at, model in enumerate(models):
         if 0 < model.max_batch_size < config.max_batch_size:
             raise GraphProblem(
                 f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it "
                 f"contains model {model.name} which only allows  maximum batch size to be "
-                f"{model.max_batch_size}"
+                f"{model.max_batch_size}",
+                ("max_batch_size",),
             )
-        for tensor, found in _mapped(config, step, model):
+        for key, tensor, found in _mapped(config, at, model):
             known = tensors.setdefault(tensor, found)
-            _check_agrees(known, found, f"in ensemble {config.name}, ensemble tensor {tensor}: ")
+            where = f"in ensemble {config.name}, ensemble tensor {tensor}: "
+            if problem := _disagreement(known, found):
+                raise GraphProblem(where + problem, key)
     for index, condition in conditions(config).items():
         found = tensors[condition]
         if found.data_type != DataType.TYPE_BOOL:
             raise GraphProblem(
                 f"in ensemble {config.name}, the condition of step {index}, ensemble tensor "
-                f"{condition}, is {DataType.Name(found.data_type)} and not TYPE_BOOL"
+                f"{condition}, is {DataType.Name(found.data_type)} and not TYPE_BOOL",
+                ("parameters", member(f"step[{index}].condition")),
             )
 
 
-def _mapped(config: ModelConfig, step: _Step, model: ModelConfig) -> Iterator[tuple[str, _Tensor]]:
-    """The tensors at a step's inputs and outputs, as its model sees them."""
+def _mapped(
+    config: ModelConfig, index: int, model: ModelConfig
+) -> Iterator[tuple[Key, str, _Tensor]]:
+    """Where tensors are mapped at a step's inputs and outputs, and as its model sees them."""
+    step = config.ensemble_scheduling.step[index]
     where = f"in ensemble {config.name}, "
     inputs = {io.name: io for io in model.input}
     outputs = {io.name: io for io in model.output}
     for name, tensor in sorted(step.input_map.items()):
+        key: Key = (*_STEP, index, "input_map", member(name))
         if name not in inputs:
             raise GraphProblem(
                 f"{where}ensemble tensor {tensor} is mapping to non-existing input {name} in model "
-                f"{step.model_name}"
+                f"{step.model_name}",
+                key,
             )
-        yield tensor, _Tensor.of(model, inputs[name])
+        yield key, tensor, _Tensor.of(model, inputs[name])
     for io in model.input:
         if io.name not in step.input_map and not io.optional:
             raise GraphProblem(
                 f"{where}input {io.name} in model {model.name} is not mapped to any ensemble "
-                "tensors"
+                "tensors",
+                (*_STEP, index, "input_map"),
             )
     for name, tensor in sorted(step.output_map.items()):
+        key = (*_STEP, index, "output_map", member(name))
         if name not in outputs:
             raise GraphProblem(
                 f"{where}ensemble tensor {tensor} is mapped from non-existing output {name} in "
-                f"model {step.model_name}"
+                f"model {step.model_name}",
+                key,
             )
-        yield tensor, _Tensor.of(model, outputs[name])
+        yield key, tensor, _Tensor.of(model, outputs[name])
 
 
-def _check_agrees(one: _Tensor, other: _Tensor, where: str) -> None:
-    """Raise GraphProblem where two models see a tensor in different ways. A model that batches and
-    one that does not may see its dimensions with a batch, or without."""
+def _disagreement(one: _Tensor, other: _Tensor) -> str:
+    """The way in which two models see a tensor differently, or "". A model that batches and one
+    that does not may see its dimensions with a batch, or without."""
     if one.data_type != other.data_type:
-        raise GraphProblem(
-            f"{where}inconsistent data type: {DataType.Name(one.data_type)} is inferred from model "
+        return (
+            f"inconsistent data type: {DataType.Name(one.data_type)} is inferred from model "
             f"{one.model} while {DataType.Name(other.data_type)} is inferred from model "
             f"{other.model}"
         )
     if not _agree(one.dims, other.dims) and not _agree(one.full_dims, other.full_dims):
-        raise GraphProblem(
-            f"{where}inconsistent shape: {_shown(one.dims)} is inferred from model {one.model} "
+        return (
+            f"inconsistent shape: {_shown(one.dims)} is inferred from model {one.model} "
             f"while {_shown(other.dims)} is inferred from model {other.model}"
         )
+    return ""
 
 
 def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -325,7 +342,8 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
             if len(found) > 1:
                 raise GraphProblem(
                     f"in ensemble {config.name}, step of model '{steps[index].model_name}' "
-                    "receives inputs originated from different decoupled models"
+                    "receives inputs originated from different decoupled models",
+                    (*_STEP, index),
                 )
             origin = index if _gives_many(models[index]) else max(found, default=-1)
             origins.update(dict.fromkeys(steps[index].output_map.values(), origin))

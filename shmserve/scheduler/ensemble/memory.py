@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory.cuda_ipc import Driver, Exporting
 from shmserve.ipc.memory.lent import Block, LentMemory
 from shmserve.ipc.memory.mappings import Mappings, opened
@@ -63,7 +63,7 @@ class EnsembleMemory:
         blocks: list[Block] = []
         try:
             blocks.extend(starmap(self.allocate, sizes))
-        except Unavailable as error:
+        except ShmserveError as error:
             logger.warning("the memory between steps cannot be planned: %s", error)
         for block in blocks:
             block.release()

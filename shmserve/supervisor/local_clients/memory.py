@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shmserve.common.access.shm_access import Peer
@@ -36,7 +37,7 @@ class LocalMemory:
     _capabilities: Capabilities
     _opener: RegionOpener
     _tell_workers: Callable[[Any], None]
-    _serials: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _serials: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:

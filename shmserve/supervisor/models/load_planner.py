@@ -19,9 +19,10 @@ from shmserve import model_config
 from shmserve.common.model_names import check_model_name
 from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.model_config import read_json
+from shmserve.model_config import GraphProblem, read_json
+from shmserve.model_config.diagnostics import Problem
 from shmserve.supervisor.models import repository
-from shmserve.supervisor.models.repository import CONFIG_FILE, NO_VERSION
+from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class LoadPlanner:
                 name,
             )
         if not versions:
-            raise Internal(f"failed to load '{name}', {NO_VERSION}")
+            raise Internal(f"failed to load '{name}', {repository.no_version(folder)}")
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")
@@ -205,7 +206,11 @@ class LoadPlanner:
         InvalidArgument."""
         self._validate(config, folder, source, complete=True)
         steps = [each and model_config.from_json(each.source) for each in completed["steps"]]
-        composed = model_config.compose(config, steps, completed["elsewhere"])
+        try:
+            composed = model_config.compose(config, steps, completed["elsewhere"])
+        except GraphProblem as found:
+            source.check(config, [Problem(found.key, found.message)], GraphProblem)
+            raise
         return ModelSpec.of(model_config.to_dict(composed))
 
     def steps(self, name: str, override: str) -> list[StepModel]:

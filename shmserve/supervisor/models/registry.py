@@ -12,8 +12,8 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
-from shmserve.supervisor.models.repository import NO_VERSION, ModelFolder
-from shmserve.supervisor.models.statuses import index_rows, is_ready, statuses
+from shmserve.supervisor.models.repository import ModelFolder, lacks_version
+from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -174,6 +174,10 @@ class ModelRegistry:
             for version, status in statuses(model).items()
         }
 
+    def progress(self) -> dict[str, str]:
+        """The progress of each model that is loaded at the start."""
+        return {name: progress(model) for name, model in self.models.items() if model.expected}
+
     def publish_counters(self) -> None:
         """Have the counters of what serves published as events."""
         for model in self.models.values():
@@ -194,7 +198,7 @@ class ModelRegistry:
         absent = [
             number
             for number, status in statuses(model).items()
-            if number or status.reason.endswith(NO_VERSION)
+            if number or lacks_version(status.reason)
         ]
         self.publications.update(self.audience, model.name, published, absent)
 

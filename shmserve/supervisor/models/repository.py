@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shmserve.common.model_names import CLASS_IN_FILE, check_model_name, is_checkpoint
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import InvalidArgument, clip, refused
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
 
 CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # of a model that generates text
 _NAMED_CONFIGS = "configs"
+_OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")  # folders beside the versions
 IN_SEVERAL = "model appears in two or more repositories"
 NO_VERSION = "no version is available"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
@@ -135,6 +136,23 @@ def versions_to_load(config: ModelConfig, available: Sequence[int]) -> list[int]
 def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]:
     """The versions that the model's version_policy names and that are not `available`."""
     return sorted(set(config.version_policy.specific.versions) - set(available))
+
+
+def no_version(folder: ModelFolder) -> str:
+    """The text for a model none of whose versions is to be loaded, with what may be meant to be
+    one."""
+    if folder.versions:
+        there = ", ".join(map(str, folder.versions))
+        return f"{NO_VERSION} (version_policy leaves out {there})"
+    names = [path.name for path in _subfolders(folder.path) if path.name not in _OF_ALL_VERSIONS]
+    found = f", and not {clip(', '.join(names))}" if names else ""
+    return f"{NO_VERSION} (a version is a folder whose name is a whole number, as 1{found})"
+
+
+def lacks_version(reason: str) -> bool:
+    """Whether it is for want of a version that a load failed."""
+    _, found, more = reason.rpartition(NO_VERSION)
+    return bool(found) and not more.startswith(":")
 
 
 def fingerprint(folder: ModelFolder) -> str:

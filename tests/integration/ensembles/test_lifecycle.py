@@ -116,14 +116,16 @@ def test_what_cannot_be_loaded(server: Server, repository: Path) -> None:
         lacks = load(http, "lacks")
         assert lacks.status == 400
         assert lacks.error == (
-            "load failed for model 'lacks': ensemble lacks contains models that are not available "
-            "or ambiguous: nosuch\n"
+            "load failed for model 'lacks': lacks/config.pbtxt:7:32: "
+            "ensemble_scheduling.step[0].model_name: ensemble lacks contains models that are not "
+            "available or ambiguous: nosuch\n"
         )
         circle = load(http, "one")
         assert circle.status == 400
         assert circle.error == "circular dependency between ensembles: one -> two -> one"
         assert load(http, "typed").error == (
-            "load failed for model 'typed': in ensemble typed, ensemble tensor IN: inconsistent "
-            "data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is inferred from "
-            "model add\n"
+            "load failed for model 'typed': typed/config.pbtxt:7:68: "
+            'ensemble_scheduling.step[0].input_map["X"]: in ensemble typed, ensemble tensor IN: '
+            "inconsistent data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is "
+            "inferred from model add\n"
         )

@@ -330,6 +330,31 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         assert server.wait_exit(10) == 0
 
 
+def test_a_drain_ends_connections_without_a_call_through_tls(models: Path, keys: Path) -> None:
+    cert, key = (f"--grpc-server-{end}={keys}/server" for end in ("cert", "key"))
+    trusted = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+    trusted.set_alpn_protocols(["h2"])
+    with (
+        running(models, "--grpc-use-ssl", f"{cert}.pem", f"{key}.key", grpc=True) as server,
+        grpc.secure_channel(server.grpc_url, credentials(keys)) as channel,
+        socket.create_connection(("127.0.0.1", server.grpc_port), timeout=10) as plain,
+        trusted.wrap_socket(plain, server_hostname="localhost") as idle,
+    ):
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        array = np.full((1, 4), 7, np.int32)
+        asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
+        visit = server.gate.next()
+        idle.sendall(OPENED)
+        idle.recv(65536)
+        server.process.send_signal(signal.SIGTERM)
+        while idle.recv(65536):
+            pass
+        until("nobody is let in", lambda: refuses(server.grpc_port))
+        visit.release()
+        assert asked.result().raw_output_contents == [array.tobytes()]
+        assert server.wait_exit(10) == 0
+
+
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 def test_a_drain_waits_for_who_reads_slowly(models: Path, method: str) -> None:
     """The answer was given, and most of it is still to be sent."""

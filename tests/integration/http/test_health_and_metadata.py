@@ -103,7 +103,7 @@ def test_a_model_describes_itself(http: Http) -> None:
             "/v2/models/simple/versions/9/config",
             "Request for unknown model: 'simple' version 9 is not found",
         ),
-        ("/v2/models/simple/versions/x", "Not Found"),
+        ("/v2/models/simple/versions/x", "Not Found (a version is a whole number)"),
         ("/v2/nothing", "Not Found"),
         ("/", "Not Found"),
         ("/metrics", "Not Found"),

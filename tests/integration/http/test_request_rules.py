@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
     "a negative dimension": (
         two(shape=[1, -16]),
         500,
-        "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer",
+        "attempt to access JSON non-unsigned-integer as unsigned-integer (input 'INPUT0')",
     ),
     "a huge shape": (
         two(shape=[2**40, 2**40]),
@@ -125,7 +125,11 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         500,
         "Unable to parse 'data': Shape does not match true shape of 'data' field",
     ),
-    "words for numbers": (two(data=["a"] * 16), 500, "Unable to parse 'data': "),
+    "words for numbers": (
+        two(data=["a"] * 16),
+        500,
+        "attempt to access JSON non-signed-integer as signed-integer (input 'INPUT0' has \"a\")",
+    ),
     "a number for a name": (
         two(name=7),
         500,

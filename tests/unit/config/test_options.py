@@ -280,7 +280,11 @@ def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
 
 def test_errors_of_the_whole_command_line() -> None:
     assert "at least one is needed" in refusal()
-    assert "'/no/where' is not a folder" in refusal("/no/where")
+    assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
+    maybe = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
+    assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == maybe
+    assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")
+    assert settings("--strict-readiness", str(ROOT)).model_repositories == (ROOT, ROOT)
     assert f"name the class to serve, {__file__}:CLASS" in refusal(__file__)
     mode = "--model-control-mode=explicit"
     assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")

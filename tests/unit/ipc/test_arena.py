@@ -61,6 +61,8 @@ def test_a_full_arena_is_an_error_and_recovers() -> None:
     place = arena.allocate(1 << 16)
     with pytest.raises(Unavailable, match="is full"):
         arena.allocate(1)
+    with pytest.raises(InvalidArgument, match=r"65537 bytes .* --arena-byte-size allows 65536$"):
+        arena.allocate((1 << 16) + 1)  # at no time
     arena.free(place.offset)
     assert arena.allocate(1 << 16).offset == 0
     arena.close()

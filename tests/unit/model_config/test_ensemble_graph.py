@@ -7,6 +7,7 @@ import re
 import pytest
 
 from shmserve.model_config import GraphProblem, ModelConfig, compose, parse_pbtxt
+from shmserve.model_config.diagnostics import shown
 
 
 def config(text: str) -> ModelConfig:
@@ -67,31 +68,36 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
 
 
 @pytest.mark.parametrize(
-    ("steps", "more", "expected"),
+    ("steps", "more", "key", "expected"),
     [
         (
             (step("nosuch", "X=IN", "Y=m"), step("nor", "X=m", "Y=OUT")),
             "",
+            "step[0].model_name",
             "ensemble e contains models that are not available or ambiguous: nosuch, nor",
         ),
         (
             (step("add", "X=IN", "Y=OUT", version=7),),
             "",
+            "step[0].model_version",
             "ensemble 'e' depends on 'add' whose required version 7 is not loaded.",
         ),
         (
             (step("add", "Q=IN", "Y=OUT"),),
             "",
+            'step[0].input_map["Q"]',
             "in ensemble e, ensemble tensor IN is mapping to non-existing input Q in model add",
         ),
         (
             (step("add", "X=IN", "Q=OUT"),),
             "",
+            'step[0].output_map["Q"]',
             "in ensemble e, ensemble tensor OUT is mapped from non-existing output Q in model add",
         ),
         (
             (step("two", "X=IN", "Y=OUT"),),
             "",
+            "step[0].input_map",
             "in ensemble e, input Z in model two is not mapped to any ensemble tensors",
         ),
         (
@@ -101,18 +107,21 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
                 step("add", "X=n", "Y=OUT"),
             ),
             "",
+            'step[1].input_map["X"]',
             "in ensemble e, ensemble tensor m: inconsistent data type: TYPE_FP32 is inferred from "
             "model add while TYPE_INT32 is inferred from model int",
         ),
         (
             (step("four", "X=IN", "Y=m"), step("five", "X=m", "Y=OUT")),
             "",
+            'step[1].input_map["X"]',
             "in ensemble e, ensemble tensor m: inconsistent shape: [4] is inferred from model four "
             "while [5] is inferred from model five",
         ),
         (
             (step("addb", "X=IN", "Y=OUT"),),
             "max_batch_size: 4",
+            "max_batch_size",
             "ensemble e allows maximum batch size 4, but it contains model addb which only allows  "
             "maximum batch size to be 2",
         ),
@@ -123,20 +132,23 @@ def composed(*steps: str, more: str = "", outputs: tuple[str, ...] = ("OUT",)) -
                 step("two", "X=a Z=b", "Y=OUT"),
             ),
             "",
+            "step[2]",
             "in ensemble e, step of model 'two' receives inputs originated from different "
             "decoupled models",
         ),
         (
             (step("add", "X=IN", "Y=m"), step("add", "X=IN", "Y=OUT")),
             'parameters { key: "step[1].condition" value { string_value: "m" } }',
+            'parameters["step[1].condition"]',
             "in ensemble e, the condition of step 1, ensemble tensor m, is TYPE_FP32 and not "
             "TYPE_BOOL",
         ),
     ],
 )
-def test_what_does_not_fit(steps: tuple[str, ...], more: str, expected: str) -> None:
-    with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$"):
+def test_what_does_not_fit(steps: tuple[str, ...], more: str, key: str, expected: str) -> None:
+    with pytest.raises(GraphProblem, match=f"^{re.escape(expected)}$") as caught:
         composed(*steps, more=more)
+    assert shown(caught.value.key).removeprefix("ensemble_scheduling.") == key
 
 
 def test_an_optional_input_need_not_be_mapped() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
@@ -95,7 +95,7 @@ class HostBinding:
     def _reserved(self, request: Request, size: int) -> memoryview | None:
         try:
             return self._context.output_memory.reserve(request.work.client_pid, size)
-        except Unavailable:
+        except ShmserveError:
             return None  # if it stays full, the request fails when the output is written
 
     def _region(self, place: Place | None, size: int, datatype: str) -> memoryview | None:

@@ -83,15 +83,20 @@ class ConnectionLimits:
             os.close(fd)
         self._listeners.clear()
 
-    def let_nobody_in(self, *, told: bool) -> None:
-        """Refuse connections from now on. Who has one without a call is `told` to go, where no TLS
-        is between; a request on one that has calls is for others to refuse."""
+    def let_nobody_in(self, *, tls: bool) -> None:
+        """Refuse connections from now on. Who has one without a call is told to go; through TLS,
+        where nobody but gRPC could say that, it ends. A request on one that has calls is for others
+        to refuse."""
         self.close()
         for fd in core_sockets.listeners(self._ports):
             core_sockets.refuse(fd)
         busy = self._calls.addresses()
         for one in core_sockets.connections():
-            if told and one.here[1] in self._ports and one.client not in busy:
+            if one.here[1] not in self._ports or one.client in busy:
+                continue
+            if tls:
+                core_sockets.shut(one)
+            else:
                 core_sockets.send(one, _GO_AWAY)
 
     def _wait(self) -> None:

@@ -125,7 +125,7 @@ def tensor_bytes(tensor: InferInput) -> bytes:
     if not tensor.count:
         return b""
     if type(data) is not list:
-        raise JsonFault("Unable to parse 'data': attempt to access JSON non-array as array")
+        raise mistyped("data", "array", tensor.name)
     return tensors.decode(data, tensor.datatype, tensor.count, tensor.name)
 
 
@@ -149,7 +149,7 @@ def _input(raw: Any, json_limit: int) -> InferInput:
         )
     for dim in shape:
         if type(dim) is not int or not 0 <= dim <= LARGEST_UNSIGNED:
-            raise mistyped("shape", "unsigned-integer")
+            raise mistyped("shape", "unsigned-integer", name)
     count = element_count(shape)
     if item is None:
         raise InvalidArgument(

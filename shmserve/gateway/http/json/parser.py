@@ -164,9 +164,13 @@ def missing(field: str, holder: Any) -> JsonFault:
     )
 
 
-def mistyped(field: str, kind: str) -> JsonFault:
-    """The text for a member that is not a `kind`: "string", "array", "unsigned-integer", ..."""
-    return JsonFault(f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}")
+def mistyped(field: str, kind: str, tensor: str = "") -> JsonFault:
+    """The text for a member, perhaps of an input, that is not a `kind`: "string", "array",
+    "unsigned-integer", ..."""
+    whose = f" (input '{tensor}')" if tensor else ""
+    return JsonFault(
+        f"Unable to parse '{field}': attempt to access JSON non-{kind} as {kind}{whose}"
+    )
 
 
 def mistyped_value(kind: str) -> JsonFault:

@@ -6,16 +6,18 @@ their datatype wrap, as in Triton. FP16 and BF16 have no JSON form.
 
 from __future__ import annotations
 
+import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import orjson
 
-from shmserve.errors import Internal, InvalidArgument
-from shmserve.gateway.http.json.parser import JsonFault, mistyped
+from shmserve.errors import Internal, InvalidArgument, clip
+from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
 
 # Values turned into text at a time: about a millisecond's work.
@@ -71,7 +73,7 @@ def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
     """
     _refuse_halves(datatype, name)
     values, kinds = _flat(values)
-    data = _packed(values, kinds, datatype)
+    data = _packed(values, kinds, datatype, name)
     _check_count(len(values), count, datatype, name)
     if len(values) < count:
         raise _too_few(len(values), count, name)
@@ -86,7 +88,7 @@ def decode_parts(
     got = 0
     for part in parts:
         values, kinds = _flat(part)
-        data = _packed(values, kinds, datatype)
+        data = _packed(values, kinds, datatype, name)
         got += len(values)
         _check_count(got, count, datatype, name)
         yield data
@@ -118,49 +120,63 @@ def _too_few(got: int, count: int, name: str) -> JsonFault:
     )
 
 
-def _packed(values: list[Any], kinds: set[type], datatype: str) -> bytes:
+def _packed(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
     if not values:
         return b""
-    code = _CODE.get(datatype)
-    if code is None:
-        return _packed_bools(values, kinds) if datatype == "BOOL" else _packed_strings(values)
+    if datatype == "BYTES":
+        return _packed_strings(values, name)
+    if datatype == "BOOL":
+        if kinds != {bool}:
+            raise _misfit(values, lambda value: type(value) is bool, "boolean", "boolean", name)
+        return bytes(values)
+    code = _CODE[datatype]
     if datatype in _FLOATS:
         if not kinds <= _REAL:
-            raise JsonFault("Unable to parse 'data': attempt to access JSON non-number as double")
+            raise _misfit(values, lambda value: type(value) in _REAL, "number", "double", name)
         return array(code, values).tobytes()
     if len(kinds) == 1 and int in kinds:
-        try:
+        with suppress(OverflowError):
             return array(code, values).tobytes()
-        except OverflowError:
-            return _wrapped(values, datatype, signed=code.islower())
-    raise mistyped("data", "signed-integer" if code.islower() else "unsigned-integer")
+    return _wrapped(values, datatype, name)
 
 
-def _wrapped(values: list[int], datatype: str, *, signed: bool) -> bytes:
-    try:
-        wide = np.array(values, dtype=np.int64 if signed else np.uint64)
-    except OverflowError:
-        kind = "signed-integer" if signed else "unsigned-integer"
-        raise mistyped("data", kind) from None
-    return wide.astype(NUMPY[datatype]).tobytes()
+def _wrapped(values: list[Any], datatype: str, name: str) -> bytes:
+    """The bytes of integers of which one is too wide for the datatype, or is none at all."""
+    signed = _CODE[datatype].islower()
+    wide, low, kind = (np.int64, -(2**63), "signed") if signed else (np.uint64, 0, "unsigned")
+
+    def fits(value: Any) -> bool:
+        return type(value) is int and low <= value <= np.iinfo(wide).max
+
+    if not all(map(fits, values)):
+        raise _misfit(values, fits, f"{kind}-integer", f"{kind}-integer", name)
+    return np.array(values, wide).astype(NUMPY[datatype]).tobytes()
 
 
-def _packed_bools(values: list[bool], kinds: set[type]) -> bytes:
-    if kinds != {bool}:
-        raise mistyped("data", "boolean")
-    return bytes(values)
-
-
-def _packed_strings(values: list[str]) -> bytes:
+def _packed_strings(values: list[str], name: str) -> bytes:
     parts: list[bytes] = []
     for value in values:
         if type(value) is not str:
-            raise JsonFault(
-                "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-            )
+            fault = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+            raise JsonFault(f"{fault} (input '{name}' has {_shown(value)})")
         raw = value.encode()
         parts += (len(raw).to_bytes(4, "little"), raw)
     return b"".join(parts)
+
+
+def _misfit(
+    values: list[Any], fits: Callable[[Any], bool], kind: str, wanted: str, name: str
+) -> JsonFault:
+    """The text for data of which a value is no `kind`: it names the first such value."""
+    found = _shown(next(value for value in values if not fits(value)))
+    return JsonFault(
+        f"Unable to parse 'data': attempt to access JSON non-{kind} as {wanted} "
+        f"(input '{name}' has {found})"
+    )
+
+
+def _shown(value: Any) -> str:
+    return "an object" if type(value) is dict else clip(json.dumps(value))
 
 
 def encode(data: bytes | memoryview, datatype: str, shape: tuple[int, ...], name: str) -> bytes:

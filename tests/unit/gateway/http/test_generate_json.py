@@ -82,17 +82,20 @@ def test_what_has_no_shape(name: str, value: Any) -> None:
         (
             {"TEXT": 5},
             500,
-            "Unable to parse JSON bytes array: attempt to access JSON non-string as string",
+            "Unable to parse JSON bytes array: attempt to access JSON non-string as string "
+            "(input 'TEXT' has 5)",
         ),
         (
             {"I": 1.5},
             500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+            "(input 'I' has 1.5)",
         ),
         (
             {"I": None},
             500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+            "(input 'I' has null)",
         ),
         (
             {"F": [[1, 2], [3, 4]]},
@@ -121,7 +124,7 @@ def test_what_has_no_shape(name: str, value: Any) -> None:
             {"parameters": {"I": "x"}},
             500,
             "Converting keyword: 'parameters': Unable to parse 'data': "
-            "attempt to access JSON non-signed-integer as signed-integer",
+            "attempt to access JSON non-signed-integer as signed-integer (input 'I' has \"x\")",
         ),
         (
             {"parameters": 5},

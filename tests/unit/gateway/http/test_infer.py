@@ -468,11 +468,14 @@ def test_a_block_is_held_until_it_is_settled(gateway: Rig, large: Scheduler) -> 
     until("there is room", lambda: http.infer("large", *large_body(ARENA - 12 * MIB)).status == 200)
 
 
-def test_a_full_arena_refuses_one_request(gateway: Rig, large: Scheduler) -> None:
+def test_what_never_fits_is_refused_for_good(gateway: Rig, large: Scheduler) -> None:
     http = gateway.http
     refused = http.infer("large", *large_body(ARENA + 8 * MIB))
-    assert refused.status == 503
-    assert refused.error.startswith("server memory for tensors is full")
+    assert refused.status == 400
+    assert refused.error == (
+        f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
+        f"--arena-byte-size allows {ARENA}"
+    )
     http.infer("large", *large_body(MIB)).ok()
 
 

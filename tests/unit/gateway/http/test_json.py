@@ -405,21 +405,23 @@ def test_wide_integers_wrap(values: list[int], datatype: str) -> None:
 @pytest.mark.parametrize(
     ("values", "datatype", "text"),
     [
-        ([1, True], "INT32", "non-signed-integer as signed-integer"),
-        ([1.0], "INT64", "non-signed-integer as signed-integer"),
-        (["1"], "UINT8", "non-unsigned-integer as unsigned-integer"),
-        ([-1], "UINT8", "non-unsigned-integer as unsigned-integer"),
-        ([2**63], "INT8", "non-signed-integer as signed-integer"),
-        ([300, 2**64], "UINT8", "non-unsigned-integer as unsigned-integer"),
-        ([1, True], "FP32", "non-number as double"),
-        ([None], "FP64", "non-number as double"),
-        ([1, 0], "BOOL", "non-boolean as boolean"),
-        ([{}], "INT32", "non-signed-integer as signed-integer"),
-        (["a", 1], "BYTES", "Unable to parse JSON bytes array: attempt to access JSON non-string"),
+        ([1, True], "INT32", "non-signed-integer as signed-integer (input 'A' has true)"),
+        ([1.0], "INT64", "non-signed-integer as signed-integer (input 'A' has 1.0)"),
+        (["1"], "UINT8", "non-unsigned-integer as unsigned-integer (input 'A' has \"1\")"),
+        ([-1], "UINT8", "non-unsigned-integer as unsigned-integer (input 'A' has -1)"),
+        ([2**63], "INT8", f"non-signed-integer as signed-integer (input 'A' has {2**63})"),
+        ([300, 2**64], "UINT8", f"as unsigned-integer (input 'A' has {2**64})"),
+        ([1, True], "FP32", "non-number as double (input 'A' has true)"),
+        ([None], "FP64", "non-number as double (input 'A' has null)"),
+        ([1, 0], "BOOL", "non-boolean as boolean (input 'A' has 1)"),
+        ([{}], "INT32", "non-signed-integer as signed-integer (input 'A' has an object)"),
+        (["x" * 99], "FP32", f"(input 'A' has \"{'x' * 59}...)"),
+        (["a", 1], "BYTES", "JSON bytes array: attempt to access JSON non-string as string "),
+        ([["a"], 2.5], "BYTES", "non-string as string (input 'A' has 2.5)"),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, text: str) -> None:
-    with pytest.raises(JsonFault, match=text):
+    with pytest.raises(JsonFault, match=re.escape(text)):
         tensors.decode(values, datatype, len(values), "A")
 
 

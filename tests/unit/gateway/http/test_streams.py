@@ -279,7 +279,8 @@ def test_errors_before_the_model_is_asked(gateway: Rig, repeat: Scheduler, verb:
         (500, "attempt to get members for non-object", b"[]", {}),
         (
             500,
-            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer",
+            "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
+            "(input 'IN' has \"x\")",
             {"IN": "x"},
             {},
         ),

@@ -25,7 +25,9 @@ from shmserve.supervisor.models.repository import (
     find,
     fingerprint,
     inline_model,
+    lacks_version,
     missing_versions,
+    no_version,
     read_config,
     scan,
     versions_to_load,
@@ -66,6 +68,26 @@ def test_finds_models_and_their_versions(tmp_path: Path) -> None:
     for name, folder in found.items():
         assert find([tmp_path], name) == folder
     assert find([tmp_path], "c") is None
+
+
+@pytest.mark.parametrize(
+    ("folders", "text"),
+    [
+        ([], "whose name is a whole number, as 1)"),
+        (["configs", "warmup", ".git"], "whose name is a whole number, as 1)"),
+        (["v1", "warmup", "01"], "whose name is a whole number, as 1, and not 01, v1)"),
+        (["2", "7", "v1"], "no version is available (version_policy leaves out 2, 7)"),
+    ],
+)
+def test_a_model_without_a_version_says_what_may_be_one(
+    tmp_path: Path, folders: list[str], text: str
+) -> None:
+    make(tmp_path, "m", *folders)
+    said = no_version(scan([tmp_path])["m"])
+    assert said.startswith("no version is available (") and said.endswith(text)
+    assert lacks_version(f"failed to load 'm', {said}")
+    assert not lacks_version("failed to load 'm', no version is available: Unavailable: gone")
+    assert not lacks_version("broken")
 
 
 def test_a_named_configuration_goes_before_the_usual_one(tmp_path: Path) -> None:
