@@ -57,8 +57,7 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        executor: Any = self
-        self.lifecycle = Lifecycle(self.registry, executor, hosted=True)
+        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
         self.registry.audience = self
         self.pending: list[tuple[str, Callable[[], None]]] = []
         self.answers: list[Order] = []

@@ -1,5 +1,5 @@
 """The executor of what the lifecycle of models decides: threads that read, processes that start and
-end, messages. It decides nothing: each action returns at once, and calls the lifecycle later.
+end, messages. It decides nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LifecycleExecutor:
             raise order.error
 
     def answer(self, order: Order) -> None:
-        """Tell who gave an order that it is over; of a load that failed, who reads events, too."""
+        """As `LifecycleActions`; a load that failed is an event, too."""
         if order.kind is Kind.LOAD and order.error is not None:
             refused = events.LoadRefused(order.model.name, order.error.message)
             self.context.events.publish(refused)
@@ -87,7 +87,7 @@ class LifecycleExecutor:
             self.lifecycle.acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """Have what reached a version too late that has ended go to who serves now."""
+        """As `LifecycleActions`."""
         same = successor is not None and (
             successor.config.immutable_config == version.config.immutable_config
         )
@@ -100,7 +100,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def read(self, order: Order) -> None:
-        """Read a model's folder and configuration, in a thread: `Lifecycle.was_read`."""
+        """As `LifecycleActions`, in a thread."""
         plan = await asyncio.to_thread(self._plan, order)
         if plan.ambiguous:
             text = "failed to poll model '%s': not unique across all model repositories"
@@ -127,7 +127,7 @@ class LifecycleExecutor:
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        """Remove the folders that were written for these alone, where nothing of them runs."""
+        """As `LifecycleActions`."""
         used = {version.spec.model_dir for version in self._registry.live}
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used:
@@ -136,12 +136,12 @@ class LifecycleExecutor:
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """A version without any process: `Lifecycle.changed`, whenever it has."""
+        """As `LifecycleActions`."""
         changed = self.lifecycle.changed
         return ModelVersion(self.context, spec, changed, self._registry, group)
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version: `Lifecycle.started`."""
+        """As `LifecycleActions`."""
         self._starts[version] = self.context.background(self._start(version))
 
     async def _start(self, version: ModelVersion) -> None:
@@ -157,7 +157,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def update(self, order: Order) -> None:
-        """Add the instances of an order's updates: `Lifecycle.updated`."""
+        """As `LifecycleActions`."""
         updates = order.updates if order.phase is OrderPhase.STARTING else {}
         coming = order.model.coming
         adding = (coming[number].instances.add(update) for number, update in updates.items())
@@ -171,7 +171,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def move(self, order: Order, group: Group) -> None:
-        """Have what serves scheduled with a group: `Lifecycle.moved`."""
+        """As `LifecycleActions`."""
         model = order.model
         for version in list(model.serving.values()):
             try:
@@ -188,7 +188,7 @@ class LifecycleExecutor:
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
-        """End a version that nobody knows: `Lifecycle.ended`."""
+        """As `LifecycleActions`."""
         start = self._starts.get(version)
         await version.kill()
         if start is not None:
@@ -197,6 +197,6 @@ class LifecycleExecutor:
 
     @_in_background
     async def retire(self, version: ModelVersion) -> None:
-        """Have a version finish what it has, and end: `Lifecycle.ended`."""
+        """As `LifecycleActions`."""
         await version.stop()
         self.lifecycle.ended(version)

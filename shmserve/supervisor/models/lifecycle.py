@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
-from shmserve.supervisor.models.loads import UPDATES, Loads, keep_wish, refusal
+from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     FOLDER,
@@ -33,9 +32,6 @@ from shmserve.supervisor.models.statuses import statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
-if TYPE_CHECKING:
-    from shmserve.supervisor.models.executor import LifecycleExecutor
-
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +39,7 @@ class Lifecycle:
     """Follows the orders about a registry's models. `hosted`: the models of an ensemble's steps are
     scheduled beside it."""
 
-    def __init__(self, registry: ModelRegistry, executor: LifecycleExecutor, hosted: bool) -> None:
+    def __init__(self, registry: ModelRegistry, executor: LifecycleActions, hosted: bool) -> None:
         self._registry = registry
         self._executor = executor
         self._hosted = hosted

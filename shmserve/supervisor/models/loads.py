@@ -5,9 +5,9 @@ what serves, take over, or drop it all (pure).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.model_config import GraphProblem
@@ -20,14 +20,50 @@ from shmserve.supervisor.models.orders import (
     differs,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
-
-if TYPE_CHECKING:
-    from shmserve.supervisor.models.executor import LifecycleExecutor
 
 logger = logging.getLogger(__name__)
 
 UPDATES = "updates"  # among what is starting
+
+
+class LifecycleActions(Protocol):
+    """Carries out what is decided. It returns at once, and calls the lifecycle later."""
+
+    def read(self, order: Order) -> None:
+        """Read a model's folder and configuration: `Lifecycle.was_read`."""
+
+    def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
+        """A version without any process: `Lifecycle.changed`, whenever it has."""
+
+    def start(self, version: ModelVersion) -> None:
+        """Start a version: `Lifecycle.started`."""
+
+    def update(self, order: Order) -> None:
+        """Add the instances of an order's updates: `Lifecycle.updated`."""
+
+    def move(self, order: Order, group: Group) -> None:
+        """Have what serves scheduled with a group: `Lifecycle.moved`."""
+
+    def kill(self, version: ModelVersion) -> None:
+        """End a version that nobody knows: `Lifecycle.ended`."""
+
+    def retire(self, version: ModelVersion) -> None:
+        """Have a version finish what it has, and end: `Lifecycle.ended`."""
+
+    def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
+        """Have what reached a version too late that has ended go to who serves now."""
+
+    def discard(self, specs: Iterable[VersionSpec]) -> None:
+        """Remove the folders that were written for these alone, where nothing of them runs."""
+
+    def answer(self, order: Order) -> None:
+        """Tell who gave an order that it is over."""
+
+    def changed(self) -> None:
+        """Note that the status of a model may have changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +71,7 @@ class Loads:
     """The loads of a registry's models."""
 
     _registry: ModelRegistry
-    _executor: LifecycleExecutor
+    _executor: LifecycleActions
 
     def start(self, order: Order, group: Group) -> None:
         """Start the versions that differ from what serves, and add the instances that do."""

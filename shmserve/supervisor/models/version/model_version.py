@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
@@ -28,12 +28,9 @@ from shmserve.supervisor.models.version.instance_processes import Instances, fir
 from shmserve.supervisor.models.version.instances import InstanceUpdate
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
-from shmserve.supervisor.models.version.step_models import EnsembleInstances
+from shmserve.supervisor.models.version.step_models import EnsembleInstances, ServingModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from shmserve.supervisor.processes.table import RestartBackoff
-
-if TYPE_CHECKING:
-    from shmserve.supervisor.models.registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +63,7 @@ class ModelVersion:
         context: SupervisorContext,
         spec: VersionSpec,
         on_change: Callable[[ModelVersion], None],
-        models: ModelRegistry,
+        models: ServingModels,
         group: Group,
     ) -> None:
         self.spec = spec

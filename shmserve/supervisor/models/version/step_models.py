@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.version.instance_processes import Instances
+from shmserve.supervisor.models.version.spec import StepModel
 
-if TYPE_CHECKING:
-    from shmserve.supervisor.models.registry import ModelRegistry
+
+class ServingModels(Protocol):
+    """The models that serve."""
+
+    def published_now(self, step: StepModel) -> ModelPublished | None:
+        """The publication of a model version now, or None where it does not serve."""
+
+    def failure_now(self, step: StepModel) -> str:
+        """Why a model version serves no request, and will not; empty: it does, or will."""
+
+    def ready_now(self, step: StepModel) -> bool:
+        """Whether a model version takes requests now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +30,7 @@ class EnsembleInstances(Instances):
     """The instances of an ensemble: none of its own, and ready while the models of its steps
     are."""
 
-    models: ModelRegistry = field(kw_only=True)
+    models: ServingModels = field(kw_only=True)
 
     @property
     def problem(self) -> str:

@@ -51,8 +51,7 @@ def steps_of(models: Serving, labels: dict[str, list[str]] | None = None) -> Ens
     config = ModelSpec.of(CONFIG)
     spec = VersionSpec("e", "1", folder, folder, config, lambda found: config, labels or {})
     nothing = MagicMock()
-    registry: Any = models
-    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models=registry)
+    return EnsembleInstances(nothing, spec, nothing, Lifetime(), nothing, models=models)
 
 
 @pytest.mark.parametrize(("own", "label"), [({}, "b"), ({"Z": ["own"]}, "own")])
