@@ -27,7 +27,6 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import NO_VERSION
 from shmserve.supervisor.models.statuses import statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -398,7 +397,7 @@ class Lifecycle:
     def _give_up(self, order: Order) -> None:
         """An order is not to be followed any more: its model is unloaded, or nobody waits for
         it."""
-        text = f"failed to load '{order.model.name}', {NO_VERSION}: {_UNLOADED_MEANWHILE}"
+        text = f"failed to load '{order.model.name}', {_UNLOADED_MEANWHILE}"
         order.again = False
         self._fail(order, InvalidArgument(text), given_up=True)
 
@@ -441,4 +440,4 @@ class Lifecycle:
             ensemble.changed()
 
 
-_UNLOADED_MEANWHILE = f"{Unavailable.title}: the model is unloaded"
+_UNLOADED_MEANWHILE = f"no version is available: {Unavailable.title}: the model is unloaded"
