@@ -37,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.ipc.transport.dealer import Dealer
-from shmserve.supervisor.host.console import StartupReport, written_to
+from shmserve.supervisor.host.console import written_to
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.main import hold_signals, run_composed
@@ -87,8 +87,8 @@ async def _check(supervisor: Supervisor, values: dict[str, Any]) -> int:
 
 async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
     """Load all, try all, print a line each; the exit status."""
-    with StartupReport() as progress:
-        await supervisor.models.start(progress)
+    with supervisor.progress:
+        await supervisor.models.start()
     bad = 0
     unused = set(values)
     rows = await supervisor.models.index(ready=False)

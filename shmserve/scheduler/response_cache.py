@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
@@ -266,7 +267,7 @@ def cache_key(
     `sequence` is its correlation id, as a number and as a text, and its
     flags; `read` gives the bytes at a place, or raises what it likes.
     """
-    inputs = sorted(inference.inputs, key=lambda tensor: tensor.name)
+    inputs = sorted(inference.inputs, key=attrgetter("name"))
     datas = [
         read(tensor.data) if isinstance(tensor.data, Place) else tensor.data for tensor in inputs
     ]

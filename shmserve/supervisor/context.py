@@ -49,7 +49,7 @@ class SupervisorContext:
     tickets: Tickets
     workspaces: Workspaces
     hosts: SchedulerHosts
-    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    numbers: itertools.count[int] = field(default_factory=partial(itertools.count, 1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.health import Health, Snapshot, announce
-from shmserve.supervisor.host.console import written_to
+from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.kept.gateways import Gateways
@@ -169,20 +169,22 @@ def compose(
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
-    snapshot = Snapshot(registry, regions, health)
+    memory = LocalMemory(capabilities, opener, control, events.publish)
+    snapshot = Snapshot(registry, regions, memory, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
         events,
         registry.states,
         processes.all,
-        regions.active,
+        snapshot.regions,
         health.current,
         registry.publish_counters,
     )
     announce_health = partial(announce, context, health)
+    progress = StartupReport(registry.progress)
 
     def models_changed() -> None:
+        progress.update()
         feed.models_changed()
         announce_health()
 
@@ -205,6 +207,7 @@ def compose(
         health=health,
         announce_health=announce_health,
         feed=feed,
+        progress=progress,
     )
 
 
@@ -255,10 +258,6 @@ def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
 
 
-def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
-    control.broadcast(message, "worker")
-
-
 def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
     gone = ProcessExited(number, "")
@@ -275,7 +274,7 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
-    clean = {**_left_nothing_behind(run_dir), **os.environ}
+    clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
     # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
     # TorchScript needs is a tenth of that.
@@ -291,6 +290,13 @@ def _left_nothing_behind(run_dir: RunDirectory) -> dict[str, str]:
     $TMPDIR for good, and onnxruntime makes no session of its telemetry's there when imported."""
     cache = run_dir.path / "torchinductor"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ORT_DISABLE_TELEMETRY": "1"}
+
+
+def _soon_asleep(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which the threads of GNU's OpenMP, torch's, that have nothing to do spin
+    for a moment, and not for milliseconds (300,000 times) in which schedulers, gateways and clients
+    wait for their processors."""
+    return {} if "OMP_WAIT_POLICY" in given else {"GOMP_SPINCOUNT": "1000"}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

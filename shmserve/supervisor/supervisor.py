@@ -64,6 +64,7 @@ class Supervisor:
     health: Health
     announce_health: Callable[[], None]
     feed: EventFeed
+    progress: StartupReport
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
 
@@ -126,11 +127,15 @@ class Supervisor:
         context.worker_zygote.start()  # first: torch takes longest
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
+        grpc = context.config.grpc
+        self.listeners.publish(
+            endpoints.addresses(context.run_dir), tls=grpc is not None and grpc.tls is not None
+        )
 
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
-        with StartupReport() as progress:
-            loading = asyncio.ensure_future(self._load(progress))
+        with self.progress:
+            loading = asyncio.ensure_future(self._load())
             try:
                 loaded, _ = await asyncio.gather(loading, gateways)
             except BaseException:
@@ -155,9 +160,9 @@ class Supervisor:
             self.context.background(self.poller.run())
         return 0
 
-    async def _load(self, progress: StartupReport) -> bool:
+    async def _load(self) -> bool:
         await self.workspace_holders.start()  # models may want some when they warm up
-        return await self.models.start(progress)
+        return await self.models.start()
 
     # --- deaths
 

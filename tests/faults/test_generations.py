@@ -160,7 +160,7 @@ def test_an_unload_gives_up_a_load_that_hangs(server: Server, served: bool) -> N
         change(people, "slow", "unload").result().ok()
         reply = asked.result()
         assert reply.status == 400
-        assert "Unavailable: the model is unloaded" in reply.json()["error"]
+        assert reply.json()["error"] == "failed to load 'slow', no version is available"
         until("it is unloaded", lambda: state(server, "slow") == "UNAVAILABLE")
         assert not server.find("worker slow")
         again = change(people, "slow")

@@ -84,7 +84,9 @@ class Scheduler:
         else:
             core = BatchingCore(settings, peers, control, cache)
             self.from_peer = core.executions.handle
-        self.front: Front[Any] = Front(core, clients, control, world.wall_clock, cache)
+        self.front: Front[Any] = Front(
+            *(core, clients, control, world.wall_clock, model.name, cache)
+        )
         self._core = core
         if kept:
             self.front.restore(kept, alive)

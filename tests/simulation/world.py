@@ -67,6 +67,11 @@ class World:
         if not over():
             self.now_ns = max(self.now_ns, until_ns)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something else happens at this moment."""
+        return bool(self._heap) and self._heap[0][0] <= self.now_ns
+
     def between(self, least: int, most: int) -> int:
         """A number of this range, where small ones are as likely as large ones."""
         return int(least * (most / least) ** self.random.random())

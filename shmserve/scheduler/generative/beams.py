@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.messages.generation import RowResult
@@ -51,7 +52,7 @@ class Beams(Generic[T]):
         """The beams of the next step, best first; none once the search is over."""
         search = self.generation.beams
         assert search is not None
-        ranked = sorted(self._candidates, key=lambda each: -each.score)[: 2 * search.width]
+        ranked = sorted(self._candidates, key=attrgetter("score"), reverse=True)[: 2 * search.width]
         self._candidates = []
         generated = ranked[0].parent.generated + 1
         going: list[Chosen[T]] = []
@@ -76,7 +77,7 @@ class Beams(Generic[T]):
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
         score = candidate.score / length**search.length_penalty
         self.found.append(Found(tokens, why, score))
-        self.found.sort(key=lambda each: -each.score)
+        self.found.sort(key=attrgetter("score"), reverse=True)
         del self.found[search.width :]
 
     def _settled(self, best: float, length: int) -> bool:

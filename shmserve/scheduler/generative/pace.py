@@ -8,6 +8,7 @@ recursive least squares with forgetting (Haykin, "Adaptive Filter Theory").
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 _FORGETTING = 0.98
@@ -38,7 +39,7 @@ class Load(NamedTuple):
 class StepTimes:
     """The model of a step's time in ms, and of a block's copy."""
 
-    _weights: list[float] = field(default_factory=lambda: list(_FIRST))
+    _weights: list[float] = field(default_factory=partial(list, _FIRST))
     _covariance: list[list[float]] = field(
         default_factory=lambda: [
             [spread**2 if row == column else 0.0 for column in range(4)]

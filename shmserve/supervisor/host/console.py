@@ -8,9 +8,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from shmserve.errors import refused
 
@@ -42,44 +41,48 @@ logger = logging.getLogger(__name__)
 
 
 class StartupReport:
-    """Reports phases of models by name; `with StartupReport() as progress: progress.phase("m",
-    "loading")`."""
+    """Reports, while it is entered, the progress of what is loaded at the start: `progress()` has
+    that of each model by name, and `update` is called when it may have changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[], dict[str, str]]) -> None:
+        self._progress = progress
         self._live = sys.stderr.isatty()
         self._began: dict[str, float] = {}
-        self._phase: dict[str, str] = {}
-        self._done = 0
+        self._known: dict[str, str] = {}
+        self._entered = False
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> None:
+        self._entered = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
+        self._write("")
 
-    def phase(self, model: str, phase: str) -> None:
-        """`model` enters a phase ("loading", "ready", "failed: ...")."""
-        phase = phase.rstrip("; \n")  # how Triton's texts of several reasons end
+    def update(self) -> None:
+        """Report what has changed."""
+        if not self._entered:
+            return
+        before, self._known = self._known, self._progress()
+        for model, now in self._known.items():
+            if before.get(model) != now:
+                self._report(model, now)
+        busy = [model for model, now in self._known.items() if now == "loading"]
+        done, total = len(self._known) - len(busy), len(self._known)
+        self._write(f"[{done}/{total} models] loading {', '.join(busy)}"[:110] if busy else "")
+
+    def _report(self, model: str, now: str) -> None:
         began = self._began.setdefault(model, time.monotonic())
-        self._phase[model] = phase
-        self._done = sum(not value.startswith("loading") for value in self._phase.values())
-        if self._live:
-            sys.stderr.write("\r\x1b[K")
-        if phase.startswith("loading"):
-            logger.info("model %s: %s", model, phase)
+        self._write("")
+        if now == "loading":
+            logger.info("model %s: %s", model, now)
         else:
-            level = logging.ERROR if phase.startswith("failed") else logging.INFO
-            logger.log(level, "model %s: %s (%.2f s)", model, phase, time.monotonic() - began)
-        if self._live and self._done < len(self._phase):
-            busy = ", ".join(k for k, v in self._phase.items() if v.startswith("loading"))
-            sys.stderr.write(f"[{self._done}/{len(self._phase)} models] loading {busy}"[:110])
+            level = logging.ERROR if now.startswith("failed") else logging.INFO
+            logger.log(level, "model %s: %s (%.2f s)", model, now, time.monotonic() - began)
+
+    def _write(self, line: str) -> None:
+        """Have this be the last line of a terminal."""
+        if self._live:
+            sys.stderr.write(f"\r\x1b[K{line}")
             sys.stderr.flush()
 
 

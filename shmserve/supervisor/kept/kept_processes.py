@@ -67,9 +67,9 @@ class KeptProcesses(ABC):
         kept.started = time.monotonic()
         child = kept.child = await self._spawn(kept.name, f"{self.role} {kept.name}")
         self._context.enrol(child.pid, self.role, partial(self._received, kept, child))
-        child.exited.add_done_callback(lambda _: self._exited(kept, child))
+        child.exited.add_done_callback(partial(self._exited, kept, child))
 
-    def _exited(self, kept: KeptProcess, child: Child) -> None:
+    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
         """Start a process again that has ended."""
         if self._stopping:
             return

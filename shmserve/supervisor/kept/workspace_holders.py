@@ -42,10 +42,10 @@ class WorkspaceHolders(KeptProcesses):
                 self._context.workspaces.allocated(kept.name, memory)
                 settle(kept.contact, None)
 
-    def _exited(self, kept: KeptProcess, child: Child) -> None:
+    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
         if not self._stopping:
             self._context.workspaces.lost(kept.name)
-        super()._exited(kept, child)
+        super()._exited(kept, child, _)
 
 
 def _number(device: str) -> int:

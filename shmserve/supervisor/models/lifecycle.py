@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
@@ -56,10 +56,11 @@ class Lifecycle:
     # --- orders
 
     def expect(self, steps: Mapping[str, list[str]]) -> None:
-        """Enter the models that ensembles need which are about to be loaded: where one is scheduled
-        depends on these."""
+        """Enter what is loaded at the start, each with the models that it needs: where one is
+        scheduled depends on these."""
         for name, needs in steps.items():
-            self._registry.model(name).needs = needs
+            model = self._registry.model(name)
+            model.needs, model.expected = needs, True
 
     def load(self, name: str, source: LoadSource = FOLDER, asked: bool = True) -> Order:
         """Have a model loaded, or loaded again. `asked`: somebody wants it for itself."""
@@ -374,14 +375,16 @@ class Lifecycle:
     def _settle(self, order: Order, error: ShmserveError | None = None) -> None:
         if order.settled:
             return
-        order.error, order.phase = error, OrderPhase.SETTLED
-        order.model.orders.remove(order)
+        model, order.error, order.phase = order.model, error, OrderPhase.SETTLED
+        model.orders.remove(order)
+        if error is not None and model.expected and not statuses(model):
+            model.outcomes[""] = LoadOutcome(error.message)  # not even there
         if error is not None and order.again and order.kind is Kind.LOAD:
-            logger.error("ensemble '%s': %s", order.model.name, error.message)
-            order.after.append(self._unload(order.model, {order.model: None}))
+            logger.error("ensemble '%s': %s", model.name, error.message)
+            order.after.append(self._unload(model, {model: None}))
         elif error is not None and order.kind is Kind.LOAD:
             self._load_outdated(order)
-        self._news = True
+        self._news = self._published = True
 
     def _load_outdated(self, order: Order) -> None:
         """What serves goes on serving where a load has failed, and is loaded again if it was that
@@ -397,8 +400,8 @@ class Lifecycle:
     def _give_up(self, order: Order) -> None:
         """An order is not to be followed any more: its model is unloaded, or nobody waits for
         it."""
-        text = f"failed to load '{order.model.name}', {_UNLOADED_MEANWHILE}"
         order.again = False
+        text = f"failed to load '{order.model.name}', no version is available"
         self._fail(order, InvalidArgument(text), given_up=True)
 
     def _fail(self, order: Order, error: ShmserveError, given_up: bool = False) -> None:
@@ -438,6 +441,3 @@ class Lifecycle:
         self._registry.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
             ensemble.changed()
-
-
-_UNLOADED_MEANWHILE = f"no version is available: {Unavailable.title}: the model is unloaded"

@@ -13,13 +13,11 @@ from shmserve.common.model_names import check_model_name
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.orders import LoadOutcome, LoadSource, Order
+from shmserve.supervisor.models.orders import LoadSource
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE
-from shmserve.supervisor.models.statuses import statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
 logger = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ class ModelManager:
 
     # --- requests
 
-    async def start(self, progress: StartupReport) -> bool:
+    async def start(self) -> bool:
         """Load what the control mode says; whether all of it could be loaded."""
         config = self._context.config
         for root in config.model_repositories:
@@ -59,29 +57,17 @@ class ModelManager:
             )
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
-        steps = await asyncio.to_thread(lambda: {name: self._steps(name) for name in wanted})
-        self._lifecycle.expect(steps)
+        self._lifecycle.expect(await asyncio.to_thread(self._steps, wanted))
         # All at once: whoever needs one of them waits for it.
-        orders = {name: self._lifecycle.load(name) for name in wanted}
-        loads = [self._load_at_start(order, progress) for order in orders.values()]
-        return all(await asyncio.gather(*loads))
+        orders = [self._lifecycle.load(name) for name in wanted]
+        await asyncio.gather(*map(self._executor.over, orders), return_exceptions=True)
+        return all(order.error is None for order in orders)
 
-    def _steps(self, name: str) -> list[str]:
-        return list(dict.fromkeys(step.name for step in self._planner.steps(name, "")))
-
-    async def _load_at_start(self, order: Order, progress: StartupReport) -> bool:
-        name = order.model.name
-        progress.phase(name, "loading")
-        try:
-            await self._executor.over(order)
-        except ShmserveError as error:
-            progress.phase(name, f"failed: {error.message}")
-            model = self._registry.model(name)
-            if not statuses(model):  # not even there: the server is not ready either
-                model.outcomes[""] = LoadOutcome(error.message)
-            return False
-        progress.phase(name, "ready")
-        return True
+    def _steps(self, names: list[str]) -> dict[str, list[str]]:
+        return {
+            name: list(dict.fromkeys(step.name for step in self._planner.steps(name, "")))
+            for name in names
+        }
 
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """POST /v2/repository/models/NAME/load."""

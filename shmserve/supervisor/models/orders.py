@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shmserve.errors import ShmserveError
@@ -102,7 +103,7 @@ class Order:
     before: list[Order] = field(default_factory=list)
     after: list[Order] = field(default_factory=list)
     waited_for_by: set[Order] = field(default_factory=set)
-    number: int = field(init=False, default_factory=lambda: next(_numbers))
+    number: int = field(init=False, default_factory=partial(next, _numbers))
     phase: OrderPhase = field(init=False, default=OrderPhase.QUEUED)
     fingerprint: str = field(init=False, default="")
     specs: list[VersionSpec] = field(init=False, default_factory=list)
@@ -143,7 +144,8 @@ class ModelEntry:
 
     `source`, `needs` (the models of an ensemble's steps) are of what serves, or is to when it can;
     `loaded_of`: the files' fingerprint and the sent configuration of the last load. `for_others`:
-    nobody asked for it but ensembles. `outdated`: a step of what serves has another shape by now,
+    nobody asked for it but ensembles. `expected`: it is loaded at the start, and to be ready from
+    then on. `outdated`: a step of what serves has another shape by now,
     and an open load was to know it.
     """
 
@@ -161,6 +163,7 @@ class ModelEntry:
     source: LoadSource = FOLDER
     needs: list[str] = field(default_factory=list)
     for_others: bool = False
+    expected: bool = False
     outdated: bool = False
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
 

@@ -13,7 +13,7 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.publications import Audience, Publications
 from shmserve.supervisor.models.repository import ModelFolder, lacks_version
-from shmserve.supervisor.models.statuses import index_rows, is_ready, statuses
+from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -173,6 +173,10 @@ class ModelRegistry:
             for model in self.models.values()
             for version, status in statuses(model).items()
         }
+
+    def progress(self) -> dict[str, str]:
+        """The progress of each model that is loaded at the start."""
+        return {name: progress(model) for name, model in self.models.items() if model.expected}
 
     def publish_counters(self) -> None:
         """Have the counters of what serves published as events."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.orders import UNLOADED, ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
@@ -60,6 +60,18 @@ def is_ready(model: ModelEntry) -> bool:
 
 def _should_serve(model: ModelEntry, number: str) -> bool:
     return number in model.serving or model.outcomes[number].failed
+
+
+def progress(model: ModelEntry) -> str:
+    """The progress of the load of a model: "loading", "ready", or "failed" and why."""
+    problems = [
+        f"version {number}: {status.reason}" if number else status.reason
+        for number, status in statuses(model).items()
+        if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
+    ]
+    if problems:
+        return f"failed: {'; '.join(problems)}"
+    return "ready" if model.serving and is_ready(model) else "loading"
 
 
 def index_rows(

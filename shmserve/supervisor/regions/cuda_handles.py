@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shmserve.common.accelerators import CUDA_INVALID
@@ -32,7 +33,7 @@ class HandleCheck:
     devices: int
     _workers: Callable[[int], list[int]]
     _send: Callable[[int, Any], None]
-    _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _numbers: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
     _open: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:

@@ -43,7 +43,7 @@ def test_load_against_unload(explicit: Explicit) -> None:
     assert len(heard) == 2 * THREADS * ROUNDS
     failed = [(verb, text) for verb, status, text in heard if status != 200]
     assert {verb for verb, _ in failed} <= {"load"}
-    assert not [text for _, text in failed if not TEXTS.search(text)]
+    assert not [text for _, text in failed if not TEXTS.fullmatch(text)]
     with server.http() as http:
         http.post("/v2/repository/models/constant/load").ok()
         until("one is left", lambda: len(server.find("worker constant")) == 1)

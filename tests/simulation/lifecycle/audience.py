@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,8 @@ from shmserve.supervisor.processes.control_socket import Acknowledgements
 from tests.simulation.world import SECOND, World
 
 if TYPE_CHECKING:
-    from tests.simulation.lifecycle.versions import SimulatedVersion
+    from tests.simulation.lifecycle.executor import SimulatedExecutor
+    from tests.simulation.lifecycle.versions import ObservedVersion
 
 
 @dataclass(slots=True, eq=False)
@@ -20,9 +21,10 @@ class SimulatedPeer:
     """A process that is told of models: `known`, where it would send a request of each version now,
     and `latest`, of each model. What was sent to it arrives in order."""
 
-    ensemble: SimulatedVersion | None = None
+    ensemble: ObservedVersion | None = None
     known: dict[tuple[str, str], ModelPublished] = field(default_factory=dict)
     latest: dict[str, ModelPublished] = field(default_factory=dict)
+    heard: set[str] = field(default_factory=set)  # the endpoints of all that it ever knew
     came: int = 0  # when so much had been said
     busy_until_ns: int = 0
 
@@ -37,6 +39,7 @@ class SimulatedPeer:
         key = news.name, news.version
         if isinstance(news, ModelPublished):
             self.known[key] = news
+            self.heard.add(news.endpoint)
             if news.latest:
                 self.latest[news.name] = news
         elif isinstance(news, ReadinessChanged):
@@ -49,22 +52,16 @@ class SimulatedAudience:
     """As `SupervisorContext` to `Publications`, which every gateway and ensemble hears. `last` is
     what was said last of each version."""
 
-    def __init__(
-        self, world: World, on_known: Callable[[], None], complain: Callable[[str], None]
-    ) -> None:
+    def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
-        self._complain = complain
-        self._on_known = on_known
-        self._acknowledgements = Acknowledgements()
+        self._executor = executor
+        self._complain = executor.oracles.broke
+        self.acknowledgements = Acknowledgements()
         self._peers: dict[Hashable, SimulatedPeer] = {}
         self.last: dict[tuple[str, str], News] = {}
-        self.by_endpoint: dict[str, SimulatedVersion] = {}
-        self.first: dict[SimulatedVersion, int] = {}  # when it was published: as `said` was
+        self.by_endpoint: dict[str, ObservedVersion] = {}
+        self.first: dict[ObservedVersion, int] = {}  # when it was published: as `said` was
         self.said = 0
-        self.unheard = 0  # what the core is about to be told
-        self.on_withdrawal: Callable[[str, str], None]
-        self.snapshot: Callable[[], list[News]]
-        self.find: Callable[[SimulatedVersion], list[ModelPublished]]
 
     @property
     def gateways(self) -> list[SimulatedPeer]:
@@ -86,9 +83,10 @@ class SimulatedAudience:
             self._complain(f"9: {news.name} {news.version} is published as it was")
         self.said += 1
         if isinstance(news, ModelPublished):
+            self.by_endpoint.update({each.endpoint: each for each in self._executor.alive})
             self.first.setdefault(self.by_endpoint[news.endpoint], self.said)
         else:
-            self.on_withdrawal(*key)
+            self._executor.oracles.withdrawn(*key)
         self.last[key] = news
         peers = {
             each: peer
@@ -96,7 +94,7 @@ class SimulatedAudience:
             if peer.ensemble is None
             or (isinstance(news, ModelPublished) and peer.ensemble.uses(news.name))
         }
-        number = self._acknowledgements.begin(peers)
+        number = self.acknowledgements.begin(peers)
         self._world.note(
             "announced", number, type(news).__name__, *key, getattr(news, "endpoint", "")
         )
@@ -106,7 +104,7 @@ class SimulatedAudience:
 
     def know(self, number: int) -> bool:
         """As `SupervisorContext.know`."""
-        return self._acknowledgements.know(number)
+        return self.acknowledgements.know(number)
 
     def tell_readiness(self, news: ReadinessChanged) -> None:
         """Gateways are told; nobody waits for it."""
@@ -126,25 +124,23 @@ class SimulatedAudience:
         """It hears all of what the others were sent before anything else."""
         key, peer = object(), SimulatedPeer(came=self.said)
         self._peers[key] = peer
-        for news in self.snapshot():
+        for news in self._executor.registry.publications.snapshot():
             self._send(key, peer, news)
 
-    def enter_ensemble(self, version: SimulatedVersion) -> None:
-        """It is told where its models are."""
-        peer = self._peers[version.endpoint] = SimulatedPeer(version)
-        for news in self.find(version):
-            peer.hear(news)
+    def enter_ensemble(self, address: Hashable, version: ObservedVersion) -> None:
+        """Its process hears what is announced from now on."""
+        self._peers[address] = SimulatedPeer(version)
+
+    def tell(self, address: Hashable, news: News) -> None:
+        """An ensemble is told where a model of its is."""
+        peer = self._peers.get(address)
+        if peer is not None:
+            self._send(address, peer, news)
 
     def left(self, key: Hashable) -> None:
         """A process is gone."""
         if self._peers.pop(key, None) is not None:
-            self._acknowledgements.exited(key)
-            self.unheard += 1
-            self._world.after(0, self._heard)
-
-    def _heard(self) -> None:
-        self.unheard -= 1
-        self._on_known()
+            self.acknowledgements.exited(key)
 
     def gateway_leaves(self) -> None:
         """One of them, whatever it has not heard."""
@@ -167,13 +163,8 @@ class SimulatedAudience:
         if self._peers.get(key) is peer:
             peer.hear(news)
             if number:
-                self._world.after(draw_lag(self._world), self._acknowledged, key, number)
-
-    def _acknowledged(self, key: Hashable, number: int) -> None:
-        if not self.know(number):
-            self._acknowledgements.acknowledged(key, number)
-            if self.know(number):
-                self._on_known()
+                late = draw_lag(self._world)
+                self._world.after(late, self.acknowledgements.acknowledged, key, number)
 
 
 def draw_lag(world: World) -> int:

@@ -6,13 +6,15 @@
 4   ensembles end before their steps       12  READY, and published as ready: what could serve
 5   once it is quiet nothing is left over  13  what does not differ keeps its processes
 6   what serves was ready once             14  the folder of an override is removed once
+7   a process is in one place              11  starts have their pauses, and end after five
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import ModelPublished
@@ -20,15 +22,15 @@ from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import Kind, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import ModelState, statuses
-from shmserve.supervisor.models.version.model_version import differs_in_instances_only
-from shmserve.supervisor.models.version.spec import VersionSpec
-from tests.simulation.lifecycle.versions import SimulatedVersion, count_of
+from shmserve.supervisor.models.version.model_version import ModelVersion, differs_in_instances_only
+from shmserve.supervisor.models.version.spec import InstanceState, VersionSpec
+from tests.simulation.lifecycle.versions import ObservedVersion, count_of
 from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.executor import SimulatedExecutor
 
-_MOST_LOOKS = 1000  # of one event
+_MOST_LOOKS = 1000  # of one moment
 
 
 class RecordedLifecycle(Lifecycle):
@@ -56,6 +58,14 @@ class RecordedLifecycle(Lifecycle):
         elif dropping:
             self._oracles.dropped(order)
 
+    def updated(self, order: Order, errors: Mapping[str, BaseException]) -> None:
+        self._oracles.updated(order)
+        super().updated(order, errors)
+
+    def ended(self, version: ModelVersion) -> None:
+        self._oracles.ended(cast("ObservedVersion", version))
+        super().ended(version)
+
 
 class LifecycleOracles:
     """What was seen so far. Nothing is raised where the core would catch it: `check` does, after
@@ -67,9 +77,9 @@ class LifecycleOracles:
         self._answers: Counter[Order] = Counter()
         self._problems: list[str] = []
         self._looks = 0
-        self._took_over: set[SimulatedVersion] = set()
+        self._took_over: set[ObservedVersion] = set()
         self._last: dict[str, Order] = {}  # that succeeded
-        self._served: dict[str, dict[str, tuple[SimulatedVersion, VersionSpec]]] = {}
+        self._served: dict[str, dict[str, tuple[ObservedVersion, VersionSpec]]] = {}
         self._loaded_of: dict[str, tuple[str, str]] = {}
 
     def broke(self, problem: str) -> None:
@@ -84,6 +94,7 @@ class LifecycleOracles:
         """Raises Violation where a rule was broken by what has just happened."""
         for model in list(self._executor.registry.models.values()):
             self._check_statuses(model)
+        self._check_places()
         if self._problems:
             raise Violation(self._problems[0])
         self._looks = 0
@@ -91,8 +102,6 @@ class LifecycleOracles:
     def check_again(self) -> None:
         """The core is asked twice."""
         executor = self._executor
-        if executor.audience.unheard:
-            return
         before = executor.actions, executor.audience.said, len(self.orders)
         executor.lifecycle.acknowledged()
         if before != (executor.actions, executor.audience.said, len(self.orders)):
@@ -148,8 +157,8 @@ class LifecycleOracles:
     def _check_loaded(
         self,
         order: Order,
-        before: dict[str, tuple[SimulatedVersion, VersionSpec]],
-        serving: dict[str, SimulatedVersion],
+        before: dict[str, tuple[ObservedVersion, VersionSpec]],
+        serving: dict[str, ObservedVersion],
     ) -> None:
         name = order.model.name
         wanted = {spec.version: spec for spec in order.specs}
@@ -161,12 +170,12 @@ class LifecycleOracles:
             version = serving[number]
             if version.config.source != spec.config.source:
                 self.broke(f"8: {version} has another configuration than was loaded last")
-            if not spec.steps and not version.failure and len(version.up) != count_of(spec.config):
-                self.broke(f"8: {version} has {len(version.up)} instances")
+            if not version.instances.failure and version.wanted != count_of(spec.config):
+                self.broke(f"8: {version} has {version.wanted} instances")
             if not version.was_ready:
                 self.broke(f"6: {version} was never ready")
             old, old_spec = before.get(number, (None, None))
-            if old is None or old_spec is None or old.failure:
+            if old is None or old_spec is None or old.instances.failure:
                 continue
             keeps = differs_in_instances_only(old_spec, spec)
             other = old_spec.config.source != spec.config.source
@@ -175,7 +184,7 @@ class LifecycleOracles:
             if keeps and anew and not other and old is version:
                 self.broke(f"13: {version} was to be started anew")
 
-    def _serving_of(self, model: ModelEntry) -> dict[str, SimulatedVersion]:
+    def _serving_of(self, model: ModelEntry) -> dict[str, ObservedVersion]:
         versions: Any = model.serving
         return dict(versions)
 
@@ -204,17 +213,19 @@ class LifecycleOracles:
 
     # --- the end of versions
 
-    def killed(self, version: SimulatedVersion) -> None:
+    def killed(self, version: ObservedVersion) -> None:
         """It is killed: nobody ever knew it."""
-        for news in self._executor.audience.last.values():
-            if isinstance(news, ModelPublished) and news.endpoint in version.endpoints:
+        audience = self._executor.audience
+        for news in audience.last.values():
+            if isinstance(news, ModelPublished) and audience.by_endpoint[news.endpoint] is version:
                 self.broke(f"3: {version} is killed, and published")
         self._check_unknown(version, "killed")
 
-    def retired(self, version: SimulatedVersion) -> None:
+    def retired(self, version: ObservedVersion) -> None:
         """It is drained: nobody sends it anything any more."""
-        if version.retiring:
+        if version.drains:
             self.broke(f"3: {version} is drained twice")
+        version.drains = True
         self._check_unknown(version, "drained")
         model = self._executor.registry.models.get(version.spec.name)
         if (model is None or not model.serving) and not self._in_circle(version):
@@ -222,25 +233,35 @@ class LifecycleOracles:
                 if user.uses(version.spec.name):
                     self.broke(f"4: {version} is drained before {user}")
 
-    def ended(self, version: SimulatedVersion) -> None:
+    def ended(self, version: ObservedVersion) -> None:
         """It has no process any more."""
+        self._executor.world.note("ended", version)
         self._check_unknown(version, "gone")
+        self._executor.alive.remove(version)
+        for child in self._executor.processes.workers:
+            if child.version is version and child.entered and not child.to_end:
+                self.broke(f"5: {version} has ended, and {child} has not")
 
-    def _check_unknown(self, version: SimulatedVersion, how: str) -> None:
+    def updated(self, order: Order) -> None:
+        """Its updates are over."""
+        self._executor.updating.discard(order)
+
+    def _check_unknown(self, version: ObservedVersion, how: str) -> None:
         audience = self._executor.audience
+        endpoints = {each for each, has in audience.by_endpoint.items() if has is version}
         for gateway in audience.gateways:
-            if any(news.endpoint in version.endpoints for news in gateway.known.values()):
+            if any(news.endpoint in endpoints for news in gateway.known.values()):
                 self.broke(f"3: {version} is {how}, and a gateway would send it a request")
         for peer in audience.ensembles:
             news = peer.latest.get(version.spec.name)
-            if news is None or news.endpoint not in version.endpoints:
+            if news is None or news.endpoint not in endpoints:
                 continue
             if not self._in_circle(version) and peer.ensemble is not version:
                 self.broke(f"3: {version} is {how}, and {peer.ensemble} would send it a step")
 
-    def _in_circle(self, version: SimulatedVersion) -> bool:
+    def _in_circle(self, version: ObservedVersion) -> bool:
         """Whether generations that live need one another."""
-        found: set[SimulatedVersion] = set()
+        found: set[ObservedVersion] = set()
         waiting = [version]
         while waiting:
             name = waiting.pop().spec.name
@@ -257,18 +278,21 @@ class LifecycleOracles:
 
     # --- states
 
-    def _check_heard(self, version: SimulatedVersion) -> None:
+    def _check_heard(self, version: ObservedVersion) -> None:
         """It serves from now on."""
-        for gateway in self._executor.audience.gateways:
-            heard = any(news.endpoint in version.endpoints for news in gateway.known.values())
-            if not heard and gateway.came < self._executor.audience.first[version]:
+        audience = self._executor.audience
+        for gateway in audience.gateways:
+            if (
+                version not in map(audience.by_endpoint.get, gateway.heard)
+                and gateway.came < audience.first[version]
+            ):
                 self.broke(f"3: {version} takes over, and a gateway does not know it")
 
-    def _could_serve(self, version: SimulatedVersion, depth: int = 0) -> bool:
-        if not (version.loaded and version.serves) or depth > 9:
+    def _could_serve(self, version: ObservedVersion, depth: int = 0) -> bool:
+        if not (version.loaded and version.scheduler.serves) or depth > 9:
             return False
         if not version.spec.steps:
-            return any(version.up)
+            return any(each.alive and each.state is InstanceState.READY for each in version.places)
         return all(self._step_could_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_could_serve(self, name: str, depth: int) -> bool:
@@ -293,6 +317,8 @@ class LifecycleOracles:
             ):
                 self.broke(f"10: {version} serves, and is not published")
         shown: Any = model.shown
+        models = self._executor.registry.models.values()
+        moves = any(e.orders and e.orders[0].phase is OrderPhase.MOVING for e in models)
         for number, status in statuses(model).items():
             could = number in model.serving and self._could_serve(shown[number])
             if (status.state is ModelState.READY) is not could:
@@ -300,8 +326,25 @@ class LifecycleOracles:
             news = self._executor.audience.last.get((model.name, number))
             if isinstance(news, ModelPublished):
                 could = self._could_serve(self._executor.audience.by_endpoint[news.endpoint])
-                if news.ready is not could:
+                if news.ready is not could and not moves:  # what moves is looked at after that
                     self.broke(f"12: {model.name} {number} is published as ready: {news.ready}")
+
+    # --- processes
+
+    def _check_places(self) -> None:
+        """Of each worker there is one place, unless it is about to end; a place that is ready has a
+        process."""
+        places = Counter(
+            place.child
+            for version in self._executor.alive
+            for place in version.places
+            if place.alive
+        )
+        for child in self._executor.processes.workers:
+            if child.version not in self._executor.alive:
+                continue  # it had not started when that ended, and ends as soon as it has
+            if places[child] != 1 and child.entered and not child.to_end:
+                self.broke(f"7: {child} is in {places[child]} places")
 
     # --- the end
 
@@ -323,11 +366,27 @@ class LifecycleOracles:
         for version in serving:
             self._check_shapes(version)
         self._check_known(serving)
+        self._check_processes(serving)
         used = {version.spec.model_dir for version in serving}
         for folder, removed in executor.repository.folders.items():
             if removed != (folder not in used):
                 self.broke(f"14: {folder} was removed {removed} times; used: {folder in used}")
         self.check()
+
+    def _check_processes(self, serving: set[ObservedVersion]) -> None:
+        """Nothing runs but what serves."""
+        processes = self._executor.processes
+        workers = {place.child for version in serving for place in version.places if place.alive}
+        if workers != set(processes.workers):
+            self.broke(f"7: {processes.workers} run, and {workers} serve")
+        hosts = {version.scheduler.serving.child for version in serving}
+        if hosts != set(processes.hosts):
+            self.broke(f"7: {processes.hosts} run, and {hosts} serve")
+        for version in serving:
+            for place in version.places:
+                child: Any = place.child
+                if child is not None and not version.knows(place.index, child):
+                    self.broke(f"12: {version} and {child} do not know one another")
 
     def _check_last(self, model: ModelEntry) -> None:
         order = self._last.get(model.name)
@@ -337,15 +396,15 @@ class LifecycleOracles:
         if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:
             self.broke(f"8: {model.name} serves {serving}, and the last order was another")
 
-    def _check_shapes(self, version: SimulatedVersion) -> None:
+    def _check_shapes(self, version: ObservedVersion) -> None:
         """It has the instances that it is to have, and knows its steps as they are."""
         if not version.spec.steps:
-            if not version.failure and len(version.up) != count_of(version.config):
-                self.broke(f"8: {version} has {len(version.up)} instances")
+            if len(version.places) != count_of(version.config):
+                self.broke(f"8: {version} has {len(version.places)} instances")
         elif version.steps_known() != version.shapes:
             self.broke(f"5: {version} knows its steps as they were")
 
-    def _check_known(self, serving: set[SimulatedVersion]) -> None:
+    def _check_known(self, serving: set[ObservedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
         for gateway in self._executor.audience.gateways:
             known = {key: (news.endpoint, news.ready) for key, news in gateway.known.items()}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, NotFound, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.orders import LoadPlan, LoadSource
 from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.simulation.world import World
+
+if TYPE_CHECKING:
+    from tests.simulation.lifecycle.oracles import LifecycleOracles
 
 _OVERRIDES = Path("/overrides")
 _NOBODY = Path("/models")
@@ -25,8 +27,9 @@ class DrawnRepository:
     what their files have, and how many instances. `folders` are those of overrides, each with how
     often it was removed."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, oracles: LifecycleOracles) -> None:
         self._world = world
+        self._oracles = oracles
         self._random = world.random
         self._notes = itertools.count(1)
         self.steps: dict[str, list[str]] = {name: [] for name in LEAVES}
@@ -92,20 +95,18 @@ class DrawnRepository:
         files = {"1/model.py": b""} if self._world.chance(0.5) else {}
         return LoadSource(json.dumps(sent), files)
 
-    def plan(self, name: str, source: LoadSource, complete: Callable[..., Any]) -> LoadPlan:
-        """What a load finds now; `complete` gets the specs of an ensemble's own completion."""
+    def plan_of(self, name: str, source: LoadSource) -> LoadPlan:
+        """What a load finds now."""
         fingerprint = json.dumps([self.versions.get(name), self.counts.get(name)])
         try:
-            specs = self._specs(name, source, complete)
+            specs = self._specs(name, source)
         except ShmserveError as error:
             ambiguous = name in self.ambiguous
             known = name in self.steps and name not in self.absent
             return LoadPlan(fingerprint, [], {}, error, known, ambiguous)
         return LoadPlan(fingerprint, specs, dict(self.steps))
 
-    def _specs(
-        self, name: str, source: LoadSource, complete: Callable[..., Any]
-    ) -> list[VersionSpec]:
+    def _specs(self, name: str, source: LoadSource) -> list[VersionSpec]:
         if name not in self.steps or name in self.absent:
             raise NotFound("there is no such model folder")
         if name in self.ambiguous or name in self.broken:
@@ -119,19 +120,29 @@ class DrawnRepository:
         }
         if steps:
             written["ensemble_scheduling"] = {"step": [{"model_name": each} for each in steps]}
+            written["instance_group"] = []
         config = ModelSpec.of(written)
         versions, folder = self.versions[name], _NOBODY / name
         if source.files:
             folder = _OVERRIDES / str(next(self._notes))
             versions = {"1": folder.name}
             self.folders[folder] = 0
+
+        def complete(completed: dict[str, Any]) -> ModelSpec:
+            if None in completed.get("steps", ()):
+                raise InvalidArgument("a model of its steps is not available")
+            return config
+
         return [
-            VersionSpec(name, version, folder, folder, config, complete(config), files=files)
+            VersionSpec(name, version, folder, folder, config, complete, files=files)
             for version, files in versions.items()
         ]
 
-    def discard(self, spec: VersionSpec) -> int:
-        """As `LoadPlanner.discard`; how often the folder was removed by now."""
-        if spec.model_dir in self.folders:
-            self.folders[spec.model_dir] += 1
-        return self.folders.get(spec.model_dir, 0)
+    def discard(self, spec: VersionSpec) -> None:
+        """As `LoadPlanner.discard`."""
+        folder = spec.model_dir
+        self._oracles.discarded(folder)
+        if folder in self.folders:
+            self.folders[folder] += 1
+            if self.folders[folder] > 1:
+                self._oracles.broke(f"14: {folder} is removed twice")

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.simulation.lifecycle.executor import SimulatedExecutor
+from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES
 from tests.simulation.world import MS, SECOND, TRACED, World
 
 _DRAWN_NS = 6 * SECOND
+_LATE_NS = 38 * SECOND, 100 * SECOND
 _QUIET_NS = 300 * SECOND
 
 
@@ -19,7 +21,7 @@ class LifecycleRun:
     def __init__(self, seed: int, orders: int = 40, traced: int = TRACED) -> None:
         self.seed = seed
         self.world = World(seed, traced)
-        self.executor = SimulatedExecutor(self.world, hosted=seed % 2 == 1)
+        self.executor: SimulatedExecutor
         self.orders = orders
         self._random = self.world.random
 
@@ -30,6 +32,12 @@ class LifecycleRun:
 
     def run(self) -> None:
         """Raises Violation where a rule was broken."""
+        loop = SimulatedLoop(self.world)
+        with loop.running():
+            self.executor = SimulatedExecutor(self.world, loop, hosted=self.seed % 2 == 1)
+            self._run()
+
+    def _run(self) -> None:
         world = self.world
         for _ in range(self._random.randint(0, 3)):
             self.executor.audience.enter_gateway()
@@ -39,6 +47,8 @@ class LifecycleRun:
         self._draw(self.executor.repository.change, self._random.randint(0, 20))
         self._draw(self._death, self._random.randint(0, 20))
         self._draw(self._gateway, self._random.randint(0, 8))
+        for _ in range(self._random.randint(0, 4)):  # of what has lived long
+            world.after(world.between(*_LATE_NS), self._death)
         world.run(world.now_ns + _DRAWN_NS, self._checked)
         world.run(world.now_ns + _QUIET_NS, self._checked)
         self._checked()
@@ -51,6 +61,8 @@ class LifecycleRun:
             self.world.after(at_ns, what)
 
     def _checked(self) -> bool:
+        if self.world.busy:
+            return False
         self.executor.oracles.check()
         if self.world.chance(0.1):
             self.executor.oracles.check_again()
@@ -87,10 +99,9 @@ class LifecycleRun:
                 self.executor.on_answer.setdefault(order, []).append(call)
 
     def _death(self) -> None:
-        if not self.executor.alive:
-            return
-        version = self._random.choice(self.executor.alive)
-        what = [version.worker_dies, version.worker_dies, version.scheduler_dies, version.breaks]
+        processes = self.executor.processes
+        what = [processes.worker_dies] * 2
+        what += [processes.worker_overruns, processes.host_dies, processes.breaks]
         self._random.choice(what)()
 
     def _gateway(self) -> None:

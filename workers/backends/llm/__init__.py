@@ -26,7 +26,8 @@ from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
 from shmserve.workers.backends.llm.engine import WorkerEngine, lost
-from shmserve.workers.backends.llm.model.attention import KvCache, make_attention
+from shmserve.workers.backends.llm.model.attention import make_attention
+from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.memory import sized
 from shmserve.workers.backends.llm.model.transformer import Transformer

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
-from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attention
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
 from shmserve.workers.backends.llm.sampling.sampler import (
@@ -120,7 +121,8 @@ class WorkerEngine:
                 if sequence.prompt.cached < 0:
                     sequence.prompt.cached = min(row.start, len(sequence.prompt.tokens))
                 rows.append((sequence, row))
-        return rows
+        # Rows that see about as much follow one another: attention has parts of the same width.
+        return sorted(rows, key=lambda each: each[1].start)
 
     def _plan(self, rows: list[tuple[TokenSequence, Row]]) -> list[Planned]:
         """The rows with what is proposed behind them, and what their grammars allow."""
@@ -143,7 +145,8 @@ class WorkerEngine:
             row, sequence = each.row, each.sequence
             end = row.start + row.count
             tokens = [*sequence.tokens[row.start : end], *each.proposal.tokens]
-            each.begin = rows.add(tokens, row.start, sequence.table)
+            prompt = row.start < len(sequence.prompt.tokens)
+            each.begin = rows.add(tokens, row.start, sequence.table, prompt)
             each.logits = len(wanted)
             first = 0 if self._tells_prompt(each) else row.count - row.samples
             wanted += range(each.begin + first, each.begin + len(tokens))

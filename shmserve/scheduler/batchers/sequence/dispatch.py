@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from operator import attrgetter
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import correlation_fields
@@ -168,7 +169,7 @@ class SequenceDispatch(Dispatcher):
                 text = _state_lost(sequence)
                 for request in sequence.waiting:
                     self._fail(request, "INTERNAL", text, Reason.BACKEND, now_ns)
-        for instance in sorted(there.values(), key=lambda instance: instance.index):
+        for instance in sorted(there.values(), key=attrgetter("index")):
             peer = instance.peer
             if peer not in self._slots:
                 order = (instance.index, next(self._numbers))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
+from operator import attrgetter
 
 from shmserve.errors import InvalidArgument, QueueFull
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
@@ -143,7 +144,7 @@ class Sequences:
             heapq.heapify(self._free)
             self._stale = 0
         moved = [each for each in slots.sequences if each is not None and not each.begun]
-        for sequence in sorted(moved, key=lambda each: each.waiting.first.key, reverse=True):
+        for sequence in sorted(moved, key=attrgetter("waiting.first.key"), reverse=True):
             slots.withdraw(sequence)
             slots.sequences[sequence.slot] = None
             sequence.home = None

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError
@@ -66,17 +67,18 @@ class FailOver:
         scheduler takes what comes, the old one finishes what it has, and the instances change over.
 
         `publish()` returns once every client knows where requests go now. Where all its workers, or
-        the old scheduler, die meanwhile, what that had is submitted again: nothing runs it any
-        more. Raises Unavailable, and changes nothing, when the new one does not come up.
+        one of the schedulers, die meanwhile, what the old had is submitted again: nothing runs it
+        any more. Raises Unavailable, and changes nothing, when the new one does not come up.
         """
         scheduler, instances = self._scheduler, self._instances
         old, lost = scheduler.serving, scheduler.endpoint
         workers = [child.exited for child in instances.children() if child.alive]
-        unless = [asyncio.gather(*workers)] if workers else []
+        unless: list[asyncio.Future[Any]] = [asyncio.gather(*workers)] if workers else []
         if self._keeping is not None:
             self._keeping.cancel()
         try:
             await scheduler.succeed(group, instances.config)
+            unless.append(scheduler.serving.child.exited)
             await publish()
             await scheduler.drain_one(old, unless=unless)
             instances.introduce([])

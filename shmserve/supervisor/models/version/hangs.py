@@ -56,11 +56,15 @@ async def stacks_of(instance: Instance) -> str:
 def place(stacks: str, folder: Path) -> str:
     """The innermost frame of code in a model's `folder`, of the thread that loads it where that is
     known: "initialize, line 7 of 1/model.py". Empty where there is none."""
-    threads = sorted(stacks.split("\n\n"), key=lambda thread: "/workers/main.py" not in thread)
+    threads = sorted(stacks.split("\n\n"), key=_loads_nothing)
     for path, line, function in _FRAME.findall("\n".join(threads)):
         if path.startswith(f"{folder}/"):
             return f"{function}, line {line} of {path.removeprefix(f'{folder}/')}"
     return ""
+
+
+def _loads_nothing(thread: str) -> bool:
+    return "/workers/main.py" not in thread
 
 
 def in_a_line(stacks: str) -> str:

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from shmserve.common.tasks import either
@@ -191,13 +192,14 @@ class Instances:
         instance.inbox = inbox()
         child = await self._context.worker_zygote.spawn(title, _ENTRY, encode(start))
         instance.child = child
-        child.exited.add_done_callback(lambda _: self._exited(instance, child))
+        child.exited.add_done_callback(partial(self._exited, instance, child))
 
         def receive(message: Any) -> None:
             if instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)
+        self._refuse_if_over(instance)
         instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
         self._refuse_if_over(instance)
         instance.transition("started")
@@ -349,7 +351,7 @@ class Instances:
         logger.error("instance '%s' is killed: %s; it is in %s", instance.name, child.cause, stacks)
         child.kill()
 
-    def _exited(self, instance: Instance, child: Child) -> None:
+    def _exited(self, instance: Instance, child: Child, _: object) -> None:
         """Start an instance again whose process has ended; its scheduler has been told."""
         if instance.child is not child or instance not in self._all:
             return

@@ -11,7 +11,7 @@ from shmserve.supervisor.models.statuses import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
 
 EVENTS = ("read", "start", "known", "end", "move")
-GIVEN_UP = "failed to load 'm', no version is available: Unavailable: the model is unloaded"
+GIVEN_UP = "failed to load 'm', no version is available"
 
 
 @pytest.mark.parametrize("served", [True, False])

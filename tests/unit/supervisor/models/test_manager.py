@@ -120,7 +120,7 @@ def test_an_unload_gives_up_every_load_before_it(moment: str) -> None:
     assert outcomes
     for outcome in outcomes:
         assert isinstance(outcome, InvalidArgument)
-        assert "Unavailable: the model is unloaded" in outcome.message
+        assert outcome.message == "failed to load 'm', no version is available"
 
 
 def test_a_file_that_changes_while_its_model_is_read() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.orders import DUPLICATE, UNLOADED, LoadOutcome, ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL
-from shmserve.supervisor.models.statuses import is_ready, statuses
+from shmserve.supervisor.models.statuses import is_ready, progress, statuses
 
 
 @dataclass
@@ -62,3 +64,45 @@ def test_a_status_is_the_first_that_holds(
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
     facts = serving(Version(), coming={"1": Version(ready=False)}, offered=True)
     assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
+
+
+PROGRESS = [
+    (model(), "loading"),
+    (model(coming={"1": Version()}, offered=True), "loading"),
+    (serving(Version()), "ready"),
+    (serving(Version(ready=False)), "loading"),
+    (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),
+    (model(outcomes={"": LoadOutcome("no such folder")}), "failed: no such folder"),
+    (model(outcomes={"": DUPLICATE}), f"failed: {IN_SEVERAL}"),
+    (
+        model(outcomes={"1": UNLOADED, "2": LoadOutcome("no"), "3": LoadOutcome("neither")}),
+        "failed: version 2: no; version 3: neither",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "text"), PROGRESS)
+def test_the_progress_of_a_load_is_a_view_of_its_statuses(facts: ModelEntry, text: str) -> None:
+    assert progress(facts) == text
+
+
+def test_the_report_of_the_start_says_once_what_has_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen: dict[str, str] = {}
+    report = StartupReport(lambda: dict(seen))
+
+    def said(**now: str) -> list[tuple[str, str]]:
+        caplog.clear()
+        seen.update(now)
+        report.update()
+        return [(each.levelname, each.getMessage().split(" (")[0]) for each in caplog.records]
+
+    assert said(a="loading") == []
+    with report:
+        assert said(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
+        assert said(b="ready") == [("INFO", "model b: ready")]
+        assert said(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert said() == []
+    assert said(b="loading") == []

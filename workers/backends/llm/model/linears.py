@@ -52,7 +52,9 @@ def can_pack() -> bool:
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     operators: Any = torch.ops.mkldnn
     packed = operators._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-    multiply: Linear = functools.partial(_multiply, operators._linear_pointwise, packed, bias)
+    multiply: Linear = functools.partial(
+        _multiply, operators._linear_pointwise.default, packed, bias
+    )
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         if len(rows) <= _MOST_ROWS:

@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import Attention
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, Linear, make_linear
+
+_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # by a token's position
+_WIDER = 16  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer; q, k and v are one linear, and so are gate and up."""
+    """The weights of one layer; q, k and v are one linear, and so are gate and up. Those of its
+    norms are None where they are in the linears that follow them."""
 
-    before: torch.Tensor
+    before: torch.Tensor | None
     qkv: Linear
     head_norms: torch.Tensor | None  # [heads + KV heads, head size]
     output: Linear
-    after: torch.Tensor
+    after: torch.Tensor | None
     gate_up: Linear
     down: Linear
 
 
 class Transformer:
-    """A model's weights on a device, and the pass of rows through them."""
+    """A model's weights on a device, and the pass of rows through them.
+
+    It is made of few operators, since each of them costs as much as its work where rows are few."""
 
     def __init__(self, checkpoint: Checkpoint, kind: str = "fp32", device: str = "cpu") -> None:
-        self.architecture = checkpoint.architecture
+        made = self.architecture = checkpoint.architecture
         self.device = device
         self._checkpoint = checkpoint
         self._kind = kind
-        self._embedding = self._weight("model.embed_tokens.weight")
-        self.layers = [self._layer(number) for number in range(self.architecture.layers)]
-        self._norm = self._weight("model.norm.weight")
-        tied = self.architecture.tied
-        self.head = make_linear(
-            self._embedding if tied else self._weight("lm_head.weight"), None, kind
-        )
-        self._angles = _angles(self.architecture, device)
+        self._turned = made.heads + made.kv_heads
+        # The norm of a row with this column is its root mean square, but for a factor.
+        self._embedding = functional.pad(self._weight("model.embed_tokens.weight"), (0, _WIDER))
+        self._embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
+        self.layers = [self._layer(number) for number in range(made.layers)]
+        self._norm = self._gain("model.norm")
+        weight = self._embedding[:, : made.hidden] if made.tied else self._weight("lm_head.weight")
+        self.head = make_linear(weight, None, kind)
+        self._turns = _turns(made, device)
         checkpoint.close()
 
     @torch.inference_mode()
@@ -52,59 +61,53 @@ class Transformer:
         rows are in the cache then."""
         rows.pad(FEWEST_ROWS)
         tokens, positions, slots = rows.tensors()
-        states = functional.embedding(tokens, self._embedding)
-        cosines, sines = (table[positions].unsqueeze(1) for table in self._angles)
+        wide = functional.embedding(tokens, self._embedding)
+        states = wide[:, : self.architecture.hidden]
+        turns = self._turns[positions].repeat(1, self._turned)
+        attend = attention.over(rows)
         for number, layer in enumerate(self.layers):
-            queries = self._project(layer, number, states, cosines, sines, slots, cache)
-            states = states + layer.output(attention.attend(queries, number, rows))
-            inner = layer.gate_up(self._normed(states, layer.after))
-            gate, up = inner.chunk(2, -1)
-            states = states + layer.down(functional.silu(gate) * up)
+            projected = layer.qkv(_normed(states, wide, layer.before))
+            heads = self._turn(layer, projected, turns)
+            cache.write(number, heads[:, self.architecture.heads :], slots)
+            states += layer.output(attend(heads, number))
+            gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
+            states += layer.down(functional.silu(gate).mul_(up))
         if not wanted:
             return states.new_empty(0, self.architecture.vocabulary)
         padded = wanted * FEWEST_ROWS if len(wanted) < FEWEST_ROWS else wanted
-        logits = self.head(self._normed(states[padded], self._norm))
+        logits = self.head(_normed(states[padded], wide[padded], self._norm))
         return logits[: len(wanted)]
 
-    def _project(
-        self,
-        layer: Layer,
-        number: int,
-        states: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        slots: torch.Tensor,
-        cache: KvCache,
-    ) -> torch.Tensor:
-        """Queries [rows, heads, head size]; the keys and values go to the cache."""
+    def _turn(self, layer: Layer, projected: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Turn queries and keys by their positions, in place: [rows, heads of queries, keys and
+        values, head size]."""
         made = self.architecture
-        both = made.heads + made.kv_heads
-        projected = layer.qkv(self._normed(states, layer.before))
-        projected = projected.view(len(states), -1, made.head_dim)
-        turned, values = projected[:, :both], projected[:, both:]
+        heads = projected.view(len(projected), -1, made.head_dim)
         if layer.head_norms is not None:
+            turned = heads[:, : self._turned]
             norm = functional.rms_norm(turned, (made.head_dim,), None, made.epsilon)
-            turned = layer.head_norms * norm
-        left, right = turned.chunk(2, -1)
-        turned = torch.cat((left * cosines - right * sines, right * cosines + left * sines), dim=-1)
-        cache.write(number, turned[:, made.heads :], values, slots)
-        return turned[:, : made.heads]
-
-    def _normed(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(states, weight.shape, weight, self.architecture.epsilon)
+            torch.mul(layer.head_norms, norm, out=turned)
+        projected[:, : self._turned * made.head_dim].view(torch.complex64).mul_(turns)
+        return heads
 
     # --- weights
 
     def _weight(self, name: str) -> torch.Tensor:
-        return self._checkpoint.weight(name).to(self.device)
+        weight = self._checkpoint.weight(name).to(self.device)
+        turned = name.split(".")[-2] in _TURNED
+        return _paired(weight, self.architecture.head_dim) if turned else weight
 
-    def _linear(self, prefix: str, *names: str) -> Linear:
+    def _gain(self, name: str) -> torch.Tensor:
+        return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
+
+    def _linear(self, prefix: str, *names: str, gain: torch.Tensor | None = None) -> Linear:
         weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
         biased = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
         bias = (
             torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names]) if biased else None
         )
-        return make_linear(torch.cat(weights), bias, self._kind)
+        weight = torch.cat(weights)
+        return make_linear(weight if gain is None else weight * gain, bias, self._kind)
 
     def _layer(self, number: int) -> Layer:
         made, prefix = self.architecture, f"model.layers.{number}"
@@ -117,19 +120,38 @@ class Transformer:
                     self._weight(f"{attention}.k_norm.weight").expand(made.kv_heads, -1),
                 ]
             )
+        before = self._gain(f"{prefix}.input_layernorm")
+        after = self._gain(f"{prefix}.post_attention_layernorm")
+        # What is quantised has its gains apart: some are large, and would coarsen all weights.
+        apart = self._kind != "fp32"
         return Layer(
-            self._weight(f"{prefix}.input_layernorm.weight"),
-            self._linear(attention, "q_proj", "k_proj", "v_proj"),
+            before if apart else None,
+            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=None if apart else before),
             norms,
             self._linear(attention, "o_proj"),
-            self._weight(f"{prefix}.post_attention_layernorm.weight"),
-            self._linear(inner, "gate_proj", "up_proj"),
+            after if apart else None,
+            self._linear(inner, "gate_proj", "up_proj", gain=None if apart else after),
             self._linear(inner, "down_proj"),
         )
 
 
-def _angles(made: Architecture, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position, float32 [positions, head size / 2]."""
+def _normed(states: torch.Tensor, wide: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """The states over their root mean square, which is the norm of `wide` but for a factor that
+    the weights have."""
+    normed: torch.Tensor = states / torch.linalg.vector_norm(wide, 2.0, -1, True)
+    return normed if weight is None else normed.mul_(weight)
+
+
+def _paired(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The rows of a weight with the two side by side that a position turns together; in files they
+    are half a head apart."""
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _turns(made: Architecture, device: str) -> torch.Tensor:
+    """What turns each pair of a head's dimensions at every position, complex [positions, head size
+    / 2]."""
     positions = torch.arange(made.positions).float()
     angles = torch.outer(positions, made.rope.frequencies(made.head_dim))
-    return angles.cos().to(device), angles.sin().to(device)
+    return torch.polar(torch.ones_like(angles), angles).to(device)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from shmserve.ipc.messages.generation import Row
-from shmserve.workers.backends.llm.model.attention import KvCache, Pass, make_attention
+from shmserve.workers.backends.llm.model.attention import make_attention
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.sampler import (
     ACCEPTANCE,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shmserve.workers.backends.llm.model import linears
-from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
+from shmserve.workers.backends.llm.model.attention import SparseAttention, make_attention
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
@@ -47,7 +48,8 @@ class Lone:
     def __init__(self, path: Path, block_size: int = 4, blocks: int = 128) -> None:
         self.model = Transformer(Checkpoint.open(path))
         self.cache = KvCache(self.model.architecture, block_size, blocks, 16)
-        self.attention = Attention(self.cache)
+        self.attention = make_attention(self.cache, self.model.architecture, "cpu")
+        assert isinstance(self.attention, SparseAttention)
 
     def chunks(self, tokens: list[int], size: int, table: list[int]) -> torch.Tensor:
         """The logits of all tokens, computed in chunks."""
@@ -57,11 +59,13 @@ class Lone:
         ]
         return torch.cat(found)
 
-    def together(self, rows: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
-        """The logits of all rows of one pass."""
+    def together(
+        self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
+    ) -> torch.Tensor:
+        """The logits of all rows of one pass; several of a sequence are its prompt's, or drafts."""
         made = Pass(self.cache.block_size)
-        for row in rows:
-            made.add(*row)
+        for tokens, start, table in rows:
+            made.add(tokens, start, table, len(tokens) > 1 and not drafted)
         wanted = list(range(len(made.tokens)))
         return self.model.forward(made, self.cache, self.attention, wanted)
 
@@ -150,6 +154,24 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     in_company = lone.together([*others, ([7], 48, tables[0]), ([8], 48, tables[1])])
     place = sum(len(row[0]) for row in others)
     assert torch.equal(in_company[place : place + 1], single)
+
+
+def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
+    """And so are those of sequences that are longer, or shorter."""
+    lone = Lone(folder(), block_size=2, blocks=1024)
+    lengths = [1, 15, 16, 17, 130, 300, 301, 40]
+    shuffled = random.Random(3).sample(range(1024), 1024)
+    tables = [shuffled[128 * place : 128 * place + 128] for place in range(8)]
+    tables[5] += tables[7][64:]
+    tables[6] += tables[0][64:]
+    texts = [prompt(length, length) for length in lengths]
+    alone = []
+    for text, table in zip(texts, tables, strict=True):
+        lone.chunks(text, 512, table)
+        rows = [([7 + place], len(text) + place, table) for place in range(3)]
+        alone.append(torch.cat([lone.together([row]) for row in rows]))
+    drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
+    assert torch.equal(lone.together(drafted, drafted=True), torch.cat(alone))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:

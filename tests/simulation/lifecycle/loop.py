@@ -1,0 +1,79 @@
+"""The world as an event loop of asyncio: what coroutines wait for happens in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from asyncio.events import _set_running_loop
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from typing import Any, TypeVarTuple, Unpack
+from unittest.mock import patch
+
+from tests.simulation.world import SECOND, World
+
+Ts = TypeVarTuple("Ts")
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """Each callback is an event of the world. What a callback raises goes to `complain`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.complain: Callable[[str], None]
+        self._over = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While it is entered coroutines run in this loop, and the clock is the world's."""
+        with patch.object(time, "monotonic", self.time):
+            _set_running_loop(self)
+            try:
+                yield
+            finally:
+                self._over = True
+                for task in asyncio.all_tasks(self):
+                    task.cancel()
+                self._world.run(self._world.now_ns)  # they end
+                _set_running_loop(None)
+                self.close()
+
+    # --- as asyncio has it
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._world.now_ns / SECOND
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        """At this moment, after what is to happen then already."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._world.after(0, self._call, handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """At a time."""
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._world.after(max(0, round((when - self.time()) * SECOND)), self._call, handle)
+        return handle
+
+    def _call(self, handle: asyncio.Handle) -> None:
+        if not handle.cancelled():
+            handle._run()
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A callback has raised something."""
+        if not self._over:
+            self.complain(f"{context['message']}: {context.get('exception')!r}")

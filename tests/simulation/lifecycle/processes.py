@@ -1,0 +1,279 @@
+"""Simulated processes: the zygotes that start them, and the control socket on which they hear and
+say what the supervisor's own do, late, or not at all."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shmserve.common.tasks import settle
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.start import SchedulerStart, WorkerStart, decode
+from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress, pid_of
+from shmserve.supervisor.processes.table import Child
+from tests.simulation.lifecycle.audience import SimulatedAudience, draw_lag
+from tests.simulation.lifecycle.starts import Starts
+from tests.simulation.world import MS, SECOND, US, World
+
+if TYPE_CHECKING:
+    from tests.simulation.lifecycle.executor import SimulatedExecutor
+    from tests.simulation.lifecycle.versions import ObservedVersion
+
+# The kernel gives no process a higher number: none that there is can be meant.
+_HIGHEST_PID = 1 << 22
+_FATES = ("loads",) * 16 + ("broken", "passing", "hangs", "dies")
+_BROKEN = m.LoadFailed(InvalidArgument.code, "it is broken")
+_PASSING = m.LoadFailed(Unavailable.code, "there is no memory")
+
+
+class SimulatedChild(Child):
+    """A process of a `version`, or a host of schedulers (None). `expected` are the processes that
+    a scheduler of this number knows, by index."""
+
+    def __init__(
+        self, processes: SimulatedProcesses, title: str, version: ObservedVersion | None, fate: str
+    ) -> None:
+        world = processes.world
+        pid = _HIGHEST_PID + world.new_pid()
+        super().__init__(pid, title, processes.executor.loop.create_future())
+        self.version, self.fate = version, fate
+        self.offered_at = ""  # which scheduler
+        self.place: Instance | None = None  # that it was started for
+        self.to_end = self.entered = False
+        self.busy_until_ns = 0
+        self.expected: dict[tuple[int, int], int] = {}
+        self._processes = processes
+
+    def __repr__(self) -> str:
+        return f"{self.title} ({self.pid - _HIGHEST_PID})"
+
+    def kill(self, signal_number: int = signal.SIGKILL) -> None:
+        """It ends soon."""
+        world = self._processes.world
+        self.to_end = True
+        world.after(world.between(10 * US, 5 * MS), self._processes.die, self, "signal 9")
+
+
+class SimulatedProcesses:
+    """As zygotes and control socket, in virtual time. `alive` are those that have not ended, and
+    versions that are `doomed` have no process that loads."""
+
+    def __init__(self, world: World, executor: SimulatedExecutor) -> None:
+        self.world = world
+        self.executor = executor
+        self.audience: SimulatedAudience = executor.audience
+        self.acknowledgements = executor.audience.acknowledgements
+        self.alive: dict[int, SimulatedChild] = {}
+        self.doomed: set[ObservedVersion] = set()
+        self._starts = Starts(executor.loop.time, executor.oracles.broke)
+        self._handlers: dict[Address, Callable[[Any], None]] = {}
+        self._early: dict[Address, list[Any]] = {}
+
+    @property
+    def workers(self) -> list[SimulatedChild]:
+        """Those with a model."""
+        return [child for child in self.alive.values() if child.version is not None]
+
+    @property
+    def hosts(self) -> list[SimulatedChild]:
+        """Those with schedulers."""
+        return [child for child in self.alive.values() if child.version is None]
+
+    # --- as a zygote
+
+    async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
+        """It says that it is there, now and then too late."""
+        world, version, place = self.world, None, None
+        if "workers" in entry:
+            version, place = self.executor.place_of(decode(WorkerStart, start))
+            self._starts.begin(place)
+        await self._pause()
+        if world.chance(0.01):
+            world.note("cannot be started", title)
+            self._starts.ended(place)
+            raise Unavailable("no process could be started")
+        fate = "broken" if version in self.doomed else world.random.choice(_FATES)
+        child = SimulatedChild(self, title, version, fate)
+        child.place = place
+        self.alive[child.pid] = child
+        world.note("started", child, fate)
+        if world.chance(0.02):
+            world.after(draw_lag(world), self.die, child, "signal 11")
+        first = m.Started() if version is None else m.WorkerStarted(child.pid)
+        world.after(draw_lag(world), self._say, child.pid, first)
+        world.after(0, self._entered, child)
+        return child
+
+    @staticmethod
+    def _entered(child: SimulatedChild) -> None:
+        child.entered = True  # whoever asked for it has it by now
+
+    async def _pause(self) -> None:
+        future = self.executor.loop.create_future()
+        self.world.after(draw_lag(self.world), settle, future, None)
+        await future
+
+    def die(self, child: SimulatedChild, reason: str) -> None:
+        """It ends, and all hear of it."""
+        if not child.alive:
+            return
+        self.world.note("ends", child, reason)
+        del self.alive[child.pid]
+        self._starts.ended(child.place)
+        for address in [each for each in self._handlers if pid_of(each) == child.pid]:
+            self.withdraw(address)
+        child.exited.set_result(reason)
+
+    # --- as the control socket
+
+    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+        """What it says goes to `handler`, what it has said already, too."""
+        if pid_of(address) in self.alive:
+            self._handlers[address] = handler
+            for message in self._early.pop(address, ()):
+                handler(message)
+
+    def withdraw(self, address: Address) -> None:
+        """Nothing more is said."""
+        self._handlers.pop(address, None)
+        self.audience.left(address)
+
+    def send(self, address: Address, message: Any) -> None:
+        """It hears one after the other."""
+        child = self.alive.get(pid_of(address))
+        if child is None or address not in self._handlers:
+            return
+        if isinstance(message, m.ModelPublished):
+            self.audience.tell(address, message)
+            return
+        world = self.world
+        if isinstance(message, m.Stop):
+            child.to_end |= address == child.pid
+        child.busy_until_ns = max(child.busy_until_ns, world.now_ns) + draw_lag(world) // 10
+        world.after(child.busy_until_ns - world.now_ns, self._hear, child, address, message)
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """Nobody listens."""
+
+    def _say(self, address: Address, message: Any) -> None:
+        if pid_of(address) not in self.alive:
+            return
+        handler = self._handlers.get(address)
+        if handler is not None:
+            self.world.note("says", address, message)
+            if isinstance(message, m.InstanceLoaded):
+                self._starts.ready(self.alive[pid_of(address)].place)
+            handler(message)
+        elif address == pid_of(address):
+            self._early.setdefault(address, []).append(message)
+
+    def _hear(self, child: SimulatedChild, address: Address, message: Any) -> None:
+        if not child.alive:
+            return
+        if isinstance(address, SchedulerAddress):
+            self._scheduler_hears(child, address, message)
+        elif isinstance(message, m.OpenScheduler):
+            self._open(child, decode(SchedulerStart, message.start))
+        elif child.version is not None:
+            self._worker_hears(child, message)
+        elif isinstance(message, m.Stop):
+            self.die(child, "exit status 0")
+
+    def _worker_hears(self, child: SimulatedChild, message: Any) -> None:
+        late = draw_lag(self.world)
+        match message:
+            case m.Stop():
+                if child.fate != "hangs":
+                    self.die(child, "exit status 0")
+            case m.CompleteConfig(config):
+                if child.fate in ("loads", "dies") or self.world.chance(0.5):
+                    completed = m.ConfigCompleted(dict(config.source))
+                    self.world.after(late, self._say, child.pid, completed)
+                else:
+                    self._fail(child)
+            case m.Attach(endpoint):
+                child.offered_at = endpoint
+            case m.LoadInstance():
+                child.offered_at = message.endpoint
+                if child.fate in ("loads", "dies"):
+                    self.world.after(late, self._say, child.pid, m.InstanceLoaded(0.0))
+                else:
+                    self._fail(child)
+                if child.fate == "dies":
+                    after = late + draw_lag(self.world)
+                    self.world.after(after, self.die, child, "signal 11")
+
+    def _fail(self, child: SimulatedChild) -> None:
+        if child.fate != "hangs":
+            late = draw_lag(self.world)
+            failed = _BROKEN if child.fate == "broken" else _PASSING
+            self.world.after(late, self._say, child.pid, failed)
+            self.world.after(late + draw_lag(self.world), self.die, child, "exit status 1")
+
+    def _open(self, child: SimulatedChild, start: SchedulerStart) -> None:
+        address = SchedulerAddress(child.pid, start.number)
+        if self.world.chance(0.03):
+            self._say(child.pid, m.SchedulerClosed(start.number, "there is no memory"))
+            return
+        version = self.executor.version_of(start.number)
+        if version is not None and start.kind == "ensemble" and address in self._handlers:
+            self.audience.enter_ensemble(address, version)
+        self._say(address, m.SchedulerReady(child.pid))
+
+    def _scheduler_hears(
+        self, child: SimulatedChild, address: SchedulerAddress, message: Any
+    ) -> None:
+        late = draw_lag(self.world)
+        match message:
+            case m.Stop():
+                self.audience.left(address)
+                self._say(child.pid, m.SchedulerClosed(address.number, ""))
+            case m.Drain():
+                late = self.world.between(1 * MS, 2 * SECOND)
+                self.world.after(late, self._say, address, m.Drained())
+            case m.InstanceExpected(index, process):
+                child.expected[address.number, index] = process
+            case m.RetireInstance(index):
+                retired = m.InstanceRetired(child.expected.get((address.number, index), 0))
+                self.world.after(late, self._say, address, retired)
+
+    # --- what happens
+
+    def worker_dies(self) -> None:
+        """One of them, whatever it is about."""
+        if self.workers:
+            child = self.world.random.choice(self.workers)
+            self.world.fault("worker dies", child)
+            self.die(child, "signal 11")
+
+    def worker_overruns(self) -> None:
+        """Its scheduler has it killed, a while after it saw it."""
+        found = [each for each in self._handlers if isinstance(each, SchedulerAddress)]
+        if self.workers and found:
+            child = self.world.random.choice(self.workers)
+            number = child.version.scheduler.number if child.version is not None else 0
+            for address in found:
+                if address.number == number:
+                    self.world.fault("worker overruns", child)
+                    kill = m.KillInstance(child.pid, "it takes too long")
+                    self.world.after(draw_lag(self.world), self._say, address, kill)
+
+    def host_dies(self) -> None:
+        """All schedulers there end."""
+        if self.hosts:
+            child = self.world.random.choice(self.hosts)
+            self.world.fault("host dies", child)
+            self.die(child, "signal 11")
+
+    def breaks(self) -> None:
+        """No process of a version loads any more."""
+        if self.executor.alive:
+            version = self.world.random.choice(self.executor.alive)
+            self.world.fault("breaks for good", version)
+            self.doomed.add(version)
+            for child in self.workers:
+                if child.version is version:
+                    self.die(child, "signal 11")

@@ -1,0 +1,62 @@
+"""The rule of restarts: pauses that grow, and an end after five that did not load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shmserve.supervisor.models.version.instances import Instance
+
+_PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
+_HEALTHY_S = 30.0
+_MOST_FAILED = 5
+_ROUNDED_S = 1e-6
+
+
+@dataclass(slots=True)
+class _Row:
+    """The starts of one instance that followed one another, since `ready_at` where it loaded."""
+
+    deaths: int = 0
+    failed: int = 0
+    ready_at: float | None = None
+    ended_at: float = 0.0
+
+
+class Starts:
+    """What was started for each instance, and how that ended; `complain` is told of what should
+    not have been."""
+
+    def __init__(self, clock: Callable[[], float], complain: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._complain = complain
+        self._rows: dict[Instance | None, _Row] = {}
+
+    def begin(self, place: Instance) -> None:
+        """A process of an instance is started."""
+        row = self._rows.get(place)
+        if row is None:
+            self._rows[place] = _Row()
+            return
+        early_s = row.ended_at + _PAUSES_S[min(row.deaths, len(_PAUSES_S)) - 1] - self._clock()
+        if row.failed >= _MOST_FAILED:
+            self._complain(f"11: {place} starts after {row.failed} that did not load")
+        elif early_s > _ROUNDED_S:
+            self._complain(f"11: {place} starts {early_s:.3f} s too early")
+        row.ready_at = None
+
+    def ready(self, place: Instance | None) -> None:
+        """It has loaded."""
+        if place in self._rows:
+            self._rows[place].ready_at = self._clock()
+            self._rows[place].failed = 0
+
+    def ended(self, place: Instance | None) -> None:
+        """Its process has ended, or there is none."""
+        if place not in self._rows:
+            return
+        row, now = self._rows[place], self._clock()
+        healthy = row.ready_at is not None and now - row.ready_at > _HEALTHY_S
+        row.deaths = 1 if healthy else row.deaths + 1
+        row.failed += row.ready_at is None
+        row.ended_at = now

@@ -1,0 +1,112 @@
+"""A paged KV cache, and the rows of a pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shmserve.workers.backends.llm.model.architecture import Architecture
+
+
+class KvCache:
+    """Keys and values of a model, of all layers: [layers, 2, KV heads, blocks * block size, head
+    size], and the same on the host for `host_blocks`. Memory is taken as it is first written."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        block_size: int,
+        blocks: int,
+        host_blocks: int,
+        device: str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        self.slots = blocks * block_size
+        self.query_heads, self.kv_heads = architecture.heads, architecture.kv_heads
+        # Heads come before slots: then each is read in one piece.
+        heads = (architecture.layers, 2, self.kv_heads)
+        size = architecture.head_dim
+        self.pool = torch.zeros((*heads, self.slots, size), device=device)
+        self._blocks = self.pool.view(*heads, blocks, block_size, size)
+        self._host = torch.zeros((*heads, host_blocks, block_size, size))
+        self._layers = self.pool.flatten(1, 2).unbind()
+        self.keys = [layer[0] for layer in self.pool]
+        self.values = [layer[1] for layer in self.pool]
+        # The same with a row for each head and slot.
+        self.rows = [
+            (keys.flatten(0, 1), values.flatten(0, 1))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+
+    def write(self, layer: int, both: torch.Tensor, at: torch.Tensor) -> None:
+        """Put keys and values into these slots: [tokens, heads of keys and then of values, head
+        size]."""
+        self._layers[layer].index_copy_(1, at, both.transpose(0, 1))
+
+    def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
+        """Copy blocks to the host pool, back from it, and within the pool, in this order; each is
+        from, to, from, to, ..."""
+        for source, target, pairs in (
+            (self._blocks, self._host, out),
+            (self._host, self._blocks, back),
+            (self._blocks, self._blocks, within),
+        ):
+            if pairs:
+                read = torch.tensor(pairs[::2], device=source.device)
+                write = torch.tensor(pairs[1::2], device=target.device)
+                target.index_copy_(3, write, source.index_select(3, read).to(target.device))
+
+
+class Span(NamedTuple):
+    """The rows of one sequence in a pass: `size` from `first` on, behind `before` tokens, which are
+    in the blocks of its `table`. Those of a `prompt` were given; the others are such as were
+    sampled one by one, and each is computed as it is alone."""
+
+    first: int
+    size: int
+    before: int
+    table: list[int]
+    prompt: bool
+
+    @property
+    def length(self) -> int:
+        """The tokens that its last row sees."""
+        return self.before + self.size
+
+
+@dataclass(eq=False)
+class Pass:
+    """The rows of one pass through a model: where each is in its sequence (`positions`), and where
+    its keys and values go (`slots`). Rows without a span pad the batch: they repeat the last."""
+
+    block_size: int
+    device: str = "cpu"
+    spans: list[Span] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], start: int, table: list[int], prompt: bool = False) -> int:
+        """Rows for these tokens of a sequence, which begin at position `start`, perhaps in its
+        `prompt`; where they begin in the pass."""
+        first, size = len(self.tokens), self.block_size
+        places = range(start, start + len(tokens))
+        self.tokens += tokens
+        self.positions += places
+        self.slots += [table[place // size] * size + place % size for place in places]
+        self.spans.append(Span(first, len(tokens), start, table, prompt))
+        return first
+
+    def pad(self, rows: int) -> None:
+        """Repeat the last row until there are so many."""
+        for column in (self.tokens, self.positions, self.slots):
+            column += column[-1:] * (rows - len(column))
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and slots, int64 [rows]."""
+        columns = torch.tensor([self.tokens, self.positions, self.slots], device=self.device)
+        tokens, positions, slots = columns.unbind()
+        return tokens, positions, slots

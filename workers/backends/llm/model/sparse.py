@@ -1,0 +1,127 @@
+"""Attention of rows that are computed one by one, of all sequences together: what a row sees is a
+row of a sparse matrix, for each of its heads.
+
+    scores  = queries x keys, where they are seen
+    weights = softmax of each row's
+    found   = sums of values, with these weights
+
+Keys and values are read where they are, whatever blocks they are in. A row's bits depend on nothing
+but its own sequence: it has a width of its own, and no sum goes beyond its row.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+
+_GRAIN = 16  # keys
+_MOST_ROWS = 16  # of a sequence: those that verify what was proposed
+
+
+class LoneRow(NamedTuple):
+    """A row of a pass, at `place`: it sees `length` tokens of its sequence, and is computed with
+    `width` keys, some more, so that there are few widths."""
+
+    place: int
+    length: int
+    width: int
+    table: list[int]
+
+
+def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
+    """The rows of a pass that are computed one by one, with those that pad it."""
+    found: list[LoneRow] = []
+    for span in rows.spans:
+        if span.prompt or span.size > _MOST_ROWS:
+            continue
+        for index in range(span.size):
+            length = span.before + index + 1
+            grain = max(_GRAIN, 1 << length.bit_length() >> 3)
+            width = min(length + -length % grain, cache.slots)
+            found.append(LoneRow(span.first + index, length, width, span.table))
+    spanned = sum(span.size for span in rows.spans)
+    padding = range(spanned, len(rows.tokens)) if found else ()
+    return found + [found[-1]._replace(place=place) for place in padding]
+
+
+class Seen(NamedTuple):
+    """What lone rows see, which are at `places` of a pass: `pattern` [rows * heads of queries, keys
+    and values, KV heads * slots] in CSR has 0 for a key that is seen, and -inf for one that fills a
+    row up to its width. `parts`: how many of its values belong to rows of one width that follow one
+    another, and this width; `ends`: where those of each head end."""
+
+    places: torch.Tensor
+    pattern: torch.Tensor
+    columns: torch.Tensor
+    ends: torch.Tensor
+    parts: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, lone: list[LoneRow], rows: int, cache: KvCache) -> Self:
+        """What these rows of a pass see, which has so many in all."""
+        heads, kv_heads = cache.query_heads, cache.kv_heads
+        first_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slots
+        columns, values, widths = [], [], []
+        for width, same in groupby(lone, key=lambda row: row.width):
+            slots, hidden = _keys(list(same), width, cache.block_size)
+            columns.append((slots[:, None] + first_slots[:, None]).ravel())
+            values.append(np.repeat(hidden, heads, 0).ravel())
+            widths.append(width)
+        places = np.array([row.place for row in lone])
+        counts = np.zeros((rows, heads + 2 * kv_heads), np.int32)
+        counts[places, :heads] = np.array([row.width for row in lone])[:, None]
+        indices = torch.from_numpy(np.concatenate(columns))
+        pattern = torch.sparse_csr_tensor(
+            _ends(counts),
+            indices,
+            torch.from_numpy(np.concatenate(values)),
+            (counts.size, kv_heads * cache.slots),
+            check_invariants=False,
+        )
+        ends = _ends(counts[places, :heads])
+        parts = [len(part) for part in columns], widths
+        return cls(torch.from_numpy(places), pattern, indices, ends, parts)
+
+    def attend(self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What these rows find [rows, heads * head size] in a layer's keys and values [KV heads *
+        slots, head size]; `heads` [all rows, heads of queries, keys and values, head size]."""
+        size = heads.shape[2]
+        scores = torch.sparse.sampled_addmm(
+            self.pattern, heads.view(-1, size), keys.t(), alpha=size**-0.5
+        ).values()
+        lengths, widths = self.parts
+        if len(widths) == 1:
+            weights = scores.view(-1, widths[0]).softmax(-1).view(-1)
+        else:
+            parts = zip(scores.split(lengths), widths, strict=True)
+            weights = torch.cat(
+                [part.view(-1, width).softmax(-1).view(-1) for part, width in parts]
+            )
+        found = torch._embedding_bag_forward_only(
+            values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
+        )
+        return found[0].view(len(self.places), -1)
+
+
+def _ends(counts: np.ndarray) -> torch.Tensor:
+    """0 and the running sums, int32."""
+    ends = np.zeros(counts.size + 1, np.int32)
+    np.cumsum(counts, out=ends[1:])
+    return torch.from_numpy(ends)
+
+
+def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The slots that rows of one width read, and what is added to their scores, [rows, width].
+    Where a row ends before, it reads its first slot again: nobody else's."""
+    count = -(-width // block_size)
+    tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
+    blocks = np.array(tables, np.int32)[:, :, None] * block_size
+    slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
+    seen = np.arange(width) < np.array([row.length for row in rows])[:, None]
+    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
+    return np.where(seen, slots, slots[:, :1]), hidden
