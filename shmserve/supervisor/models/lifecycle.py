@@ -27,7 +27,6 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import NO_VERSION
 from shmserve.supervisor.models.statuses import statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -401,7 +400,7 @@ class Lifecycle:
         """An order is not to be followed any more: its model is unloaded, or nobody waits for
         it."""
         order.again = False
-        text = f"failed to load '{order.model.name}', {NO_VERSION}"
+        text = f"failed to load '{order.model.name}', no version is available"
         self._fail(order, InvalidArgument(text), given_up=True)
 
     def _fail(self, order: Order, error: ShmserveError, given_up: bool = False) -> None:
