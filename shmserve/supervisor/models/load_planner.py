@@ -113,8 +113,7 @@ class LoadPlanner:
                 name,
             )
         if not versions:
-            text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
-            raise InvalidArgument(text)
+            raise Internal(f"failed to load '{name}', {repository.no_version(folder)}")
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")

@@ -141,7 +141,7 @@ class VersionScheduler:
             await either(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
-            raise Unavailable("the model is unloaded")
+        self._lifetime.refuse_if_stopping()
         if not ready.done():
             await context.hosts.close(hosted)
             ended = hosted.child.exited
