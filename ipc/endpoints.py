@@ -17,6 +17,11 @@ def usual_run_directory(environment: Mapping[str, str]) -> Path:
     return Path(runtime, "shmserve") if runtime else Path(f"/tmp/shmserve-{os.getuid()}")
 
 
+def beside(usual: Path, name: str) -> Path:
+    """The run directory of another server of this user's; `name` may be a pattern."""
+    return usual.with_name(f"{usual.name}-{name}")
+
+
 def control(run_dir: Path) -> str:
     """The supervisor's socket."""
     return f"ipc://{run_dir}/control"
@@ -45,6 +50,11 @@ def local_client_folder(run_dir: Path) -> Path:
 def listener(run_dir: Path) -> Path:
     """The socket (SOCK_SEQPACKET) where a program becomes a local client."""
     return local_client_folder(run_dir) / "door"
+
+
+def addresses(run_dir: Path) -> Path:
+    """The file of the URLs where the server listens for HTTP and gRPC, one a line."""
+    return local_client_folder(run_dir) / "addresses"
 
 
 def local_clients(run_dir: Path, number: int) -> str:

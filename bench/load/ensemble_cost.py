@@ -104,7 +104,7 @@ class Chain:
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)
-        self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns)
+        self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns, "e")
         self._add("a", _SMALL, elements, core)
         self._add("b", elements, elements, core)
         self._add("c", elements, _SMALL, core)
@@ -120,7 +120,7 @@ class Chain:
         clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = BatchingCore(settings, workers, control)
-        front = Front(core, clients, control, time.time_ns)
+        front = Front(core, clients, control, time.time_ns, name)
 
         def from_neighbour(peer: bytes, message: Any) -> None:
             self._touched[front] = None

@@ -71,7 +71,7 @@ class BusyQueue:
         settings = Settings.read(ModelSpec.of(config or CONFIG), "1", SchedulingLimits())
         control = _Outbox()
         self.core = BatchingCore(settings, self._worker, control)
-        self.scheduler = Front(self.core, _Outbox(), control, time.time_ns)
+        self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
         self._choice = random.Random(queued)
         self._now = 1_000_000_000
         self._last = 0

@@ -69,8 +69,8 @@ class ProcessEnded:
 
 @message
 class RegionRegistered:
-    """A shared memory region has a name; `key` of its object, or "" for memory on a CUDA device
-    (-1: of the host)."""
+    """A shared memory region has a name, or a local client shares memory; `key` of its object
+    ("memfd": of a local client's), or "" for memory on a CUDA device (-1: of the host)."""
 
     name: str
     key: str

@@ -20,8 +20,8 @@ class RegionPublished:
     `pack_place` of descriptors.py has it. CUDA memory has no `key`.
 
     `uid` and `group` say whose it is.
-    `draining`: its name is free already, and requests in flight use it still: it is listed, and
-    nothing else, until `RegionDrained`.
+    `draining`: its name is free already, and requests in flight use it still, or it is a local
+    client's: it is listed, and nothing else, until `RegionDrained`.
     """
 
     name: str
@@ -35,8 +35,8 @@ class RegionPublished:
 
 @message
 class RegionDrained:
-    """The last request that used a withdrawn generation has ended, in whichever gateway: it is
-    listed no more."""
+    """The last request that used a withdrawn generation has ended, in whichever gateway, or a local
+    client needs it no more: it is listed no more."""
 
     memory_id: int
     acknowledge: int

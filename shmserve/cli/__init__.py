@@ -1,8 +1,10 @@
 """The program `shmserve VERB ...`; each verb is a few lines that call a room.
 
 check.py             `shmserve check`
-client.py            `shmserve client infer`; client_tensors.py: what it reads and prints
-transports/          how that reaches a server: HTTP, gRPC, shared memory
+client.py            `shmserve client VERB`: the table of verbs
+client_infer.py      its verb `infer`; client_tensors.py: what that reads and prints
+client_server.py     the flags that name a server
+transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 profile.py           `shmserve profile`
 """
@@ -28,7 +30,7 @@ usage: shmserve VERB ...
 
   serve          run a server
   check          load every model of a repository once, run one batch each, report
-  client infer   send one request to a server
+  client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
   profile        where the steps of a model that generates text spend their time
 
@@ -112,13 +114,7 @@ def _check(arguments: list[str]) -> int:
 def _client(arguments: list[str]) -> int:
     from shmserve.cli import client
 
-    if arguments[:1] not in (["infer"], ["--help"], ["-h"]):
-        raise InvalidArgument("client: a verb is needed: infer")
-    parser = argparse.ArgumentParser(
-        prog="shmserve client", description="Talk to a running server from the shell."
-    )
-    client.add_arguments(parser)
-    return client.run(parser.parse_args(arguments))
+    return client.run(arguments)
 
 
 def _events(arguments: list[str]) -> int:

@@ -1,30 +1,102 @@
-"""`shmserve client infer`: one request from the shell, each of its responses as a line of JSON.
-
-Datatypes and shapes come from what the server says of the model, and every way to it (transports/)
-gives the same responses.
-"""
+"""`shmserve client VERB`: requests to a running server from the shell; what it answers is JSON, a
+line for each response, model or region."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import os
 import sys
-from collections.abc import Iterator
-from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from shmserve.cli.client_tensors import WrongInput, encode, load, split_input
-from shmserve.cli.transports import InputTensor, OutgoingRequest, Transport, TransportError
-from shmserve.cli.transports.http import HttpTransport
-from shmserve.client.errors import Disconnected
-from shmserve.client.server.discovery import VARIABLE
+from shmserve.cli import client_infer, client_server
+from shmserve.cli.client_tensors import WrongInput
+from shmserve.cli.transports import AdminTransport, TransportError
 from shmserve.errors import InvalidArgument, ShmserveError
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
-_USUAL_PORTS = {"http": 80, "grpc": 8001}
+_EXIT = "Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong."
+
+
+class Verb(NamedTuple):
+    """What a verb does, with a transport that `connect` gives; it yields what is printed."""
+
+    help: str
+    act: Callable[[Any, argparse.Namespace], Iterable[Any]]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    connect: Callable[[argparse.Namespace], Any] = client_server.admin_transport
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    """No arguments."""
+
+
+def _a_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL")
+
+
+def _a_version(parser: argparse.ArgumentParser) -> None:
+    _a_model(parser)
+    parser.add_argument("--model-version", default="", metavar="V", help="[the latest]")
+
+
+def _perhaps_a_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="[all of it]")
+    parser.add_argument("--model-version", default="", metavar="V", help="[every one]")
+
+
+def _ready(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
+    server.ready(args.model, args.model_version)
+    yield {"ready": True}
+
+
+def _models(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
+    return server.models()
+
+
+def _load(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
+    server.load(args.model)
+    return ()
+
+
+def _unload(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
+    server.unload(args.model)
+    return ()
+
+
+def _stats(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
+    return server.stats(args.model, args.model_version)
+
+
+def _config(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
+    yield server.config(args.model, args.model_version)
+
+
+def _regions(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
+    return server.regions()
+
+
+VERBS = {
+    "infer": Verb(
+        "send one request to a model and print its responses, each on a line when it comes",
+        *(client_infer.infer, client_infer.add_arguments, client_server.transport),
+    ),
+    "ready": Verb("whether the server, or a model, is ready", _ready, _perhaps_a_version),
+    "models": Verb("the models of the repository, and their states", _models, _nothing),
+    "load": Verb("load a model, or load it again", _load, _a_model),
+    "unload": Verb("unload a model", _unload, _a_model),
+    "stats": Verb("counters and times, of all models or of one", _stats, _perhaps_a_version),
+    "config": Verb("a model's configuration, as it is in force", _config, _a_version),
+    "regions": Verb("the registered regions of shared memory", _regions, _nothing),
+}
+
+_USAGE_TEXT = f"""\
+usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] ...
+
+{"".join(f"  {name:<10}{verb.help}{chr(10)}" for name, verb in VERBS.items())}
+shmserve client VERB --help tells more. {_EXIT}
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,156 +106,57 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_USAGE, f"{self.prog}: {message}\n")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verbs of `shmserve client` to its parser."""
-    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser, metavar="VERB")
-    infer = verbs.add_parser(
-        "infer",
-        help="send one request and print its response",
-        description="Send one request to a model and print its response as JSON; where a model "
-        "gives many, each on a line when it comes.",
-        epilog="Exit status: 0 done, 1 the server failed or refused, 2 the command line is wrong.",
-    )
-    infer.add_argument("model", metavar="MODEL", help="the model to ask")
-    _add_server(infer)
-    _add_tensors(infer)
-    infer.add_argument("--model-version", default="", metavar="V", help="of the model [the latest]")
-    infer.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
-    infer.add_argument(
-        "--sequence",
-        default="",
-        metavar="ID",
-        help="the sequence that the request belongs to, a number or a text [none]",
-    )
-    infer.add_argument("--start", action="store_true", help="it is the first of its sequence")
-    infer.add_argument("--end", action="store_true", help="it is the last of its sequence")
-    infer.add_argument(
-        "--timeout-us",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how long it may take, in microseconds [no limit]",
-    )
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="the run directory of a server on this host [that of this user's server, if it runs]",
-    )
-    where.add_argument(
-        "--url",
-        help="http://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc://HOST:PORT "
-        "[http://127.0.0.1:8000, where no server of this user's runs]",
-    )
-
-
-def _add_tensors(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        required=True,
-        dest="inputs",
-        metavar="NAME=VALUE",
-        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
-        "what is in it, as one text; a value with one "
-        "dimension less than the model takes becomes a batch of one",
-    )
-    parser.add_argument(
-        "--output",
-        action="append",
-        default=[],
-        dest="outputs",
-        metavar="NAME",
-        help="an output to ask for (repeatable) [all]",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit status.
 
     0: every response is on stdout. 1: the server failed or refused. 2: the command line is wrong.
     Whatever is wrong is one line on stderr.
     """
+    name, args = parse(arguments)
+    if args is None:
+        print(_USAGE_TEXT, end="")
+        return _DONE
+    verb, where = VERBS[name], ""
     try:
-        for response in _infer(args):
-            print(json.dumps(response), flush=True)
-    except (WrongInput, UnicodeError) as error:  # of a name or a text that is none
-        return _complain(str(error), _USAGE)
-    except TransportError as error:
-        return _complain(str(error), _FAILED)
-    except ShmserveError as error:
-        return _complain(error.message, _FAILED)
+        with contextlib.closing(verb.connect(args)) as transport:
+            where = f"{transport.where}: "
+            for answer in verb.act(transport, args):
+                print(json.dumps(answer), flush=True)
+    except (WrongInput, InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
+        return _complain(name, str(error), _USAGE)
+    except (TransportError, ShmserveError) as error:
+        return _complain(name, f"{where}{error}", _FAILED)
     return _DONE
 
 
-def _complain(text: str, status: int) -> int:
+def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
+    """The verb and its arguments; None: help is asked for. The verb is the first word that is one,
+    and no value of the server's flags, which may stand before it."""
+    server = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
+    client_server.add_arguments(server)
+    args, rest = server.parse_known_args(arguments)
+    name = next((word for word in rest if word in VERBS), "")
+    if not name:
+        if "--help" in rest or "-h" in rest:
+            return "", None
+        found = f", not '{rest[0]}'" if rest else ""
+        raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{found}")
+    rest.remove(name)
+    parser = _Parser(
+        *(
+            f"shmserve client {name}",
+            None,
+            VERBS[name].help[:1].upper() + VERBS[name].help[1:] + ".",
+        ),
+        epilog=_EXIT,
+        parents=[server],
+        allow_abbrev=False,
+    )
+    VERBS[name].add_arguments(parser)
+    return name, parser.parse_args(rest, args)
+
+
+def _complain(verb: str, text: str, status: int) -> int:
     line = "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
-    print(f"shmserve client infer: {line}", file=sys.stderr)
+    print(f"shmserve client {verb}: {line}", file=sys.stderr)
     return status
-
-
-def _infer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    given = [split_input(text) for text in args.inputs]
-    values = [(name, load(name, value)) for name, value in given]
-    with contextlib.closing(_transport(args)) as transport:
-        model = transport.inputs(args.model, args.model_version)
-        inputs = []
-        for name, value in values:
-            if name not in model:
-                raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
-            shape, raw = encode(model[name], value)
-            inputs.append(InputTensor(name, model[name].datatype, shape, raw))
-        yield from transport.infer(
-            OutgoingRequest(
-                args.model,
-                args.model_version,
-                args.request_id,
-                args.timeout_us,
-                inputs,
-                args.outputs,
-                int(args.sequence) if args.sequence.isdecimal() else args.sequence,
-                args.start,
-                args.end,
-            )
-        )
-
-
-def _transport(args: argparse.Namespace) -> Transport:
-    """The way to the server that the command line names; else this user's, if one runs."""
-    from shmserve.cli.transports.native import NativeTransport
-
-    if args.url:
-        return _transport_at(args.url)
-    try:
-        return NativeTransport(args.run_dir)
-    except (Disconnected, InvalidArgument):
-        if args.run_dir or os.environ.get(VARIABLE):
-            raise
-        return HttpTransport("127.0.0.1", 8000)
-
-
-def _transport_at(url: str) -> Transport:
-    try:
-        if url.startswith("unix:"):
-            return HttpTransport("", unix_socket=url.removeprefix("unix:").replace("///", "/", 1))
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
-            port = parts.port or _USUAL_PORTS[parts.scheme]
-            if parts.scheme == "http":
-                return HttpTransport(parts.hostname, port)
-            return _grpc_transport(parts.hostname, port)
-    except ValueError:
-        pass
-    raise WrongInput(f"--url takes http://HOST:PORT, unix:PATH or grpc://HOST:PORT, not '{url}'")
-
-
-def _grpc_transport(host: str, port: int) -> Transport:
-    if importlib.util.find_spec("grpc") is None:
-        raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
-    from shmserve.cli.transports.grpc import GrpcTransport
-
-    return GrpcTransport(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")

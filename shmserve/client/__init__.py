@@ -71,9 +71,10 @@ def connect(
     timeout: float = 10.0,
 ) -> Server:
     """Connect to a server by its run directory (`--run-dir`): the one given, else
-    $SHMSERVE_RUN_DIR, else where this user's server is by default.
+    $SHMSERVE_RUN_DIR, else that of this user's server.
 
     `memory_limit`: bytes of shared memory that the client may take. `timeout`: seconds to wait for
-    the server's welcome. Raises Disconnected when there is no server.
+    the server's welcome. Raises Disconnected when there is no server, InvalidArgument where several
+    of this user's run and none is named.
     """
     return Server(Session(run_dir, memory_limit, timeout))

@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client.connection import ServerConnection
@@ -82,6 +83,7 @@ class Session:
         """Connect. Raises Disconnected when no server is there, Unavailable when the program has no
         descriptor left."""
         self._run_dir = run_dir
+        self._found: Path | None = None
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._closed = False
@@ -95,9 +97,9 @@ class Session:
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
-        run_dir = discovery.find(self._run_dir)
+        self._found = discovery.find(self._run_dir, self._found)
         try:
-            return ServerConnection(run_dir, self._timeout_s, self.memories.settle_if_free)
+            return ServerConnection(self._found, self._timeout_s, self.memories.settle_if_free)
         except Disconnected:
             raise
         except OSError as error:

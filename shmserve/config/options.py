@@ -302,8 +302,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "run-dir",
             "private folder for sockets (default: where shmserve.client looks, "
-            "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one when another server is "
-            "there)",
+            "$XDG_RUNTIME_DIR/shmserve or /tmp/shmserve-UID; a fresh one beside it when another "
+            "server is there)",
         ),
         Flag(
             "arena-byte-size",

@@ -216,7 +216,7 @@ class RegionTable:
         self.overlap = overlap
         self._spans: dict[int | bytes, Spans] = {}  # by the object
         self._by_name: dict[str, GatewayRegion] = {}
-        # Listed only: without a name, and in use somewhere.
+        # Listed only: their names are free, and requests use them still; or local clients' memory.
         self._draining: dict[int, GatewayRegion] = {}
         self._by_id: dict[int, GatewayRegion] = {}
 
@@ -297,6 +297,10 @@ class RegionTable:
     def all(self) -> Iterable[GatewayRegion]:
         """Every region that has a name, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def listed_only(self) -> Iterable[GatewayRegion]:
+        """Every one that no request can name."""
+        return self._draining.values()
 
 
 def authorise(regions: Iterable[GatewayRegion], peer: Peer) -> None:

@@ -17,6 +17,7 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order, timers
                         priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
+                        overload.py     the log's lines of a full queue
 batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
                         estimates.py    what the adaptive one learns

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import InvalidArgument, QueueFull, ShmserveError, Unavailable
 from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import ClientToScheduler
 from shmserve.ipc.messages.inference import (
@@ -39,6 +39,7 @@ from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.outboxes import ClientLinks, ControlLink
 from shmserve.scheduler.reports import Reports
 from shmserve.scheduler.requests.client import Client, ClientTable
+from shmserve.scheduler.requests.overload import OverloadLog
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -121,13 +122,15 @@ class Core(Protocol[R]):
 
 @dataclass(eq=False)
 class Front(Generic[R]):
-    """One scheduler's clients, and its life. `wall_clock` gives epoch ns; while it drains, nothing
+    """One scheduler's clients, and its life. `wall_clock` gives epoch ns; `model` is a name for the
+    log; while it drains, nothing
     new begins; once it has `stopped` it has nothing to do."""
 
     _core: Core[R]
     _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]
+    _model: str
     _cache: ResponseCache | None = None
     _dead: dict[int, None] = field(default_factory=dict)  # processes, in the order of their ends
     _draining: bool = False
@@ -136,6 +139,7 @@ class Front(Generic[R]):
 
     def __post_init__(self) -> None:
         self._clients: ClientTable[R] = ClientTable(self._links)
+        self._overload = OverloadLog(self._model)
         self._reports = Reports(
             self._core.statistics, self._control, self._wall_clock, self._gauges
         )
@@ -200,6 +204,8 @@ class Front(Generic[R]):
         if not isinstance(error, InvalidArgument):
             arrived_ns = believable(submit.arrived_ns, now_ns)
             self._core.statistics.failed(arrived_ns, Reason.REJECTED, now_ns)
+        if isinstance(error, QueueFull):
+            self._overload.refuse()
         text, wait_s = self._core.worded(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, wait_s, False))
 
@@ -241,6 +247,7 @@ class Front(Generic[R]):
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
+        self._overload.write()
         for client in self._clients.values():
             for request in list(client.requests.values()):
                 self._core.stop(request, now_ns)
@@ -257,7 +264,7 @@ class Front(Generic[R]):
 
     def tick(self, now_ns: int) -> int:
         """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
-        wake_ns = self._core.tick(now_ns)
+        wake_ns = min(self._core.tick(now_ns), self._overload.tick(now_ns))
         if self._draining and not self._drained and not self._core.unfinished:
             self._drained = True
             self._reports.snapshot()

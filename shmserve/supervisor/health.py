@@ -7,7 +7,9 @@ from typing import Any
 
 from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
+from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.regions.region import OpenRegion
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 
@@ -38,16 +40,24 @@ class Health:
 class Snapshot:
     """The state that a new gateway or local client is sent."""
 
-    def __init__(self, registry: ModelRegistry, regions: RegionRegistry, health: Health) -> None:
+    def __init__(
+        self, registry: ModelRegistry, regions: RegionRegistry, memory: LocalMemory, health: Health
+    ) -> None:
         self._registry = registry
         self._regions = regions
+        self._memory = memory
         self._health = health
 
     def for_gateway(self) -> Iterator[Any]:
         """Models, regions, and the health last."""
         yield from self._registry.publications.snapshot()
         yield from self._regions.published()
+        yield from self._memory.published()
         yield self._health.current()
+
+    def regions(self) -> list[OpenRegion]:
+        """Every region that has a name, and the memory of local clients."""
+        return [*self._regions.active(), *self._memory.all()]
 
     def for_local_client(self) -> Iterator[Any]:
         """Models, and the health last."""

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -169,14 +169,14 @@ def compose(
     opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
     regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
-    memory = LocalMemory(capabilities, opener, partial(_broadcast_to_workers, control))
-    snapshot = Snapshot(registry, regions, health)
+    memory = LocalMemory(capabilities, opener, control, events.publish)
+    snapshot = Snapshot(registry, regions, memory, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
     feed = EventFeed(
         events,
         registry.states,
         processes.all,
-        regions.active,
+        snapshot.regions,
         health.current,
         registry.publish_counters,
     )
@@ -258,10 +258,6 @@ def _publish_start(events: EventPublisher, child: Child) -> None:
     events.publish(ProcessStarted(child.pid, child.title))
 
 
-def _broadcast_to_workers(control: ControlSocket, message: Any) -> None:
-    control.broadcast(message, "worker")
-
-
 def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int) -> None:
     # Its requests first, so that no worker begins one whose memory it has dropped.
     gone = ProcessExited(number, "")
@@ -278,7 +274,7 @@ def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
 
 def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig) -> Zygote:
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
-    clean = {**_left_nothing_behind(run_dir), **os.environ}
+    clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
     # Exported programs need torch's compiler: a second and 95 MB, for whoever has some; what
     # TorchScript needs is a tenth of that.
@@ -294,6 +290,13 @@ def _left_nothing_behind(run_dir: RunDirectory) -> dict[str, str]:
     $TMPDIR for good, and onnxruntime makes no session of its telemetry's there when imported."""
     cache = run_dir.path / "torchinductor"
     return {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ORT_DISABLE_TELEMETRY": "1"}
+
+
+def _soon_asleep(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which the threads of GNU's OpenMP, torch's, that have nothing to do spin
+    for a moment, and not for milliseconds (300,000 times) in which schedulers, gateways and clients
+    wait for their processors."""
+    return {} if "OMP_WAIT_POLICY" in given else {"GOMP_SPINCOUNT": "1000"}
 
 
 def _tickets(config: ServerConfig, control: ControlSocket) -> Tickets:

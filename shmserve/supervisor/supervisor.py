@@ -127,6 +127,10 @@ class Supervisor:
         context.worker_zygote.start()  # first: torch takes longest
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
+        grpc = context.config.grpc
+        self.listeners.publish(
+            endpoints.addresses(context.run_dir), tls=grpc is not None and grpc.tls is not None
+        )
 
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())

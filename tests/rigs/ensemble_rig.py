@@ -117,7 +117,7 @@ class EnsembleRig:
             self.memory,
             cache,
         )
-        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, "e", cache)
         self.now_ns = 1_000 * MS
         for each in models:
             self.publish(each)

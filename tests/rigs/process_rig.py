@@ -63,9 +63,9 @@ class ToldProcesses:
         return [7] if roles == ("gateway",) else []
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """To the workers."""
-        assert roles == ("worker",)
-        self.workers.append(message)
+        """To the workers, or to the gateway."""
+        (role,) = roles
+        {"worker": self.workers, "gateway": self.told}[role].append(message)
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         """To the gateway, which knows it at once."""

@@ -98,7 +98,7 @@ class Rig:
             self.control,
             cache,
         )
-        self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, cache)
+        self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, "m", cache)
         self.now = 1_000 * MS
         self.wake_ns = NEVER
         self._ids = 0

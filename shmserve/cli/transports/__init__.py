@@ -1,4 +1,5 @@
-"""The transports of the shell's client: each asks what a model takes, and sends a request.
+"""The transports of the shell's client: each asks what a model takes, and sends a request; what has
+a URL does the rest of the protocol, too.
 
 native.py    shared memory and unix sockets, on the server's host
 http.py      HTTP, by TCP or at a unix socket
@@ -7,11 +8,15 @@ grpc.py      gRPC
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shmserve.cli.client_tensors import ModelTensor, decode
+from shmserve.errors import refused
+
+NOT_READY = "the server is not ready"
 
 
 class TransportError(Exception):
@@ -50,18 +55,66 @@ class OutgoingRequest:
         return {name: value for name, value in given.items() if value}
 
 
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The headers that say who asks, and files in PEM for TLS, by the flags that name them."""
+
+    headers: Sequence[tuple[str, str]] = ()
+    root_cert: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
+
+    def tls(self) -> ssl.SSLContext:
+        """The files, read; raises InvalidArgument for those that are not what they must be."""
+        with refused(f"--root-cert: cannot use '{self.root_cert}'"):
+            context = ssl.create_default_context(cafile=self.root_cert)
+        if self.client_cert:
+            files = f"'{self.client_cert}' and '{self.client_key}'"
+            with refused(f"--client-cert, --client-key: cannot use {files}"):
+                context.load_cert_chain(self.client_cert, self.client_key, password=str)
+        return context
+
+
 class Transport(Protocol):
-    """A way to a server."""
+    """A way to a server; `where` is what an error calls that."""
+
+    where: str
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """The inputs of a model; raises Failed."""
+        """The inputs of a model; raises TransportError."""
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """The responses as JSON has them, each when it comes, their outputs' data as nested lists;
-        raises Failed."""
+        raises TransportError."""
 
     def close(self) -> None:
         """Close the connection."""
+
+
+class AdminTransport(Transport, Protocol):
+    """A way to all that a server does; every method raises TransportError. A `model` "": all of
+    them, or the server itself; what comes back is what HTTP has as JSON."""
+
+    def ready(self, model: str, version: str) -> None:
+        """Return if it is ready; else raises TransportError, too."""
+
+    def models(self) -> list[dict[str, Any]]:
+        """The repository's index."""
+
+    def load(self, model: str) -> None:
+        """Load it, or load it again; returns when it is loaded."""
+
+    def unload(self, model: str) -> None:
+        """Unload it."""
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """Counters and times of each version."""
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """The configuration that is in force."""
+
+    def regions(self) -> list[dict[str, Any]]:
+        """The registered regions, of system memory and of CUDA devices."""
 
 
 def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from shmserve.cli.client_tensors import ModelTensor
-from shmserve.cli.transports import OutgoingRequest, TransportError, output, response
+from shmserve.cli.transports import (
+    NOT_READY,
+    Credentials,
+    OutgoingRequest,
+    TransportError,
+    output,
+    response,
+)
 from shmserve.proto import grpc_service_pb2
 
 pb: Any = grpc_service_pb2
@@ -20,16 +29,20 @@ _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 class GrpcTransport:
-    """A server at `target`, HOST:PORT."""
+    """A server at `target`, HOST:PORT, perhaps with TLS."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._channel = grpc.insecure_channel(target, _UNLIMITED)
+    def __init__(self, where: str, credentials: Credentials, target: str, *, tls: bool) -> None:
+        self.where = where
+        self._metadata = [(name.lower(), value) for name, value in credentials.headers]
+        self._channel = (
+            grpc.secure_channel(target, _tls(credentials), _UNLIMITED)
+            if tls
+            else grpc.insecure_channel(target, _UNLIMITED)
+        )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """ModelMetadata."""
-        asked = pb.ModelMetadataRequest(name=model, version=version)
-        metadata = self._call("ModelMetadata", asked, pb.ModelMetadataResponse)
+        metadata = self._call("ModelMetadata", name=model, version=version)
         return {
             tensor.name: ModelTensor(tensor.name, tensor.datatype, tuple(tensor.shape))
             for tensor in metadata.inputs
@@ -60,32 +73,100 @@ class GrpcTransport:
             pb.ModelInferRequest.SerializeToString,
             pb.ModelStreamInferResponse.FromString,
         )
-        with self._failing():
-            for told in call(iter([asked])):
+        with _failing():
+            for told in call(iter([asked]), metadata=self._metadata):
                 if told.error_message:
                     raise TransportError(told.error_message)
                 yield _response(told.infer_response)
 
-    def _call(self, method: str, request: Any, response: Any) -> Any:
-        call = self._channel.unary_unary(
-            _SERVICE + method, type(request).SerializeToString, response.FromString
-        )
-        with self._failing():
-            return call(request)
+    def ready(self, model: str, version: str) -> None:
+        """ServerReady, or ModelReady."""
+        if not model and not self._call("ServerReady").ready:
+            raise TransportError(NOT_READY)
+        if model and not self._call("ModelReady", name=model, version=version).ready:
+            raise TransportError("Model version not ready")
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            text = error.details() or str(error.code())
-            if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
-                text = f"no answer from {self._target}: {text}"
-            raise TransportError(text) from error
+    def models(self) -> list[dict[str, Any]]:
+        """RepositoryIndex."""
+        rows = [as_json(row) for row in self._call("RepositoryIndex").models]
+        return [{name: text for name, text in row.items() if text} for row in rows]
+
+    def load(self, model: str) -> None:
+        """RepositoryModelLoad."""
+        self._call("RepositoryModelLoad", model_name=model)
+
+    def unload(self, model: str) -> None:
+        """RepositoryModelUnload."""
+        self._call("RepositoryModelUnload", model_name=model)
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """ModelStatistics."""
+        found = self._call("ModelStatistics", name=model, version=version)
+        return [as_json(row) for row in found.model_stats]
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """ModelConfig."""
+        found = self._call("ModelConfig", name=model, version=version)
+        return dict(as_json(found.config))
+
+    def regions(self) -> list[dict[str, Any]]:
+        """SystemSharedMemoryStatus and CudaSharedMemoryStatus."""
+        return [
+            as_json(found.regions[name])
+            for kind in ("System", "Cuda")
+            for found in [self._call(f"{kind}SharedMemoryStatus")]
+            for name in sorted(found.regions)
+        ]
+
+    def _call(self, method: str, **fields: Any) -> Any:
+        request = getattr(pb, f"{method}Request")(**fields)
+        call = self._channel.unary_unary(
+            _SERVICE + method,
+            type(request).SerializeToString,
+            getattr(pb, f"{method}Response").FromString,
+        )
+        with _failing():
+            return call(request, metadata=self._metadata)
 
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        text = error.details() or str(error.code())
+        if error.code() is grpc.StatusCode.UNAVAILABLE and "connect" in text:
+            text = f"no answer: {text}"
+        raise TransportError(text) from error
+
+
+def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
+    credentials.tls()  # says what is wrong with a file, which gRPC does not
+    files = (credentials.root_cert, credentials.client_key, credentials.client_cert)
+    return grpc.ssl_channel_credentials(
+        *(Path(file).read_bytes() if file else None for file in files)
+    )
+
+
+def as_json(found: Any, field: Any = None) -> Any:
+    """A message, or the value of a field, as HTTP has it in JSON."""
+    if isinstance(found, Message):
+        return {
+            each.name: as_json(getattr(found, each.name), each)
+            for each in found.DESCRIPTOR.fields
+            if not each.has_presence or found.HasField(each.name)
+        }
+    if isinstance(found, Mapping):
+        return {key: as_json(found[key]) for key in sorted(found)}
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        return [as_json(each, field) for each in found]
+    if field is not None and field.enum_type is not None:
+        return field.enum_type.values_by_number[found].name
+    return found
 
 
 def _response(found: Any) -> dict[str, Any]:

@@ -7,14 +7,20 @@ import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.cli.transports import OutgoingRequest, TransportError, response
+from shmserve.cli.transports import (
+    NOT_READY,
+    Credentials,
+    OutgoingRequest,
+    TransportError,
+    response,
+)
 
 _LINES = "application/x-ndjson"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -31,16 +37,26 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class HttpTransport:
-    """A server at `host`:`port`, or at a unix socket."""
+    """A server at `target`, HOST:PORT, perhaps behind TLS, or at a unix socket."""
 
-    def __init__(self, host: str, port: int = 0, *, unix_socket: str = "") -> None:
-        self._host = host
-        self._port = port
+    def __init__(
+        self,
+        where: str,
+        credentials: Credentials,
+        target: str = "",
+        *,
+        tls: bool = False,
+        unix_socket: str = "",
+    ) -> None:
+        self.where = where
+        self._headers = dict(credentials.headers)
+        self._target = target
+        self._tls = credentials.tls() if tls else None
         self._unix_socket = unix_socket
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """GET /v2/models/NAME."""
-        metadata = _json(self._exchange("GET", _path(model, version))[0])
+        metadata = self._json("GET", _path(model, version))
         try:
             return {
                 tensor["name"]: ModelTensor(
@@ -54,7 +70,7 @@ class HttpTransport:
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
         path = _path(request.model, request.version)
-        config = _json(self._exchange("GET", f"{path}/config")[0])
+        config = self._json("GET", f"{path}/config")
         lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
         header = json.dumps(_header(request, binary=not lines)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
@@ -66,13 +82,61 @@ class HttpTransport:
             for line in found:
                 yield _response(line, None)
 
+    def ready(self, model: str, version: str) -> None:
+        """GET /v2/health/ready, or of a model."""
+        if model:
+            self._exchange("GET", f"{_path(model, version)}/ready")
+            return
+        known = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
+        with self._requested("GET", "/v2/health/ready", known=known) as found:
+            if found.status != http.HTTPStatus.OK:
+                raise TransportError(NOT_READY)
+
+    def models(self) -> list[dict[str, Any]]:
+        """POST /v2/repository/index."""
+        return self._rows("POST", "/v2/repository/index")
+
+    def load(self, model: str) -> None:
+        """POST /v2/repository/models/NAME/load."""
+        self._exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/load")
+
+    def unload(self, model: str) -> None:
+        """POST /v2/repository/models/NAME/unload."""
+        self._exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/unload")
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """GET /v2/models[/NAME]/stats."""
+        path = _path(model, version) if model else "/v2/models"
+        return list(self._json("GET", f"{path}/stats")["model_stats"])
+
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """GET /v2/models/NAME/config."""
+        return self._json("GET", f"{_path(model, version)}/config")
+
+    def regions(self) -> list[dict[str, Any]]:
+        """GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
+        return [
+            row
+            for kind in ("system", "cuda")
+            for row in self._rows("GET", f"/v2/{kind}sharedmemory/status")
+        ]
+
     def close(self) -> None:
         """Every exchange has a connection of its own."""
+
+    def _json(self, method: str, path: str) -> dict[str, Any]:
+        return _object(self._exchange(method, path)[0])
+
+    def _rows(self, method: str, path: str) -> list[dict[str, Any]]:
+        found = _parsed(self._exchange(method, path)[0])
+        if not isinstance(found, list):
+            raise TransportError("the server did not answer with a JSON list")
+        return found
 
     def _exchange(
         self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
     ) -> tuple[bytes, int | None]:
-        """A response's body and its `Inference-Header-Content-Length`; raises Failed."""
+        """A response's body and its `Inference-Header-Content-Length`; raises TransportError."""
         with self._requested(method, path, body, header_length) as found:
             length = found.getheader(_HEADER_LENGTH)
             return found.read(), None if length is None else int(length)
@@ -85,28 +149,33 @@ class HttpTransport:
         body: bytes | None = None,
         header_length: int | None = None,
         accept: str = "",
+        known: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """A good response, to be read; raises Failed for another, or none."""
-        headers = {} if header_length is None else {_HEADER_LENGTH: str(header_length)}
+        """A response of a `known` status, to be read; raises TransportError for another, or
+        none."""
+        headers = dict(self._headers)
+        if header_length is not None:
+            headers[_HEADER_LENGTH] = str(header_length)
         if accept:
             headers["Accept"] = accept
-        where = self._unix_socket or f"{self._host}:{self._port}"
         try:
             with contextlib.closing(self._connection()) as connection:
                 connection.request(method, path, body, headers)
                 found = connection.getresponse()
-                if found.status != http.HTTPStatus.OK:
+                if found.status not in known:
                     text = _error_text(found.read())
                     raise TransportError(text or f"{found.status} {found.reason}")
                 yield found
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise TransportError(f"no answer from {where}: {reason}") from error
+            raise TransportError(f"no answer: {reason}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._unix_socket:
             return _UnixConnection(self._unix_socket)
-        return http.client.HTTPConnection(self._host, self._port)
+        if self._tls is not None:
+            return http.client.HTTPSConnection(self._target, context=self._tls)
+        return http.client.HTTPConnection(self._target)
 
 
 def _path(model: str, version: str) -> str:
@@ -141,7 +210,7 @@ def _header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
 
 def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
     """The response with each output's data as nested lists of its shape."""
-    found = _json(body if header_length is None else body[:header_length])
+    found = _object(body if header_length is None else body[:header_length])
     if "error" in found:
         raise TransportError(str(found["error"]))
     rest = memoryview(body)[len(body) if header_length is None else header_length :]
@@ -164,14 +233,18 @@ def _response(body: bytes, header_length: int | None) -> dict[str, Any]:
         raise TransportError("the server's response is malformed") from error
 
 
-def _json(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise TransportError("the server did not answer in JSON") from error
+def _object(content: bytes) -> dict[str, Any]:
+    found = _parsed(content)
     if not isinstance(found, dict):
         raise TransportError("the server did not answer with a JSON object")
     return found
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise TransportError("the server did not answer in JSON") from error
 
 
 def _error_text(content: bytes) -> str:

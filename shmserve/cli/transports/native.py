@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ _WELCOME_WITHIN_S = 10.0
 
 
 class NativeTransport:
-    """The server of a run directory, or this user's. Raises Disconnected when there is none."""
+    """The server of a run directory. Raises Disconnected when there is none."""
 
-    def __init__(self, run_dir: str | os.PathLike[str] | None) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self.where = str(run_dir)
         self._session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
         self._server = Server(self._session)
 

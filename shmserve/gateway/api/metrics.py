@@ -119,10 +119,17 @@ class _Families:
         return family
 
     def _regions(self) -> Iterator[Metric]:
-        sizes = [region.byte_size for region in self._gateway.regions.all()]
-        yield _gauge("shmserve_shm_regions", "Registered shared memory regions", len(sizes))
-        text = "Bytes of registered shared memory regions"
-        yield _gauge("shmserve_shm_region_bytes", text, sum(sizes))
+        table = self._gateway.regions
+        for kind, regions, text in (
+            ("", table.all(), "registered regions of shared memory"),
+            (
+                *("unnamed_", table.listed_only()),
+                "regions that shmserve.client shares, or that are unregistered and in use still",
+            ),
+        ):
+            sizes = [region.byte_size for region in regions]
+            yield _gauge(f"shmserve_shm_{kind}regions", f"Number of {text}", len(sizes))
+            yield _gauge(f"shmserve_shm_{kind}region_bytes", f"Bytes of {text}", sum(sizes))
 
     def _host(self) -> Iterator[Metric]:
         total, used = memory_bytes()

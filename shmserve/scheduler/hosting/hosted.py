@@ -93,7 +93,9 @@ class HostedScheduler(ABC):
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
-        self._front: Front[Any] = Front(self._core, self, self._control, time.time_ns, self._cache)
+        self._front: Front[Any] = Front(
+            *(self._core, self, self._control, time.time_ns, self._settings.name, self._cache)
+        )
         if start.snapshot:
             self._front.restore(start.snapshot, start.alive)
         # The supervisor first: it says who is gone and who will come.

@@ -157,9 +157,19 @@ class Listeners:
             ("metrics", self.metrics, "http://", "/metrics"),
         ):
             for sock in sockets:
-                if sock.family == socket.AF_UNIX:
-                    yield f"{name} service at unix socket {sock.getsockname()}"
-                    continue
-                host, port = sock.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                yield f"{name} service at {start}{shown}:{port}{path}"
+                yield f"{name} service at {_address(sock, start)}{path}"
+
+    def publish(self, file: Path, *, tls: bool) -> None:
+        """Write the URLs of HTTP, and those of gRPC, which may have TLS, for programs on this host;
+        where there is no room for them, these find none."""
+        urls = [_address(sock, "http://") for sock in self.http]
+        urls += [_address(sock, "grpcs://" if tls else "grpc://") for sock in self.grpc]
+        with contextlib.suppress(OSError):
+            file.write_text("".join(f"{url}\n" for url in urls))
+
+
+def _address(sock: socket.socket, start: str) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"{start}[{host}]:{port}" if ":" in host else f"{start}{host}:{port}"

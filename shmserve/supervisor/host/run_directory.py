@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -67,11 +68,16 @@ class RunDirectory:
 
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
-        """The folder where clients look; a fresh one when it cannot be had."""
+        """The folder where clients look; when it cannot be had a fresh one beside it, where they
+        look too, or among temporary files."""
+        usual = endpoints.usual_run_directory(os.environ)
         try:
-            return cls(endpoints.usual_run_directory(os.environ), group, _USUAL_PATIENCE_S)
+            return cls(usual, group, _USUAL_PATIENCE_S)
         except (InvalidArgument, OSError) as error:
-            fresh = cls(None, group)
+            try:
+                fresh = cls(endpoints.beside(usual, secrets.token_hex(4)), group)
+            except (InvalidArgument, OSError):
+                fresh = cls(None, group)
             reason = str(error).removeprefix("--run-dir: ")
             logger.warning("%s; shmserve.client must be told %s", reason, fresh.path)
             return fresh

@@ -42,9 +42,10 @@ class LocalClient:
     """A program that has connected; `welcomed` once it has said hello, by which it has a number."""
 
     number: int
+    pid: int  # 0 where it cannot be seen from here
     uid: int
     link: socket.socket
-    process: int  # a pidfd, or -1 where the process cannot be seen from here
+    process: int  # a pidfd, or -1
     welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
@@ -114,7 +115,7 @@ class LocalClientConnections:
             except OSError:  # gone already, or no descriptor left
                 fd_passing.disconnect(link)
                 continue
-            client = LocalClient(next(self._numbers), uid, link, process)
+            client = LocalClient(next(self._numbers), pid, uid, link, process)
             self._clients[client.number] = client
             self._loop.add_reader(link.fileno(), self._read, client)
             if process >= 0:

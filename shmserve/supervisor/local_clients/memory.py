@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,19 +16,23 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.memory.posix_shm import SharedObject, described
+from shmserve.ipc.messages.events import RegionUnregistered
 from shmserve.ipc.messages.local_clients import ShareDeviceMemory
-from shmserve.ipc.messages.memory import MemoryDropped
+from shmserve.ipc.messages.memory import MemoryDropped, RegionDrained, RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
 from shmserve.supervisor.local_clients import fd_passing
+from shmserve.supervisor.local_clients.connections import LocalClient
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
+from shmserve.supervisor.regions.registry import Processes
 
 
 @dataclass(slots=True, eq=False)
 class LocalMemory:
-    """Regions without a name, by memory id: each is its client's alone until it is released or the
-    client disconnects, and unknown to gateways. `tell_workers` reaches every worker.
+    """Regions by memory id: each is its client's alone until it is released or the client
+    disconnects, which workers are told. Gateways list them, under names that no request can use;
+    `publish_event` is for subscribers of events.
 
     What shares returns the memory as clients and workers name it, and raises ShmserveError, with
     nothing kept, for what cannot be.
@@ -36,29 +40,42 @@ class LocalMemory:
 
     _capabilities: Capabilities
     _opener: RegionOpener
-    _tell_workers: Callable[[Any], None]
+    _processes: Processes
+    _publish_event: Callable[[Any], None]
+    _names: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
     _serials: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._regions)
 
-    def share(self, number: int, uid: int, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
-        """A memfd of the local client `number`, of user `uid`; its descriptor is taken out of
-        `fds`."""
+    def all(self) -> list[OpenRegion]:
+        """Every one."""
+        return list(self._regions.values())
+
+    def published(self) -> Iterator[RegionPublished]:
+        """The messages that bring a new gateway up to date."""
+        for region in self._regions.values():
+            yield region.listed_only(0)
+
+    def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> list[Any]:
+        """A memfd of a client's; its descriptor is taken out of `fds`."""
         if len(fds) != 1:
             raise InvalidArgument("one descriptor must come with the memory to share")
         (fd,) = fds
+        number, uid = client.number, client.uid
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
         rest = (os.getpid(), fd, shared.inode, byte_size, True)
         memory_id = self._capabilities.memory_id(number, *rest, pin)
-        self._regions[memory_id] = self._opener.take_lent(
-            memory_id, shared, byte_size, Peer(uid), number, pin=pin
+        self._enter(
+            self._opener.take_lent(
+                *(self._name(client), memory_id, shared, byte_size, Peer(uid), number), pin=pin
+            )
         )
         fds.clear()
         return [memory_id, *rest, False, pin]
 
-    async def share_device(self, number: int, uid: int, asked: ShareDeviceMemory) -> list[Any]:
+    async def share_device(self, client: LocalClient, asked: ShareDeviceMemory) -> list[Any]:
         """Memory on a device, by its handle, which a worker looks at. A local client that leaves
         meanwhile is the caller's to look after."""
         handle = CudaHandle(asked.handle, asked.device_id, asked.device_uuid)
@@ -67,18 +84,31 @@ class LocalMemory:
         size = whole(asked.byte_size, "byte_size")
         if not size or handle.device < 0:
             raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+        number, uid = client.number, client.uid
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)
-        self._regions[memory_id] = await self._opener.take_lent_cuda(memory, Peer(uid), number)
+        name = self._name(client)
+        self._enter(await self._opener.take_lent_cuda(name, memory, Peer(uid), number))
         return [memory_id, size, handle.device, handle.raw, handle.uuid]
+
+    def _name(self, client: LocalClient) -> str:
+        return f"shmserve.client {client.pid}.{next(self._names)}"
+
+    def _enter(self, region: OpenRegion) -> None:
+        self._regions[region.memory_id] = region
+        self._publish_event(region.registered())
+        self._processes.broadcast(region.listed_only(0), "gateway")
 
     def release(self, number: int, memory_id: int = 0) -> None:
         """Close a memory that a local client needs no more, or (without `memory_id`) all of one
         that has disconnected."""
+        reason = "" if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lessor == number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
-                self._tell_workers(MemoryDropped(region.memory_id))
+                self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
+                self._processes.broadcast(RegionDrained(region.memory_id, 0), "gateway")
+                self._publish_event(RegionUnregistered(region.name, reason))
                 self._opener.close(region)
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class LocalClientServer:
                 try:
                     response = m.Answered(
                         number,
-                        {"memory": self._memory.share(client.number, client.uid, size, pin, fds)},
+                        {"memory": self._memory.share(client, size, pin, fds)},
                     )
                 except ShmserveError as error:
                     response = m.Refused(number, error.code, error.message)
@@ -150,7 +150,7 @@ class LocalClientServer:
     async def _share_device(self, client: LocalClient, request: ShareDeviceMemory) -> None:
         response: Any
         try:
-            memory = await self._memory.share_device(client.number, client.uid, request)
+            memory = await self._memory.share_device(client, request)
             if client.number not in self._connections:
                 self._memory.release(client.number)
             response = m.Answered(request.id, {"memory": memory})

@@ -24,6 +24,8 @@ from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.quota import PinnedQuota, RegionQuota
 from shmserve.supervisor.regions.region import ExporterWatch, OpenRegion
 
+LENT_KEY = "memfd"  # what listings show where a POSIX object has its key
+
 
 class RegionOpener:
     """Makes regions, and takes them back. Without a `handles` check there is no CUDA memory.
@@ -99,6 +101,7 @@ class RegionOpener:
 
     def take_lent(
         self,
+        name: str,
         memory_id: int,
         shared: posix_shm.SharedObject,
         byte_size: int,
@@ -107,10 +110,12 @@ class RegionOpener:
         *,
         pin: bool,
     ) -> OpenRegion:
-        """A sealed object of a local client's; its descriptor is the region's from then on."""
+        """A sealed object of a local client's, listed by this name; its descriptor is the region's
+        from then on."""
         self._refuse_if_disabled()
-        owner = ownership(peer, "memfd", shared.uid, shared.gid, shared.mode, self._policy.group)
-        region = OpenRegion("", "", memory_id, shared, 0, byte_size, owner, lessor=local_client)
+        owner = ownership(peer, LENT_KEY, shared.uid, shared.gid, shared.mode, self._policy.group)
+        region = OpenRegion(name, LENT_KEY, memory_id, shared, 0, byte_size, owner)
+        region.lessor = local_client
         self._pin(region, pin, copied=False)  # sealed, so it is mapped
         try:
             self._quota.enter(peer.uid, byte_size, shared.file)
@@ -119,7 +124,9 @@ class RegionOpener:
             raise
         return region
 
-    async def take_lent_cuda(self, memory: Memory, peer: Peer, local_client: int) -> OpenRegion:
+    async def take_lent_cuda(
+        self, name: str, memory: Memory, peer: Peer, local_client: int
+    ) -> OpenRegion:
         """A local client's device memory, once a worker has looked at it."""
         self._refuse_if_disabled()
         if self.handles is None:
@@ -133,7 +140,7 @@ class RegionOpener:
             raise
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         return OpenRegion(
-            "", "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
+            name, "", memory.id, None, 0, size, owner, lessor=local_client, cuda=memory.cuda
         )
 
     def _refuse_if_disabled(self) -> None:

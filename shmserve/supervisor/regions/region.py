@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shmserve.common.accelerators import CUDA_INVALID
 from shmserve.common.access.shm_access import Ownership
@@ -77,6 +77,10 @@ class OpenRegion:
         place = list(pack_place(Place(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
         return RegionPublished(self.name, self.key, place, owner.uid, owner.group, acknowledge)
+
+    def listed_only(self, acknowledge: int) -> RegionPublished:
+        """The message to gateways of one whose name no request may use."""
+        return replace(self.published(acknowledge), draining=True)
 
     def _memory(self) -> Memory:
         shared, end = self.shared, self.offset + self.byte_size

@@ -23,7 +23,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -77,7 +77,7 @@ class DrainingRegions:
         them."""
         for region in self._regions.values():
             if region.listed:
-                yield _draining(region, 0)
+                yield region.listed_only(0)
 
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region from every gateway; returns when none accepts its name any more."""
@@ -89,7 +89,7 @@ class DrainingRegions:
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.listed = True
-            await self._processes.publish(partial(_draining, region), "gateway")
+            await self._processes.publish(region.listed_only, "gateway")
 
     def released(self, pid: int, memory_id: int) -> None:
         """Note that no request of gateway `pid` uses the region any more."""
@@ -119,10 +119,6 @@ class DrainingRegions:
         for region in self._regions.values():
             self._opener.close(region)
         self._regions.clear()
-
-
-def _draining(region: OpenRegion, acknowledge: int) -> RegionPublished:
-    return replace(region.published(acknowledge), draining=True)
 
 
 logger = logging.getLogger(__name__)

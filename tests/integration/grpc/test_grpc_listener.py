@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.server
+import json
 import shutil
 import signal
 import socket
@@ -19,6 +21,8 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from shmserve.cli import client
+from shmserve.ipc import endpoints
 from tests.support import repositories
 from tests.support.servers import Server, refuses, run_command, running, title
 from tests.support.waiting import until
@@ -107,6 +111,53 @@ def test_mutual_tls(mutual: Server, keys: Path) -> None:
         with pytest.raises(grpc.RpcError):
             ask(mutual, nobody)
     assert is_right(ask(mutual, credentials(keys, "client")))
+
+
+def test_the_shells_client_with_tls(
+    mutual: Server, keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, root = f"--url=grpcs://localhost:{mutual.grpc_port}", f"--root-cert={keys}/ca.pem"
+    certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
+    assert client.run(["ready", url, root, *certificate]) == 0
+    assert capsys.readouterr().out == '{"ready": true}\n'
+    # Without --url it finds where the server listens; here only gRPC is left.
+    endpoints.addresses(mutual.run_dir).write_text(f"grpcs://localhost:{mutual.grpc_port}\n")
+    run_dir = f"--run-dir={mutual.run_dir}"
+    assert client.run(["config", "simple", run_dir, root, *certificate]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "simple"
+    assert client.run(["ready", url, root]) == 1
+    assert f"ready: {url.removeprefix('--url=')}: " in capsys.readouterr().err
+
+
+def test_the_shells_client_with_https(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As through a proxy that ends TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(keys / "ca.pem"))
+    context.load_cert_chain(keys / "server.pem", keys / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+    with http.server.HTTPServer(("127.0.0.1", 0), Ready) as proxy:
+        proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url, root = f"--url=https://localhost:{proxy.server_port}", f"--root-cert={keys}/ca.pem"
+        certificate = (f"--client-cert={keys}/client.pem", f"--client-key={keys}/client.key")
+        statuses = [
+            client.run(["ready", url, *files])
+            for files in ((root, *certificate), (root,), certificate)
+        ]
+        proxy.shutdown()
+        thread.join()
+    assert statuses == [0, 1, 1]
+
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    """A server that is ready."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
 
 
 def test_tritons_client_with_tls(mutual: Server, keys: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shmserve.cli import client
 from tests.support import repositories
 from tests.support.servers import Server, run_command, running
 from tests.support.users import ALICE, FRIENDS, as_user, needs_users
@@ -87,6 +88,19 @@ def test_without_a_token_there_is_only_health(http: Http) -> None:
             assert reply.status == 401
             assert reply.headers["WWW-Authenticate"] == "Bearer"
             assert "token" in reply.error
+
+
+def test_the_shells_client_shows_a_token_and_a_header(
+    guarded: Server, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token, header = f"--token-file={folder / 'tokens'}", "--header=admin-key: let-me"
+    here = f"--run-dir={guarded.run_dir}"  # of which HTTP is known, too
+    assert client.run(["config", "identity", here, token, header]) == 0
+    assert '"name": "identity"' in capsys.readouterr().out
+    for shown, text in (((header,), "needs a token"), ((token,), "expecting header 'admin-key'")):
+        assert client.run(["config", "identity", here, *shown]) == 1
+        assert f"http://0.0.0.0:{guarded.http_port}: " in (told := capsys.readouterr().err)
+        assert text in told
 
 
 def test_a_token_opens_its_scopes(http: Http) -> None:

@@ -4,6 +4,7 @@ verbs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -14,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmserve.cli import client
 from tests.support import repositories
+from tests.support.regions import SharedObject
 from tests.support.servers import Server, hold_ports, port_of, run_command, running
+from tests.support.wire.raw_http import Http
 
 
 @pytest.mark.parametrize(
@@ -205,11 +209,12 @@ def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> Non
 def every_door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server with all the ways to it, and the flag for each."""
     folder = tmp_path_factory.mktemp("doors")
+    flags = ("--model-control-mode=explicit", "--load-model=*")
     repositories.add(folder, "completed", "text")
     repositories.add_identity(folder, "halves", "BF16", [-1])
     with tempfile.TemporaryDirectory(prefix="sd-") as sockets:
         path = f"{sockets}/http"
-        with running(folder, f"--http-unix-socket={path}", grpc=True) as server:
+        with running(folder, *flags, f"--http-unix-socket={path}", grpc=True) as server:
             yield {
                 "native": f"--run-dir={server.run_dir}",
                 "http": f"--url=http://{server.url}",
@@ -260,6 +265,58 @@ def test_client_infer_that_is_refused(every_door: dict[str, str], door: str) -> 
         assert told in done.stderr and done.stderr.count("\n") == 1
 
 
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[Any], str]:
+    """What `shmserve client` returns and prints, to stdout and stderr."""
+    status = client.run(arguments)
+    shown = capsys.readouterr()
+    return status, [json.loads(line) for line in shown.out.splitlines()], shown.err
+
+
+def test_client_verbs(every_door: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They do and print the same by every door, with the flags before the verb or after it."""
+    printed = []
+    for there in every_door.values():
+        assert ask(capsys, there, "unload", "halves") == (0, [], "")
+        status, _, text = ask(capsys, "ready", "halves", there)
+        assert status == 1 and "not ready" in text and text.count("\n") == 1
+        assert ask(capsys, "load", there, "halves") == (0, [], "")
+        for arguments in (("ready",), ("ready", "halves")):
+            assert ask(capsys, *arguments, there) == (0, [{"ready": True}], "")
+        _, found, _ = ask(capsys, "models", there)
+        assert [row["name"] for row in found] == ["completed", "halves", "text"]
+        _, (config,), _ = ask(capsys, "config", "halves", there)
+        _, every, _ = ask(capsys, there, "stats")
+        _, (stats,), _ = ask(capsys, there, "stats", "halves", "--model-version=1")
+        assert [row["name"] for row in every] == ["completed", "halves", "text"]
+        assert stats["inference_count"] == 0 and every[1].keys() == stats.keys()
+        with SharedObject(4096) as made:
+            url = every_door["http"].removeprefix("--url=http://127.0.0.1:")
+            with contextlib.closing(Http(int(url))) as http:
+                http.register("r", made.key, 4096).ok()
+                _, regions, _ = ask(capsys, "regions", there)
+                http.unregister("r").ok()
+        (region,) = [row for row in regions if row["name"] == "r"]
+        assert region.pop("key").startswith("/")
+        assert region == {"name": "r", "offset": 0, "byte_size": 4096}
+        printed.append((found, config, stats))
+    for each in printed[1:]:
+        assert each == printed[0]
+
+
+def test_client_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No verb asks whoever listens at the usual port."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for verb in (("infer", "m", "--input=X=1"), ("models",)):
+        assert ask(capsys, *verb) == (
+            1,
+            [],
+            f"shmserve client {verb[0]}: no server of this user's runs: there is no run directory "
+            f"{tmp_path}/shmserve\n",
+        )
+
+
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
@@ -298,5 +355,5 @@ def test_client_infer_without_a_server(scheme: str) -> None:
         url = f"{scheme}://127.0.0.1:{port_of(held)}"
         done = run_command("client", "infer", "simple", "--input", "INPUT0=1", "--url", url)
     assert done.returncode == 1
-    assert "no answer from 127.0.0.1" in done.stderr
+    assert f": {url}: no answer: " in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

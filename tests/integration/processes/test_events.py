@@ -17,11 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
+import shmserve.client
 from shmserve.client.events import EventReader
 from shmserve.ipc.messages import events as m
 from tests.support import repositories
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, run_command, running, stopped
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,32 @@ def test_regions(server: Server, events: EventReader) -> None:
         assert m.RegionUnregistered("a", "") in heard(
             events, lambda e: isinstance(e, m.RegionUnregistered)
         )
+
+
+def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
+    """It is told, listed and counted as regions are, and cannot be named by a request."""
+    name = f"shmserve.client {os.getpid()}."
+    with shmserve.client.connect(server.run_dir) as program, server.http() as http:
+        kept = program.allocate({"x": ((16,), "INT32")})
+        *_, shared = heard(events, lambda e: isinstance(e, m.RegionRegistered))
+        assert shared.name.startswith(name)
+        assert kept and (shared.key, shared.offset, shared.uid) == ("memfd", 0, os.getuid())
+        row = {field: getattr(shared, field) for field in ("name", "key", "offset", "byte_size")}
+        status = "/v2/systemsharedmemory/status"  # of a gateway, which is told a moment later
+        until("it is listed", lambda: http.get(status).ok().json() == [row])
+        assert server.metric("shmserve_shm_unnamed_regions") == 1
+        assert server.metric("shmserve_shm_unnamed_region_bytes") == shared.byte_size
+        assert server.metric("shmserve_shm_regions") == 0
+        listed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
+        assert f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in listed
+        placed = {"shared_memory_region": shared.name, "shared_memory_byte_size": 64}
+        tensor = {"datatype": "INT32", "shape": [1, 16], "parameters": placed}
+        inputs = [{"name": each, **tensor} for each in ("INPUT0", "INPUT1")]
+        refused = http.infer("simple", {"inputs": inputs})
+        assert "Unable to find shared memory region" in refused.error
+    *_, gone = heard(events, lambda e: isinstance(e, m.RegionUnregistered))
+    assert gone == m.RegionUnregistered(shared.name, "its program has disconnected")
+    until("it is gone", lambda: server.metric("shmserve_shm_unnamed_regions") == 0)
 
 
 def test_a_region_that_a_worker_died_of(server: Server, events: EventReader) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -196,9 +195,11 @@ def server() -> Iterator[HTTPServer]:
 
 
 def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser(prog="shmserve client")
-    client.add_arguments(parser)
-    return client.run(parser.parse_args(["infer", *arguments]))
+    """The exit status."""
+    try:
+        return client.run(["infer", *arguments])
+    except SystemExit as exit_:
+        return cast("int", exit_.code)
 
 
 def url(server: HTTPServer) -> str:
@@ -246,8 +247,17 @@ def test_every_option_is_sent(server: HTTPServer, capsys: pytest.CaptureFixture[
         (["m", "--input=X=@/dev/none"], 2, "input 'X': cannot read /dev/none"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url takes"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url takes"),
-        (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
-        (["m", "--input=X=1", "--url=unix:/nowhere"], 1, "no answer from /nowhere: No such file"),
+        (["m", "--input=X=1", "--url=127.0.0.1:1"], 1, "infer: http://127.0.0.1:1: no answer: Con"),
+        (["m", "--input=X=1", "--url=unix:/nowhere"], 1, "unix:/nowhere: no answer: No such file"),
+        (["m", "--input=X=1", "--header=x"], 2, "--header takes NAME:VALUE, not 'x'"),
+        (["m", "--input=X=1", "--client-key=x"], 2, "--client-cert and --client-key go together"),
+        (["m", "--input=X=1", "--token-file=/dev/null"], 2, "'/dev/null' has no token"),
+        (["m", "--input=X=1", "--token-file=/"], 2, "cannot read '/': Is a directory"),
+        (
+            ["m", "--input=X=1", "--url=https://x", "--root-cert=/dev/null"],
+            2,
+            "--root-cert: cannot",
+        ),
         (["m", "--input=X=1", "--url=x", "--run-dir=y"], 2, "not allowed with argument --url"),
         (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty or too long"),
         (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
@@ -264,10 +274,7 @@ def test_what_is_wrong_is_one_line(
     text: str,
 ) -> None:
     known = [] if any(text.startswith("--url") for text in arguments) else [url(server)]
-    try:
-        found: int | str | None = run(arguments[0], *known, *arguments[1:])
-    except SystemExit as exit_:
-        found = exit_.code
+    found = run(arguments[0], *known, *arguments[1:])
     shown = capsys.readouterr()
     assert (found, shown.out) == (status, "")
     assert text in shown.err

@@ -11,7 +11,6 @@ import gc
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -47,6 +46,7 @@ from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.workers.backends.pytorch import PytorchBackend
 from tests.rigs.fake_cuda import FakeCuda, FakeDevice, FakeExporting
+from tests.rigs.process_rig import ToldProcesses
 from tests.rigs.worker_rig import Rig, inference, model_config, rig, tensor, tensor_config
 from tests.support.waiting import until
 
@@ -66,7 +66,8 @@ class SupervisorContext:
         self.worker = worker
         self._cuda = cuda
         self._devices = devices
-        self.dropped: deque[int] = deque()
+        self.processes = ToldProcesses()
+        self.events: list[Any] = []
         self.looking = False  # whether a worker looks at handles
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -87,7 +88,7 @@ class SupervisorContext:
 
         handles = HandleCheck(self._devices, lambda _: [1] if self.looking else [], look)
         opener = RegionOpener(POLICY, handles if self._devices else None)
-        self.registry = registry = LocalMemory(SEALS, opener, self._tell_workers)
+        self.registry = registry = LocalMemory(SEALS, opener, self.processes, self.events.append)
 
         def models() -> Iterator[Any]:
             endpoint = endpoints.scheduler(self.folder, 1)
@@ -101,9 +102,6 @@ class SupervisorContext:
         await self._over.wait()
         local_clients.close()
         registry.close()
-
-    def _tell_workers(self, message: MemoryDropped) -> None:
-        self.dropped.append(message.memory_id)
 
     def serve(self, answered: Callable[[], bool]) -> None:
         """Be scheduler and worker until something has happened."""
@@ -125,8 +123,9 @@ class SupervisorContext:
 
     def drop(self) -> None:
         """Take the news that a worker gets from the supervisor."""
-        while self.dropped:
-            self.worker.context.mappings.drop(self.dropped.popleft())
+        while self.processes.workers:
+            dropped: MemoryDropped = self.processes.workers.pop(0)
+            self.worker.context.mappings.drop(dropped.memory_id)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
@@ -275,7 +274,7 @@ def test_after_its_release_it_raises_and_is_freed_with_the_last_tensor(
     del kept
     client._session.memories.settle()
     assert not exporting.allocated
-    until("workers are told", lambda: bool(host.dropped))
+    until("workers are told", lambda: bool(host.processes.workers))
 
 
 def test_the_end_of_the_connection_ends_it_in_the_workers(
@@ -292,7 +291,7 @@ def test_the_end_of_the_connection_ends_it_in_the_workers(
     client.close()
     with pytest.raises(shmserve.client.Released, match="closed"):
         region.view("x")
-    until("workers are told", lambda: bool(host.dropped))
+    until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run: nobody would close the handle.
@@ -339,7 +338,7 @@ def test_pinned_host_memory(
         forged = dataclasses.replace(region.place("x").memory, pinned=False)
         with pytest.raises(InvalidArgument, match="has not shared"):
             host.listener._rules._check_owner(FIRST, Place(forged, 0, 16))
-    until("workers are told", lambda: bool(host.dropped))
+    until("workers are told", lambda: bool(host.processes.workers))
     host.drop()
     assert not cuda.pinned
     client.allocate(TENSORS, pin=True)

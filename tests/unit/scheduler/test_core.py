@@ -226,6 +226,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     ]
 
 
+def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(max_queue_size=4)
+    for wait_s, refused in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):
+        rig.pass_time(wait_s * 1_000 * MS)
+        rig.submit((0 if caplog.messages else 4) + refused)
+    rig.submit(1)
+    rig.supervisor(Stop())
+    assert caplog.messages == [
+        f"model 'm' is overloaded: its queue is full, and refused {count} more requests"
+        for count in (2, 3, 1, 1)
+    ]
+
+
 def test_a_number_that_is_in_use_is_dropped_and_others_may_use_it() -> None:
     rig = Rig()
     (number,) = rig.submit()

@@ -28,6 +28,7 @@ from shmserve.supervisor.local_clients.server import LocalClientServer, _for_loc
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
 from tests.rigs.local_clients import memfd
+from tests.rigs.process_rig import ToldProcesses
 
 PLACES = 8
 POLICY = ShmPolicy(None, NO_GROUP, 8, 4, 1 << 30, 1 << 30, 1 << 20, "warn")
@@ -79,7 +80,7 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
     async def serve() -> None:
         left = asyncio.Event()
         capabilities = Capabilities(bytes(32))
-        registry = LocalMemory(capabilities, RegionOpener(POLICY), lambda message: None)
+        registry = LocalMemory(capabilities, RegionOpener(POLICY), ToldProcesses(), print)
 
         def gone(number: int) -> None:
             registry.release(number)

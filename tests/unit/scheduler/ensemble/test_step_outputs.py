@@ -170,5 +170,5 @@ def test_an_output_without_room_for_its_copy_fails_its_request() -> None:
     elsewhere = Elsewhere(b"abcd" * 5000)
     rig.step_says("a", m.Finished(rig.runs()["a"], elsewhere.body))
     assert rig.sent(m.Release) == [("a", elsewhere.release)]
-    assert failed(rig).code == "UNAVAILABLE"
+    assert failed(rig).code == "INVALID_ARG"
     assert rig.memory.used == 0

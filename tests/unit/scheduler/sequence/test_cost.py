@@ -13,7 +13,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from tests.rigs.sequence_rig import START, SequenceRig
 
-FEW, MANY = 200, 10_000
+FEW, MANY = 200, 4_000
 
 
 def operations(work: Callable[[], None]) -> int:

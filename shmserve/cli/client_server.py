@@ -1,0 +1,117 @@
+"""The server that `shmserve client` talks to: the flags that name it, and the way there."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from shmserve.cli.client_tensors import WrongInput
+from shmserve.cli.transports import AdminTransport, Credentials, Transport
+from shmserve.cli.transports.http import HttpTransport
+from shmserve.client.server import discovery
+from shmserve.errors import Unavailable, refused
+
+_USUAL_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
+_FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a server, and say who asks."""
+    server = parser.add_argument_group("the server")
+    where = server.add_mutually_exclusive_group()
+    where.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="the run directory of a server on this host [that of this user's server]",
+    )
+    where.add_argument("--url", help=_FORMS)
+    server.add_argument(
+        "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
+    )
+    server.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        dest="headers",
+        metavar="NAME:VALUE",
+        help="a header of HTTP, or metadata of gRPC (repeatable)",
+    )
+    server.add_argument(
+        "--root-cert",
+        metavar="FILE",
+        help="the certificates, PEM, that may have signed the server's [this host's]",
+    )
+    server.add_argument("--client-cert", metavar="FILE", help="a certificate to show, PEM")
+    server.add_argument("--client-key", metavar="FILE", help="its private key, PEM")
+
+
+def transport(args: argparse.Namespace) -> Transport:
+    """The way for inferences: without a URL, and headers to send, memory that is shared."""
+    if args.url or args.headers:
+        return admin_transport(args)
+    from shmserve.cli.transports.native import NativeTransport
+
+    return NativeTransport(discovery.find(args.run_dir))
+
+
+def admin_transport(args: argparse.Namespace) -> AdminTransport:
+    """The way for every request. Raises WrongInput, or Disconnected where no server is found."""
+    credentials = _credentials(args)
+    if args.url:
+        return _transport_at(args.url, credentials)
+    run_dir = discovery.find(args.run_dir)
+    for url in discovery.addresses(run_dir):
+        return _transport_at(url, credentials)
+    raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
+
+
+def _credentials(args: argparse.Namespace) -> Credentials:
+    headers = []
+    for text in args.headers:
+        name, colon, value = text.partition(":")
+        if not (name.strip() and colon):
+            raise WrongInput(f"--header takes NAME:VALUE, not '{text}'")
+        headers.append((name.strip(), value.strip()))
+    if args.token_file:
+        headers.append(("Authorization", f"Bearer {_token(args.token_file)}"))
+    if bool(args.client_cert) != bool(args.client_key):
+        raise WrongInput("--client-cert and --client-key go together")
+    return Credentials(headers, args.root_cert, args.client_cert, args.client_key)
+
+
+def _token(path: str) -> str:
+    """The first token of a file; the server's own will do."""
+    with refused(f"--token-file: cannot read '{path}'", "not text"):
+        lines = Path(path).read_text().splitlines()
+    for words in (line.partition("#")[0].split() for line in lines):
+        if words:
+            return words[0]
+    raise WrongInput(f"--token-file: '{path}' has no token")
+
+
+def _transport_at(url: str, credentials: Credentials) -> AdminTransport:
+    try:
+        if url.startswith("unix:"):
+            path = url.removeprefix("unix:").replace("///", "/", 1)
+            return HttpTransport("unix:" + path, credentials, unix_socket=path)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
+            host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+            target = f"{host}:{parts.port or _USUAL_PORTS[parts.scheme]}"
+            where, tls = f"{parts.scheme}://{target}", parts.scheme.endswith("s")
+            if parts.scheme.startswith("http"):
+                return HttpTransport(where, credentials, target, tls=tls)
+            return _grpc_transport(where, credentials, target, tls)
+    except ValueError:
+        pass
+    raise WrongInput(f"--url takes {_FORMS}, not '{url}'")
+
+
+def _grpc_transport(where: str, credentials: Credentials, target: str, tls: bool) -> AdminTransport:
+    if importlib.util.find_spec("grpc") is None:
+        raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
+    from shmserve.cli.transports.grpc import GrpcTransport
+
+    return GrpcTransport(where, credentials, target, tls=tls)
