@@ -98,8 +98,8 @@ def train(tokens: torch.Tensor, size: Size, seconds: float, label: str) -> Llama
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        _progress(label, done, float(loss))
-    _progress(label, 1.0, float(loss))
+        _progress(label, done, float(loss.detach()))
+    _progress(label, 1.0, float(loss.detach()))
     print(file=sys.stderr)
     return model.eval()
 

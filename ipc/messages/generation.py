@@ -22,12 +22,13 @@ from shmserve.ipc.transport.records import record
 class Resumed:
     """A sample of a request as another instance has left it: the `tokens` that it had generated
     (int32, little endian), how many characters of their text were `told` to the client, and why it
-    has ended, if it has."""
+    has ended, if it has; `closed`: that was told, too."""
 
     sample: int
     tokens: bytes
     told: int
     over: str = ""
+    closed: bool = False
 
 
 @message
@@ -130,9 +131,10 @@ class RowResult:
 
 @message
 class Stepped:
-    """A step is done, with a result for each row that samples. Its time in ns by part: tables and
-    copies (`gather`), `forward`, `sample`, and within these what the drafts took (`draft`); and
-    what went on beside the steps since the last one (`text`)."""
+    """A step is done, with a result for each row that samples, but for the sequences that are
+    `lost`: nothing was computed of these, since their requests have ended. Its time in ns by part:
+    tables and copies (`gather`), `forward`, `sample`, and within these what the drafts took
+    (`draft`); and what went on beside the steps since the last one (`text`)."""
 
     step: int
     results: list[RowResult]
@@ -141,15 +143,18 @@ class Stepped:
     sample_ns: int
     draft_ns: int = 0
     text_ns: int = 0
+    lost: list[int] = field(default_factory=list)
 
 
 @message
 class Told:
-    """Another response has left: so many characters of this sample's text are told by now."""
+    """Another response has left: so many characters of this sample's text are told by now, and,
+    where it is `closed`, its end."""
 
     key: int
     sample: int
     characters: int
+    closed: bool = False
 
 
 @message

@@ -224,7 +224,7 @@ class Client(Process):
 
     def read_soon(self, pending: ClientRequest, message: Response) -> None:
         """Read a response after a while."""
-        if isinstance(message, m.Failed):
+        if isinstance(message, m.Failed) or pending.request.unread:
             return
         if self._slow:
             wait_ns = self.world.between(100 * US, 40 * MS)

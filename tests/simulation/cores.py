@@ -38,6 +38,13 @@ _KEPT = {
     "Pool.free": 64,
     "SequenceDispatch._slots": 64,
     "Executions._early": 64,
+    "GenerativeDispatch._engines": 64,
+    "BlockPool.references": 1 << 10,
+    "BlockPool._lengths": 1 << 10,
+    "BlockPool._starts": 1 << 10,
+    "BlockPool._keys": 1 << 10,
+    "BlockPool._by_key": 1 << 10,
+    "BlockPool._cached": 1 << 10,
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,
     "Targets._latest": 10,
@@ -49,7 +56,7 @@ _KEPT = {
 _WALKED = ("shmserve.scheduler", "shmserve.ipc.memory.lent", "shmserve.ipc.inflight")
 # Rooms whose objects hold nothing of requests, and classes that have a bound of their own, or of
 # which there is one a graph.
-_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports")
+_SKIPPED = ("statistics", "settings", "adaptive", "estimates", "reports", "pace")
 _STATIC = ("LruCache", "Graph", "Plan", "Target", "Signature")
 
 
@@ -96,6 +103,12 @@ class Scheduler:
         """The number of its instances in each state."""
         found: dict[str, int] = self._core.gauges()["instances"]
         return found
+
+    @property
+    def used_blocks(self) -> int:
+        """The blocks of its engines that sequences have, those of the host among them."""
+        blocks = self._core.gauges().get("generation", {}).get("blocks", {})
+        return int(blocks.get("used", 0) + blocks.get("host", 0))
 
 
 class _Held:

@@ -7,6 +7,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from shmserve.ipc.engine_settings import (
+    GENERATIVE,
+    PARAMETER,
+    POLICIES,
+    PREEMPTION,
+    EngineSettings,
+)
 from shmserve.ipc.messages.start import SchedulingLimits
 from tests.simulation.models import GO, IN, IN2, OUT, WHO, Model, joined
 
@@ -185,6 +192,37 @@ def _limited(random: Random, name: str) -> Model:
     model.config["instance_group"] = [{"kind": "KIND_CPU", "rate_limiter": limiter}]
     model.limits = replace(model.limits, rate_limited=True)
     return model
+
+
+def generative(random: Random, name: str) -> Model:
+    """A model that generates text."""
+    speculation = {"enabled": True, "adaptive_length": random.random() < 0.5}
+    block_size = random.choice((1, 4))
+    settings = {
+        "block_size": block_size,
+        "kv_cache_blocks": random.choice((80, 120, 200)) // block_size,
+        "swap_blocks": random.choice((0, 30, 200)) // block_size,
+        "max_batch_size": random.choice((4, 8)),
+        "max_tokens_per_batch": random.choice((10, 64)),
+        "prefill_chunk_size": random.choice((3, 16, 32)),
+        "max_waiting_requests": random.choice((5, 20, 500)),
+        "scheduling_policy": random.choice(POLICIES),
+        "preemption_mode": random.choice(PREEMPTION),
+        "enable_preemption": random.random() < 0.9,
+        "enable_prefix_caching": random.random() < 0.8,
+        "speculative_decoding": speculation if random.random() < 0.3 else {},
+    }
+    more: dict[str, Any] = {
+        "backend": GENERATIVE,
+        "model_transaction_policy": {"decoupled": True},
+        "parameters": {PARAMETER: {"string_value": EngineSettings.of(settings).text}},
+    }
+    behaviour = {
+        **_behaviour(random),
+        "large": False,
+        "compute_us": (20, random.choice((100, 900))),
+    }
+    return Model(name, _config(name, 0, **more), _limits(random), **behaviour)
 
 
 def _step(random: Random, name: str) -> Model:

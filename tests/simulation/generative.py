@@ -298,6 +298,7 @@ class Schedule:
             [draw.randint(1, VOCABULARY) for _ in range(30)] for _ in range(draw.randint(1, 3))
         ]
         self._samples: dict[int, set[int]] = {}  # that are to end, by the key of their request
+        self._stopped: set[tuple[int, int]] = set()
 
     def run(self, requests: int = 60) -> None:
         """Let so many requests come, and look at what became of each. Raises AssertionError."""
@@ -314,6 +315,7 @@ class Schedule:
         rig.emptied()
         for key, samples in self._samples.items():
             rig.verify(rig.generations[key], samples)
+        self._verify_stopped()
 
     def _come(self) -> None:
         draw = self._draw
@@ -353,9 +355,16 @@ class Schedule:
             return
         self.rig.engine.stopped(sequence.number)
         self._samples[generation.key].discard(sequence.sample)
-        tokens, why = self.rig.ended[generation.key, sequence.sample]
-        wanted, _ = alone(generation.prompt, sequence.sample, generation.max_tokens)
-        assert (tokens, why) == (wanted[: len(tokens)], "stop")
+        self._stopped.add((generation.key, sequence.sample))
+
+    def _verify_stopped(self) -> None:
+        """What has ended by its text has the tokens that were sampled by then."""
+        for key, sample in self._stopped & self.rig.ended.keys():
+            generation = self.rig.generations[key]
+            tokens, why = self.rig.ended[key, sample]
+            wanted, over = alone(generation.prompt, sample, generation.max_tokens)
+            assert tokens == wanted[: len(tokens)]
+            assert why == "stop" or (tokens, why) == (wanted, over)
 
     def _move(self, sequence: Sequence[None]) -> None:
         """Its request goes on, with the tokens that it has, as one of an instance that died."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from shmserve.ipc.engine_settings import GENERATIVE
 from shmserve.ipc.messages.start import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.padding import Padding
@@ -65,6 +66,11 @@ class Model:
     def iterative(self) -> bool:
         """Whether each of its requests is a sequence, which it asks for again and again."""
         return bool((self.config.get("sequence_batching") or {}).get("iterative_sequence"))
+
+    @property
+    def generative(self) -> bool:
+        """Whether it generates text."""
+        return bool(self.config.get("backend") == GENERATIVE)
 
     @staticmethod
     def rounds(content: bytes) -> int:

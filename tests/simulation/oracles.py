@@ -13,11 +13,15 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.inflight import ENDED, stopping
+from shmserve.ipc.messages import generation
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.transport.router import first_number
 from shmserve.scheduler.settings import Settings
+from tests.simulation import texts
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
+
+_MOST_BEGINNINGS = 3  # of a text, whose workers die
 
 
 @dataclass(eq=False)
@@ -25,7 +29,8 @@ class Request:
     """A request as its client knows it. `content` is its input; of a sequence, it is number `step`,
     behind those `before` it. `ending`: the message that it ended with; `freed`: nobody may read its
     input any more. `expected` of a decoupled model: how many `responses` it is to have, where one
-    of them has said so."""
+    of them has said so. `unread`: its client takes no responses of it. `heard`: see
+    `texts.problem`."""
 
     uid: str
     model: Model
@@ -39,6 +44,8 @@ class Request:
     freed: bool = False
     responses: int = 0
     expected: int = 0
+    unread: bool = False
+    heard: set[tuple[int, int]] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
     client: Any = None
 
@@ -61,6 +68,12 @@ class Request:
     def made_of(self, made: bytes, number: int) -> bytes:
         """What the response with this number must be made of, if it is `made` of that; raises
         Violation for a state that its sequence cannot have."""
+        if self.model.generative:
+            packed = made.rpartition(b"#")[2]
+            problem = texts.problem(self.content, self.heard, packed)
+            if problem:
+                self.fail(problem)
+            return b"%s#%s" % (self.content, packed)
         if self.model.decoupled:
             which, _, count = made.rpartition(b"#")[2].partition(b"/")
             if self.model.steps:  # whose further steps overtake one another
@@ -119,6 +132,7 @@ class Ledger:
             kind = message.code
             if request.model.steps and kind == InvalidArgument.code:
                 request.fail(f"told {message}, and its tensors are in order")
+            self._may_fail(request, message, kind)
             names = {request.model.name, *(step.name for step in request.model.steps)}
             text = message.message
             # A sequence's state ends with its scheduler: what goes on with it is refused there.
@@ -126,6 +140,16 @@ class Ledger:
             if (ENDED in text or refused) and not names & self.unloaded:
                 request.fail(f"told {message}, while another scheduler served each of its models")
         self.endings[kind] += 1
+
+    @staticmethod
+    def _may_fail(request: Request, message: Any, kind: str) -> None:
+        """Whether there is a reason for a text to have failed."""
+        if not request.model.generative:
+            return
+        if kind == InvalidArgument.code and texts.asked(request.content).fits:
+            request.fail(f"told {message}, and it fits")
+        if "no response" in message.message and not request.unread:
+            request.fail(f"told {message}, and its client takes them")
 
     def freed(self, request: Request) -> None:
         """Its memory is its client's again."""
@@ -137,6 +161,10 @@ class Ledger:
         """Decoupled models have given all responses to who has ended well."""
         for each in self.requests.values():
             well = isinstance(each.ending, m.Responded) and not each.ending.code
+            if well and each.model.generative and each.client.alive and not each.unread:
+                missing = texts.missing(each.content, each.heard)
+                if missing and not each.cancelled:
+                    each.fail(f"has not had {missing}")
             if well and not each.cancelled and each.responses < each.expected:
                 each.fail(f"has {each.responses} responses of {each.expected}")
 
@@ -179,6 +207,7 @@ class SchedulerTrace:
     batches: dict[tuple[bytes, int], m.Execute] = field(default_factory=dict)
     order: dict[bytes, list[Entry]] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)
+    steps: dict[bytes, int] = field(default_factory=dict)
     retiring: set[bytes] = field(default_factory=set)
     succeeded_by_another: bool = False
     counted: Counter[str] = field(default_factory=Counter)
@@ -227,6 +256,7 @@ class SchedulerTrace:
                 if running and entry is not None:
                     entry.died += 1
             running = False
+        self.steps.pop(peer, None)
         for entry in self.by_uid.values():
             if entry.at == peer:
                 entry.at = b""
@@ -272,6 +302,26 @@ class SchedulerTrace:
             self._fail(f"a batch begins with the shapes {shapes}")
         if units > max(1, self.model.batches):
             self._fail(f"a batch of {units} begins, of at most {self.model.batches}")
+
+    def prepares(self, peer: bytes, message: generation.Prepare) -> None:
+        """A text begins, or goes on, at an instance."""
+        (work,) = message.requests
+        entry = self.by_uid.get(_uid(work.client_pid, work))
+        if peer in self.retiring:
+            self._fail(f"{work.request_id} begins at {peer!r}, which is to retire")
+        if entry is None or entry.ended:
+            self._fail(f"request {work.request_id} begins, which nobody waits for")
+            return
+        self._may_begin(entry)
+        if entry.begun >= _MOST_BEGINNINGS:
+            self._fail(f"request {work.request_id} has ended {entry.begun} workers, and begins")
+        entry.begun += 1
+        entry.at = peer
+
+    def stepped(self, peer: bytes, message: generation.Stepped) -> None:
+        """A worker returns a step."""
+        if self.steps.pop(peer, 0) == message.step:
+            self.counted["executions"] += 1
 
     def _pads(self, batch: list[m.Submit]) -> None:
         """A batch whose requests are padded to the same length begins."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from shmserve.ipc.messages import generation, supervision
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages import supervision
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.scheduler.hosting.in_process import InProcessLinks
 from shmserve.scheduler.requests.request import NEVER
@@ -173,6 +173,10 @@ class SchedulerProcess(Process):
             self.trace.executes(peer, message)
             if self.model.limited:
                 self._check_limit()
+        elif isinstance(message, generation.Prepare):
+            self.trace.prepares(peer, message)
+        elif isinstance(message, generation.Step):
+            self.trace.steps[peer] = message.step
 
     def _check_limit(self) -> None:
         """All executions of limited models need the one resource that there is."""
@@ -204,6 +208,8 @@ class SchedulerProcess(Process):
             self.world.note(peer, "->", self.title, message)
             if isinstance(message, m.BatchFinished):
                 self.trace.returned(peer, message)
+            elif isinstance(message, generation.Stepped):
+                self.trace.stepped(peer, message)
             self.hosted.from_peer(peer, message, self.world.now_ns)
         self.turn()
 

@@ -33,6 +33,8 @@ class Simulation:
             draw.share_process(self.models)
         if seed % 3 == 0:
             draw.fix_sizes(self.models, _FIXED_SIZE)
+        if seed % 4 == 3:
+            self.models.append(draw.generative(self.world.random, "g"))
         self._requests = requests
         self._names = 0
         self._sequences = 0
@@ -111,6 +113,8 @@ class Simulation:
             shape_key=shape_key,
             **(self._own_sequence() if model.iterative else {}),
         )
+        if pending is not None and model.generative and random.random() < 0.03:
+            pending.request.unread = True
         if pending is not None and random.random() < 0.06:
             self.world.after(self.world.between(US, 10 * MS), client.cancel, pending)
 
@@ -292,6 +296,8 @@ class Simulation:
             for where, size, bound in cores.tables(scheduler.hosted):
                 if size > bound:
                     raise Violation(f"{scheduler} has {size} entries left in {where}")
+            if scheduler.hosted.used_blocks:
+                raise Violation(f"{scheduler} has {scheduler.hosted.used_blocks} blocks in use")
             idle = scheduler.hosted.instances.get("idle", 0)
             if not idle == sum(scheduler.hosted.instances.values()) == len(version.indices):
                 raise Violation(

@@ -12,6 +12,7 @@ from shmserve.supervisor.resources.rate_limiter import Needs
 from shmserve.supervisor.resources.tickets import Tickets
 from tests.simulation.client import Client
 from tests.simulation.ensemble import EnsembleProcess
+from tests.simulation.generator import Generator
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
 from tests.simulation.scheduler import Host, SchedulerProcess
@@ -388,7 +389,8 @@ class Supervisor(Process):
             return
         pid = self.world.new_pid(reuse=self.world.chance(0.5))
         model = version.model
-        worker = Worker(self.world, self._memory, model, version.number, index, pid)
+        kind = Generator if model.generative else Worker
+        worker = kind(self.world, self._memory, model, version.number, index, pid)
         version.workers[index] = worker
         self._connect(worker, worker.take)
         self.tell(version.scheduler, supervision.InstanceExpected(index, worker.pid))

@@ -22,10 +22,10 @@ from tests.simulation.models import Model, joined
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, SECOND, US, Link, Process, Violation, World
 
-_MOST_WAIT_NS = 30 * SECOND
+MOST_WAIT_NS = 30 * SECOND
 
 
-class _Stream:
+class Stream:
     """A request of a decoupled model that goes on after `execute`."""
 
     def __init__(self, work: m.Work, count: int) -> None:
@@ -56,12 +56,12 @@ class Worker(Process):
         self.arena = memory.arena(self, model.arena_byte_size)
         self._memory = memory
         self._inbox: deque[Any] = deque()
-        self._batches: deque[m.Execute] = deque()
-        self._running: m.Execute | None = None
+        self._batches: deque[Any] = deque()
+        self._running: Any = None
         self._began_ns = 0
         self._open: dict[int, m.Work] = {}
         self._cancelled: set[int] = set()
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._lent: dict[int, int] = {}  # offset -> who reads it
         self._dead: set[int] = set()
         self.slots: dict[int, bytes] = {}  # the states of sequences
@@ -229,7 +229,7 @@ class Worker(Process):
         number = self._advance(work, batch).count(b".") - 1
         try:
             rounds = self.model.rounds(self._input(work))
-            stream = _Stream(work, rounds)
+            stream = Stream(work, rounds)
             stream.sent, stream.left = number, rounds - number
             self._send(stream, final=False)
         except ShmserveError as error:
@@ -283,7 +283,7 @@ class Worker(Process):
             if self.model.errs and self.world.chance(self.model.errs):
                 replies.append(m.Reply(work.key, "INTERNAL", "the model failed", b""))
                 continue
-            self._streams[work.key] = _Stream(work, count)
+            self._streams[work.key] = Stream(work, count)
             self._emit_soon(work.key)
         return replies
 
@@ -292,7 +292,7 @@ class Worker(Process):
             stream = self._streams[key]
             self.world.after(self.world.between(5 * US, MS), self._emit, stream)
 
-    def _emit(self, stream: _Stream) -> None:
+    def _emit(self, stream: Stream) -> None:
         key = stream.work.key
         if not self.alive or self._streams.get(key) is not stream:
             return
@@ -303,12 +303,12 @@ class Worker(Process):
         if stream.left and not cancelled:
             if not stream.window.is_open:
                 stream.waits_since_ns = stream.waits_since_ns or self.world.now_ns
-                if self.world.now_ns - stream.waits_since_ns >= _MOST_WAIT_NS:
+                if self.world.now_ns - stream.waits_since_ns >= MOST_WAIT_NS:
                     raise Violation(
                         f"{self}: nobody reads the responses to {stream.work.request_id}"
                     )
                 else:
-                    self.world.after(_MOST_WAIT_NS, self._emit, stream)
+                    self.world.after(MOST_WAIT_NS, self._emit, stream)
                 return
             final = stream.left == 1 and self.world.chance(0.5)
             self._respond(stream, final)
@@ -316,12 +316,12 @@ class Worker(Process):
         else:
             self._end(stream, "")
 
-    def _respond(self, stream: _Stream, final: bool) -> None:
+    def _respond(self, stream: Stream, final: bool) -> None:
         if final:
             self._close(stream)
         self._send(stream, final)
 
-    def _send(self, stream: _Stream, final: bool) -> None:
+    def _send(self, stream: Stream, final: bool) -> None:
         stream.waits_since_ns = 0
         stream.left -= 1
         code = ""
@@ -335,17 +335,17 @@ class Worker(Process):
         stream.window.sent(len(body))
         self._post_response(stream, code, body, final)
 
-    def _end(self, stream: _Stream, code: str) -> None:
+    def _end(self, stream: Stream, code: str) -> None:
         self._close(stream)
         self._post_response(stream, code, b"", final=True)
 
-    def _close(self, stream: _Stream) -> None:
+    def _close(self, stream: Stream) -> None:
         key = stream.work.key
         del self._streams[key]
         self._open.pop(key, None)
         self._cancelled.discard(key)
 
-    def _post_response(self, stream: _Stream, code: str, body: bytes, final: bool) -> None:
+    def _post_response(self, stream: Stream, code: str, body: bytes, final: bool) -> None:
         assert self._up is not None
         now_ns = self.world.now_ns
         self._up.post(

@@ -100,12 +100,14 @@ class GenerativeWorker:
     def step(self, step: Step) -> Stepped:
         """Execute one, checking all that is read."""
         for begin in step.begin:
-            if begin.parent:
+            if begin.parent in self.known:
                 parent = self.known[begin.parent]
                 known = _Known(parent.slots[:], begin.key, begin.sample, parent.prompt)
                 known.table = parent.table[:]
                 if begin.token >= 0:
                     extend(known.slots, [begin.token])
+            elif begin.key not in self.prompts:
+                continue  # its request has ended
             else:
                 prompt = self.prompts[begin.key]
                 had = self.resumed.get((begin.key, begin.sample), array("i"))
@@ -118,11 +120,15 @@ class GenerativeWorker:
         for source, target in _pairs(step.within):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
+        lost = [row.sequence for row in step.rows if row.sequence not in self.known]
         for number in step.over:
             self.known.pop(number, None)
-        return Stepped(step.step, results, 0, 1_000_000 + 100_000 * len(step.rows), 0)
+        forward_ns = 1_000_000 + 100_000 * len(step.rows)
+        return Stepped(step.step, results, 0, forward_ns, 0, lost=lost)
 
     def _row(self, row: Row) -> list[RowResult]:
+        if row.sequence not in self.known:
+            return []
         known = self.known[row.sequence]
         known.table[row.keep :] = row.blocks
         assert row.count >= 1

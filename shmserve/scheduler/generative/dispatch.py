@@ -51,13 +51,13 @@ _MOST_DEATHS = 3  # of workers that had it: then it is the request that is faile
 
 @dataclass(slots=True, eq=False)
 class Ongoing:
-    """A request that was given to an instance, `slot`, if that lives. By sample: how many
-    characters were `told` to its client, and what is `over`, with why."""
+    """A request that was given to an instance, `slot`, if that lives. By sample: what its client
+    was `told` last, and what is `over`, with why."""
 
     request: ScheduledRequest
     slot: Slot | None = None
     generation: Generation[Ongoing] | None = None
-    told: dict[int, int] = field(default_factory=dict)
+    told: dict[int, Told] = field(default_factory=dict)
     over: dict[int, tuple[array[int], str]] = field(default_factory=dict)
 
     @property
@@ -74,8 +74,9 @@ class Ongoing:
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # its other samples had not begun
         return [
-            Resumed(sample, tokens.tobytes(), self.told.get(sample, 0), why)
+            Resumed(sample, tokens.tobytes(), told.characters, why, told.closed)
             for sample, (tokens, why) in samples.items()
+            for told in [self.told.get(sample, Told(0, sample, 0))]
         ]
 
 
@@ -151,12 +152,15 @@ class GenerativeDispatch(Dispatcher):
             ):
                 continue
             generation, slot = ongoing.generation, ongoing.slot
-            del self._ongoing[key]
             if slot is None:
                 self._homeless.remove(ongoing)
                 self._close(ongoing.request, now_ns)
             elif generation is not None and slot.peer in self._engines:
-                self._engines[slot.peer].cancel(generation)
+                engine = self._engines[slot.peer]
+                if engine.runs(generation):
+                    continue  # its last tokens are to be counted
+                engine.cancel(generation)
+            del self._ongoing[key]
 
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker has."""
@@ -198,7 +202,7 @@ class GenerativeDispatch(Dispatcher):
             case Told():
                 ongoing = self._ongoing.get(news.key)
                 if ongoing is not None and ongoing.slot is slot:
-                    ongoing.told[news.sample] = news.characters
+                    ongoing.told[news.sample] = news
             case Ended():
                 engine.stopped(news.sequence)
             case _:
@@ -272,9 +276,8 @@ class GenerativeDispatch(Dispatcher):
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
         generation.owner.over[sequence.sample] = (tokens, why)
-        if why in self._counts.finished:  # else its worker has failed it, and says so
-            self._counts.finished[why] += 1
-            self._counts.generation_tokens.observe(len(tokens))
+        self._counts.finished[why] += 1
+        self._counts.generation_tokens.observe(len(tokens))
 
     def _searched(self, generation: Generation[Ongoing], beams: Beams[Ongoing]) -> None:
         self._counts.generated += sum(len(each.tokens) for each in beams.found)

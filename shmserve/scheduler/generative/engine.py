@@ -19,7 +19,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.pace import Acceptance, StepTimes
+from shmserve.scheduler.generative.pace import CHUNK, Acceptance, StepTimes
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
 from shmserve.scheduler.generative.step_plan import Running, StepPlan
@@ -50,6 +50,10 @@ class Engine(Generic[T]):
         self._begin: list[Begin] = []
         self._over: list[int] = []
         self._steps = 0
+        # Prompts are cut at multiples of it, if a step has room for one beside all that decode.
+        room = self.settings.max_tokens_per_batch - self.settings.max_batch_size
+        room = min(room, self.settings.prefill_chunk_size, self.settings.max_prefill_tokens)
+        self._grain = CHUNK if room >= CHUNK else 1
 
     # --- requests
 
@@ -79,6 +83,11 @@ class Engine(Generic[T]):
         self._live[sequence.number] = sequence
         self._begin.append(begin)
 
+    def runs(self, generation: Generation[T]) -> bool:
+        """Whether the step that runs has rows of it."""
+        rows = {} if self.running is None else self.running.rows
+        return any(sequence.number in rows for sequence in generation.sequences)
+
     def cancel(self, generation: Generation[T]) -> None:
         """Nobody waits for it: its sequences end, without a word."""
         for sequence in generation.sequences[:]:
@@ -87,9 +96,12 @@ class Engine(Generic[T]):
         self._acceptance.pop(generation.key, None)
 
     def stopped(self, number: int) -> None:
-        """A sequence has ended by its text."""
+        """A sequence has ended by its text, of which the step that runs may have the last token."""
         sequence = self._live.get(number)
-        if sequence is not None:
+        if sequence is None:
+            return
+        sequence.stopped = True
+        if self.running is None or number not in self.running.rows:
             self._end(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
@@ -192,7 +204,7 @@ class Engine(Generic[T]):
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
             if limit < missing:
-                limit -= limit % 16 if limit >= 16 else 0
+                limit -= limit % self._grain
             return max(min(missing, limit), 0), 0
         count = min(missing, plan.tokens)
         drafts = self._drafts(sequence, plan)
@@ -361,11 +373,13 @@ class Engine(Generic[T]):
         if running is None or message.step != running.step:
             raise ValueError("a result of another step")
         results = {result.sequence: result for result in message.results}
-        expected = {number for number, (_, row) in running.rows.items() if row.samples}
-        if results.keys() != expected:
+        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
+        if results.keys() != sampled - {*message.lost}:
             raise ValueError("results of other rows than those of the step")
         self.running = None
         running.observe(message, self.times, self.counts)
+        for number in running.rows.keys() & message.lost:
+            self.cancel(running.rows[number][0].generation)
         for number, (sequence, row) in running.rows.items():
             if sequence.place is Place.RUNNING:
                 self._computed(sequence, row, results.get(number))
@@ -376,10 +390,12 @@ class Engine(Generic[T]):
             self._seal(sequence)
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
-        elif sequence.generation.beams is not None:
-            self._searched(sequence, result)
-        else:
+        elif sequence.generation.beams is None:
             self._sampled(sequence, row, result)
+        else:
+            self._searched(sequence, result)
+        if sequence.stopped and sequence.place is Place.RUNNING:
+            self._end(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:
         if self.settings.enable_prefix_caching:

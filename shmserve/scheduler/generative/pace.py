@@ -17,7 +17,7 @@ _NOISE = 0.1  # of a step's time
 _FIRST = (5.0, 1.0, 0.5, 0.1)
 _SPREAD = (20.0, 5.0, 2.0, 1.0)
 _KEYS = 1e5  # a unit of the last term
-_CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
+CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
 _EWMA = 0.1
 _PROBE_STEPS = 50
 
@@ -92,7 +92,7 @@ class StepTimes:
         """The prompt tokens that fit a step beside `load` within the target, a multiple of 16; one
         multiple at least, so that prompts get on."""
         room = int((target_ms - self.expect(load)) / self.prompt_token_ms)
-        return max(room // _CHUNK * _CHUNK, _CHUNK)
+        return max(room // CHUNK * CHUNK, CHUNK)
 
     def draft_length(self, load: Load, acceptance: float, most: int) -> int:
         """The tokens to propose for a sequence beside `load`, where each is accepted with this

@@ -68,6 +68,7 @@ class Generation(Generic[T]):
 class Sequence(Generic[T]):
     """One sequence of a generation, by its `number`. `forks`: so many more begin from it where its
     prompt is computed but for the last token. `held`: it waits for its beam search's others.
+    `stopped`: its text has ended it, which it does once the step is done that runs.
 
     `told` entries of the table are known to the worker.
     """
@@ -83,6 +84,7 @@ class Sequence(Generic[T]):
     told: int = 0
     forks: int = 0
     held: bool = False
+    stopped: bool = False
     sampled_ns: int = 0  # when it had its last token
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # of its full blocks

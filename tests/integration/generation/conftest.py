@@ -36,6 +36,7 @@ output { name: "VECTOR" data_type: TYPE_FP32 dims: [ 2 ] }
 MODELS = {
     "tiny": "",
     "tight": "kv_cache_blocks: 10\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",
+    "crowded": "kv_cache_blocks: 10\nblock_size: 8\nswap_blocks: 3\npreemption_mode: swap\n",
     "narrow": "max_waiting_requests: 1\nmax_batch_size: 1\n",
     "guessing": "speculative_decoding: {enabled: true, adaptive_length: false}\n",
     "drafting": (

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import tritonclient.grpc as grpc
 
 from shmserve import client as native
-from tests.integration.generation.conftest import MODELS, Beams, Greedy
+from tests.integration.generation.conftest import MODELS, Beams, Greedy, client_of
 from tests.support.servers import Server
 from tests.support.waiting import until
 
@@ -34,19 +37,85 @@ def token_ids(server: Server, model: str, prompt: str, **parameters: Any) -> lis
     return [int(token) for each in responses for token in each["token_ids"]]
 
 
-@pytest.mark.parametrize("model", ["tiny", "tight"])
+@pytest.mark.parametrize(
+    ("model", "modes"),
+    [("tiny", []), ("tight", ["swap"]), ("crowded", ["swap", "recompute"])],
+)
 def test_side_by_side_the_tokens_are_those_of_transformers(
-    generative: Server, greedy: Greedy, model: str
+    generative: Server, greedy: Greedy, model: str, modes: list[str]
 ) -> None:
-    count = 4 * COUNT  # of all together more than "tight" has blocks for
+    count = 4 * COUNT  # of all together more than these have blocks for, "crowded" on the host, too
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         made = pool.map(
             lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
         )
     for prompt, tokens in zip(PROMPTS, made, strict=True):
         assert tokens == greedy(prompt, count), prompt
-    if model == "tight":
-        assert generative.metric("shmserve_llm_preemption", model=model, mode="swap")
+    for mode in modes:
+        assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
+
+
+def too_long(server: Server) -> None:
+    """A request that can never run is refused."""
+    with client_of(server) as client, pytest.raises(openai.BadRequestError, match="takes up to 80"):
+        client.completions.create(model="tight", prompt=[5] * 80)
+
+
+def closed(server: Server) -> None:
+    """A client closes its stream."""
+    with client_of(server) as client:
+        stream = client.completions.create(**ENDLESS, stream=True)
+        next(iter(stream))
+        stream.close()
+
+
+def vanished(server: Server) -> None:
+    """A client goes away with its connection."""
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+
+
+def killed(server: Server) -> None:
+    """A program is killed in the middle of a request."""
+    code = (
+        "import numpy as np, sys; from shmserve import client\n"
+        "given = {'text_input': np.array([b'a'], object), 'stream': np.array([True])}\n"
+        "with client.connect(run_dir=sys.argv[1]) as connection:\n"
+        "    stream = connection.stream('tight', given, parameters={'max_tokens': 60})\n"
+        "    for _ in stream: print('.', flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(server.run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None and program.stdout.readline() == b".\n"
+        program.kill()
+
+
+ENDLESS: dict[str, Any] = {"model": "tight", "prompt": "a", "max_tokens": 70, "seed": 1}
+
+
+@pytest.mark.parametrize("crime", [too_long, closed, vanished, killed])
+def test_what_others_do_changes_no_tokens(
+    generative: Server, greedy: Greedy, crime: Callable[[Server], None]
+) -> None:
+    count = 4 * COUNT
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        made = pool.map(
+            lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
+        )
+        crime(generative)
+        for prompt, tokens in zip(PROMPTS, made, strict=True):
+            assert tokens == greedy(prompt, count), prompt
+    until(
+        "nothing is left",
+        lambda: (
+            not generative.metric("shmserve_llm_requests_running", model="tight")
+            and not generative.metric("shmserve_llm_kv_blocks", model="tight", state="used")
+        ),
+        within_s=10,
+    )
 
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
@@ -205,24 +274,6 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
     refused = [after for status, after in replies if status == 429]
     assert refused and all(after is not None and int(after) >= 1 for after in refused)
     assert {status for status, _ in replies} == {200, 429}
-
-
-def test_a_client_that_goes_away_ends_its_request(generative: Server) -> None:
-    body = json.dumps(
-        {"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    ).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(
-        body
-    )
-    with socket.create_connection(("127.0.0.1", generative.http_port)) as connection:
-        connection.sendall(head + body)
-        assert connection.recv(64).startswith(b"HTTP/1.1 200")
-    until(
-        "nothing runs any more",
-        lambda: not generative.metric("shmserve_llm_requests_running", model="tiny"),
-        within_s=10,
-    )
-    assert not generative.metric("shmserve_llm_kv_blocks", model="tiny", state="used")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])

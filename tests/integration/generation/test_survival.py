@@ -4,13 +4,16 @@ have had."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.integration.generation.conftest import add_model, client_of
 from tests.support.servers import Server, running
+from tests.support.waiting import until
 
 ASKED: dict[str, Any] = {
     "model": "tiny",
@@ -43,8 +46,43 @@ def streamed(server: Server, kill: str = "", samples: int = 1) -> dict[int, str]
     return texts
 
 
+def whole(server: Server, samples: int = 1, **more: Any) -> list[str]:
+    """The text of each sample, in one response."""
+    with client_of(server) as client:
+        choices = client.completions.create(**{**ASKED, "n": samples, **more}).choices
+    return [choice.text for choice in choices]
+
+
+def running_now(server: Server) -> float:
+    """The sequences that have blocks now."""
+    return server.metric("shmserve_llm_requests_running", model="tiny")
+
+
 @pytest.mark.parametrize("samples", [1, 3])
 def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
+    """Also those whose client has had nothing yet, or has come meanwhile."""
     wanted = streamed(server, samples=samples)
     assert all(wanted.values())
-    assert streamed(server, "worker tiny", samples) == wanted
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(whole, server, samples) for _ in range(3)]
+        until("they run", lambda: running_now(server) >= 3, within_s=10)
+        assert streamed(server, "worker tiny", samples) == wanted
+        for other in others:
+            assert other.result() == [*wanted.values()]
+
+
+def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:
+    (text,) = whole(server, max_tokens=300)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(whole, server, max_tokens=300)
+        until("it runs", lambda: running_now(server) == 1, within_s=10)
+        server.one("scheduler tiny").kill()
+        assert other.result() == [text]
+
+
+def test_a_killed_scheduler_ends_a_stream_that_has_begun(server: Server) -> None:
+    """And nothing else: what comes then has its tokens."""
+    wanted = streamed(server)
+    with pytest.raises(openai.APIError, match="was lost after the request's first response"):
+        streamed(server, "scheduler tiny")
+    assert streamed(server) == wanted

@@ -25,11 +25,11 @@ from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
-from shmserve.workers.backends.llm.engine import WorkerEngine, lost
+from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.memory import sized
+from shmserve.workers.backends.llm.model.memory import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import parse
 from shmserve.workers.backends.llm.sampling.speculation import DraftModel, NgramProposer, Proposer
@@ -128,8 +128,9 @@ class LlmBackend(Backend):
                 return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
                 texts.failed(engine.keys(message), error)
-                results = [lost(row) for row in message.rows if row.samples]
-                return Stepped(message.step, results, 0, 0, 0)
+                return Stepped(
+                    message.step, [], 0, 0, 0, lost=[row.sequence for row in message.rows]
+                )
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
             texts.put(partial(texts.chosen, message))
@@ -152,7 +153,8 @@ class LlmBackend(Backend):
         """The settings of the configuration, or of engine.yaml, with what memory allows."""
         given = config.parameters.get(PARAMETER)
         settings = EngineSettings.read(given) if given else EngineSettings.of(self._engine_file())
-        return sized(settings, self._checkpoint().architecture, self.context.device)
+        sharing = most_on_one_device(config.instance_group)
+        return sized(settings, self._checkpoint().architecture, self.context.device, sharing)
 
     def _engine_file(self) -> dict[str, Any]:
         path = self.context.model_dir / "engine.yaml"

@@ -27,8 +27,6 @@ from shmserve.workers.backends.llm.sampling.sampler import (
 from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, Proposer, verify
 from shmserve.workers.backends.llm.sequences import Prompt, TokenSequence
 
-LOST = "error"  # why a sequence ends whose request has ended before
-
 
 class Emitted(NamedTuple):
     """What a step has added to a sequence."""
@@ -68,7 +66,7 @@ class WorkerEngine:
     _last: int = 0
 
     def step(self, message: Step) -> Stepped:
-        """Carry out a step. Whatever a sequence lacks whose request has ended, it has a result."""
+        """Carry out a step, but for sequences whose requests have ended."""
         started = time.perf_counter_ns()
         self._begin(message)
         self.cache.copy(message.out, message.back, message.within)
@@ -79,8 +77,7 @@ class WorkerEngine:
         logits = self._forward(planned)
         computed = time.perf_counter_ns()
         results = self._results(planned, logits)
-        known = {result.sequence for result in results}
-        results += [lost(row) for row in message.rows if row.samples and row.sequence not in known]
+        lost = [row.sequence for row in message.rows if row.sequence not in self._sequences]
         for number in message.over:
             self._sequences.pop(number, None)
         return Stepped(
@@ -90,6 +87,7 @@ class WorkerEngine:
             forward_ns=computed - gathered,
             sample_ns=time.perf_counter_ns() - computed,
             draft_ns=gathered - proposed,
+            lost=lost,
         )
 
     def keys(self, message: Step) -> set[int]:
@@ -229,11 +227,6 @@ class WorkerEngine:
         for place, one in enumerate(told, row.start + 1):
             prompt.known.setdefault(place, one)
         return row.count - row.samples
-
-
-def lost(row: Row) -> RowResult:
-    """The result of a row whose request has ended."""
-    return RowResult(row.sequence, [0], LOST)
 
 
 def _beam(each: Planned, logits: torch.Tensor) -> RowResult:

@@ -318,7 +318,7 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     (row,) = step.rows
     (key,) = llm.open
     rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
-    rig.worker(llm.peer, g.Stepped(step.step, [g.RowResult(row.sequence, [0], "error")], 0, 0, 0))
+    rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, lost=[row.sequence]))
     assert ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)
     llm.worker.known.clear()

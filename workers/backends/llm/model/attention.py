@@ -23,12 +23,13 @@ from shmserve.workers.backends.llm.model.sparse import Seen, lone_rows
 # keys and values, head size], the latter of which are in the cache by then, too. The result is
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
+CHUNK = 16
 
 
 class Run(NamedTuple):
     """The rows of a pass from `first` on, which see keys up to `length`: those of `blocks`, or of
-    all slots from `begin` on, where they lie side by side. Several rows have a `mask`, unless they
-    begin their sequence."""
+    all slots from `begin` on, where they lie side by side. Several rows, or the last one of a
+    prompt, have a `mask`, unless they begin their sequence."""
 
     first: int
     size: int
@@ -43,9 +44,9 @@ class Run(NamedTuple):
         blocks = span.table[: -(-span.length // block_size)]
         apart = any(after - before != 1 for before, after in pairwise(blocks))
         mask = None
-        if span.size > 1 and span.before:
-            seen = torch.ones(span.size, span.length, dtype=torch.bool, device=device)
-            mask = seen.tril(span.before)
+        if span.before and (span.prompt or span.size > 1):
+            shape = padded(span.size) if span.prompt else span.size, span.length
+            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.before)
         return cls(
             span.first,
             span.size,
@@ -54,6 +55,12 @@ class Run(NamedTuple):
             torch.tensor(blocks, device=device) if apart else None,
             mask,
         )
+
+
+def padded(count: int) -> int:
+    """The rows as which so many of a prompt are computed: a multiple of CHUNK, so that each has the
+    same bits wherever its prompt is cut at such."""
+    return count + -count % CHUNK
 
 
 class Attention:
@@ -76,10 +83,12 @@ class Attention:
         cache = self._cache
         mine = heads[run.first : run.first + run.size, : cache.query_heads]
         keys, values = self._read(cache.keys[layer], run), self._read(cache.values[layer], run)
-        if run.size == 1:
+        if run.size == 1 and run.mask is None:
             # Query heads that share a key-value head are rows of one product.
             shared = mine.view(1, keys.shape[1], -1, mine.shape[2])
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
+        rows = padded(run.size) if run.mask is None else len(run.mask)
+        mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
         found = functional.scaled_dot_product_attention(
             mine.transpose(0, 1).unsqueeze(0),
             keys,
@@ -88,7 +97,7 @@ class Attention:
             is_causal=run.mask is None,
             enable_gqa=keys.shape[1] != mine.shape[1],
         )
-        return found.squeeze(0).transpose(0, 1).reshape(run.size, -1)
+        return found.squeeze(0).transpose(0, 1)[: run.size].reshape(run.size, -1)
 
     def _read(self, pool: torch.Tensor, run: Run) -> torch.Tensor:
         """A sequence's keys or values, [1, KV heads, length, head size], of one layer's."""

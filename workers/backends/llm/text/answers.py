@@ -25,7 +25,7 @@ from shmserve.workers.links.scheduler import InstanceLink
 
 class SampleText:
     """The text of one sample. `pending` and what is beside it are not told yet; `told` counts the
-    characters that are, on this instance or on those before it."""
+    characters that are, on this instance or on those before it. It is `open` until its end is."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, index: int, echo: str) -> None:
         parameters = prompt.parameters
@@ -36,25 +36,29 @@ class SampleText:
         self.pending = echo
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.open = True  # the last response has not been sent
+        self.open = True
+        self._told_before = 0  # characters, by other instances
         self._prompt = prompt
         self._detokenizer = Detokenizer(tokenizer, parameters.skip_special_tokens)
         self._stops = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
     def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
-        """Go on from where another instance has left it."""
-        self._tell_silently(earlier.told)
+        """Go on from where another instance has left it, which may have told more than is known of
+        it: the same follows again."""
+        self.open, self._told_before = not earlier.closed, earlier.told
+        self._tell_silently()
         for place, token in enumerate(tokens, 1):
             if not self.over:
                 self.add([token], earlier.over if place == len(tokens) else "", [])
-                self._tell_silently(earlier.told)
 
-    def _tell_silently(self, most: int) -> None:
-        known = min(len(self.pending), most - self.told)
-        if known and known == len(self.pending):
-            self.tokens = []
-        self.pending = self.pending[known:]
-        self.told += known
+    def _tell_silently(self) -> None:
+        """What is pending and told already is not told again."""
+        known = min(len(self.pending), self._told_before - self.told)
+        if known > 0:
+            if known == len(self.pending):
+                self.tokens, self.logprobs = [], []
+            self.pending = self.pending[known:]
+            self.told += known
 
     def add(self, tokens: Sequence[int], over: str, told: Sequence[TokenLogprobs]) -> bool:
         """Another few tokens, and whether they are its last; returns whether its text has ended
@@ -64,7 +68,9 @@ class SampleText:
             self.tokens.append(token)
             self.logprobs += told[place : place + 1]
             last = over if place == len(tokens) - 1 else ""
-            if self._text(token, last):
+            found = self._text(token, last)
+            self._tell_silently()
+            if found:
                 self.over = "stop"
                 return not last
         self.over = over
@@ -155,7 +161,8 @@ class Answer:
             for sample in samples:
                 sample.open = not sample.over
                 if not final:
-                    self._link.post(Told(self.prompt.key, sample.index, sample.told))
+                    told = Told(self.prompt.key, sample.index, sample.told, not sample.open)
+                    self._link.post(told)
             self.stream.send(response, final)
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import yaml
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend
+from shmserve.workers.backends.llm.model import memory
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.memory import sized
 from shmserve.workers.backends.llm.text.chat import ChatTemplate
@@ -122,8 +124,23 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     made = Checkpoint.open(folder()).architecture
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
-        sized(EngineSettings(max_model_len=513), made, "cpu")
-    assert sized(EngineSettings(kv_cache_blocks=3), made, "cpu").max_model_len == 48
+        sized(EngineSettings(max_model_len=513), made, "cpu", 1)
+    assert sized(EngineSettings(kv_cache_blocks=3), made, "cpu", 1).max_model_len == 48
+
+
+def test_instances_on_one_device_share_its_memory(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Checkpoint.open(folder()).architecture
+    weights = sum(math.prod(shape) for shape in made.weights().values()) * 4
+    block = 16 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
+    monkeypatch.setattr(memory, "_available", lambda device: 3 * weights + 6 * 100 * block)
+    gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
+    groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
+    assert memory.most_on_one_device(groups) == 3
+    assert sized(EngineSettings(), made, "cpu", 3).kv_cache_blocks == 100
+    assert memory.most_on_one_device(groups[2:]) == 2
+    assert memory.most_on_one_device([]) == 1
 
 
 @pytest.mark.parametrize(

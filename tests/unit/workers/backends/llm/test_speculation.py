@@ -3,96 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from scipy.stats import chisquare
 
-from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
-from shmserve.workers.backends.llm.sampling.sampler import (
-    PROPOSAL,
-    SampledRow,
-    distribution,
-    pick,
-    sample,
-)
-from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, followers, verify
+from shmserve.workers.backends.llm.sampling.speculation import followers
 from tests.rigs.llm_rig import llm_rig
 from tests.unit.workers.backends.llm.conftest import generated
 
 Folder = Callable[..., Path]
-SYMBOLS, LENGTH, TIMES = 5, 2, 6_000
-
-
-def chain(seed: int) -> torch.Tensor:
-    """The logits of a Markov chain."""
-    return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
-
-
-def rows(texts: list[list[int]], parameters: GenerationParameters) -> list[SampledRow]:
-    """A row for each text, all behind token 0 and with seeds of their own."""
-    return [
-        SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
-        for seed, text in enumerate(texts)
-    ]
-
-
-def spoken(
-    target: torch.Tensor, draft: torch.Tensor, parameters: GenerationParameters
-) -> list[tuple[int, ...]]:
-    """Texts of LENGTH + 1 tokens, for which the draft has proposed LENGTH."""
-    proposals = [Proposal() for _ in range(TIMES)]
-    for _ in range(LENGTH):
-        sampled = rows([each.tokens for each in proposals], parameters)
-        chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
-        drawn = pick(chances, [row.draw(PROPOSAL) for row in sampled])
-        for proposal, token, chance in zip(proposals, drawn, chances, strict=True):
-            proposal.tokens.append(token)
-            proposal.chances.append(chance)
-    by_length = [
-        rows([p.tokens[:size] for p in proposals], parameters) for size in range(LENGTH + 1)
-    ]
-    checked = [row for text in zip(*by_length, strict=True) for row in text]
-    checks = [Check(place * (LENGTH + 1), each) for place, each in enumerate(proposals)]
-    texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
-    for _ in range(LENGTH):
-        sampled = rows(texts, parameters)
-        more = sample(target[[row.tokens[-1] for row in sampled]], sampled)
-        texts = [[*text, token] for text, token in zip(texts, more, strict=True)]
-    return [tuple(text[: LENGTH + 1]) for text in texts]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"temperature": 0.7}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 3, "top_p": 0.8}],
-)
-def test_what_was_drawn_by_a_draft_does_not_change_the_distribution(
-    settings: dict[str, Any],
-) -> None:
-    target, draft = chain(1), chain(2)
-    parameters = GenerationParameters(**settings)
-    counts = Counter(spoken(target, draft, parameters))
-    chances = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double()
-    joint: dict[tuple[int, ...], float] = {
-        (first, second, third): float(
-            chances[0, first] * chances[first, second] * chances[second, third]
-        )
-        for first in range(SYMBOLS)
-        for second in range(SYMBOLS)
-        for third in range(SYMBOLS)
-    }
-    assert all(joint[key] for key in counts)
-    likely = [key for key, chance in joint.items() if chance * TIMES >= 8]
-    found = [counts[key] for key in likely]
-    rest = TIMES - sum(found)
-    wanted = [joint[key] * TIMES for key in likely]
-    found, wanted = [*found, rest + 1], [*wanted, TIMES - sum(wanted) + 1]
-    assert chisquare(found, wanted, sum_check=False).pvalue > 1e-4
 
 
 def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Path) -> None:

@@ -136,15 +136,15 @@ def test_a_cancelled_request_ends_at_once(scheduler: Scheduler, stream: bool) ->
     assert scheduler.is_idle
 
 
-def test_a_sequence_of_a_request_that_has_ended_has_results(scheduler: Scheduler) -> None:
+def test_a_sequence_of_a_request_that_has_ended_is_lost(scheduler: Scheduler) -> None:
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.made.instance.link._take(CancelExecution(1))
     running = dict(scheduler.running)
     while 1 not in scheduler.ended:
         scheduler.listen()
     scheduler.running.update(running)  # its scheduler has not heard yet
-    (result,) = scheduler.step()
-    assert (result.tokens, result.over) == ([0], "error")
+    assert not scheduler.step()
+    assert scheduler.stepped is not None and scheduler.stepped.lost == list(running)
 
 
 @pytest.mark.parametrize("told", [0, 5, 10])
@@ -258,8 +258,8 @@ def test_a_step_that_fails_ends_its_requests(
     scheduler.step()
     with monkeypatch.context() as patched:
         patched.setattr("shmserve.workers.backends.llm.engine.process", lambda *_: 1 / 0)
-        (result,) = scheduler.step()
-    assert result.over == "error"
+        assert not scheduler.step()
+    assert scheduler.stepped is not None and len(scheduler.stepped.lost) == 1
     assert scheduler.errors[1][0] == "INTERNAL"
     scheduler.add(2, max_tokens=5, **GREEDY)
     scheduler.run()

@@ -1,0 +1,83 @@
+"""Sampling beside transformers: from one prompt, as many texts of ours as of `generate`, which are
+to be distributed alike (a chi-square test of two samples over joint tokens)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy.stats import chi2_contingency
+from transformers import AutoModelForCausalLM
+
+from tests.generation.speculation import LEAST
+from tests.rigs.llm_rig import llm_rig
+from tests.support.hf_folders import write_folder
+
+PROMPT = [5, 77, 130, 9, 41]
+LENGTH = 2
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.4},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 0.6, "top_p": 0.7},
+    {"temperature": 0.5, "min_p": 0.05},
+    {"temperature": 0.6, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.3},
+)
+_SAMPLES = 128  # of a request
+_FEWEST = 10  # texts of both that are told apart from the rest
+_OFF = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # else there are presets
+
+
+def ours(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+    """So many texts, by seeds from this one on."""
+    engine = {"kv_cache_blocks": 4 * _SAMPLES}
+    found: list[Any] = []
+    with llm_rig(rig, path, engine) as scheduler:
+        for key in range(1, -(-texts // _SAMPLES) + 1):
+            asked: dict[str, Any] = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
+            scheduler.add(key, **asked, **settings, n=_SAMPLES, seed=seed + key)
+            scheduler.run()
+            tokens = scheduler.tokens(key)
+            found += zip(*[iter(tokens)] * LENGTH, strict=True)
+    return found[:texts]
+
+
+def theirs(path: Path, settings: dict[str, Any], texts: int, seed: int) -> list[Any]:
+    """So many texts of transformers."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([PROMPT])
+    given = {**_OFF, **settings, "max_new_tokens": LENGTH, "num_return_sequences": texts}
+    with torch.inference_mode():
+        rows = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=0, **given
+        )
+    return list(map(tuple, rows[:, len(PROMPT) :].tolist()))
+
+
+def chance(path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int = 0) -> float:
+    """How probable it is that two samples of one distribution differ as much as these."""
+    mine = Counter(ours(path, rig, settings, texts, seed))
+    other = Counter(theirs(path, settings, texts, seed))
+    both = mine + other
+    likely = [text for text, count in both.items() if count >= _FEWEST]
+    table = [[counts[text] for text in likely] for counts in (mine, other)]
+    table = [[*row, texts - sum(row) + 1] for row in table]
+    assert len(likely) >= 5, f"{settings}: texts are too various to be compared"
+    return float(chi2_contingency(table).pvalue)
+
+
+def run(size: int, first: int = 0) -> str:
+    """So many texts of each at each of the settings. Raises AssertionError."""
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="shmserve-sampling-") as folder:
+        path = write_folder(Path(folder) / "model")
+        for number, settings in enumerate(SETTINGS):
+            each = chance(path, Path(folder) / f"rig{number}", settings, size, first)
+            found[str(settings)] = each
+            assert each > LEAST, f"{settings}: p = {each:g}"
+    told = ", ".join(f"{settings} {each:.3f}" for settings, each in found.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed alike: p {told}"

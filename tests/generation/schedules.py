@@ -1,0 +1,238 @@
+"""Random schedules on real weights: whatever runs beside a request, wherever its blocks are, and
+however often it is swapped, each of its logits has the bits that it has alone.
+
+The engine plans, and a worker's engine computes, as in a server. Nothing is computed twice here (no
+recompute, no drafts): what is, has other rows beside it in its own sequence, and is close only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import tempfile
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import Step, Stepped
+from shmserve.scheduler.generative.sequences import Generation
+from shmserve.workers.backends.llm.engine import Planned, WorkerEngine
+from shmserve.workers.backends.llm.model.attention import make_attention
+from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sequences import Prompt
+from tests.simulation.generative import EngineRig
+from tests.support.generative_worker import GenerativeWorker
+from tests.support.hf_folders import write_folder
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_ENDS = (0,)
+_TOKENS = range(3, 320)
+_REQUESTS = 120  # of which the schedules draw
+_LONGEST, _MOST = 48, 8  # tokens of a prompt, and behind it
+_NOTHING = array("i")
+_SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 1.4, "top_k": 40, "top_p": 0.9},
+)
+
+Bits = dict[tuple[int, int], bytes]  # by sample and number of tokens, what the next is drawn from
+
+
+class Asked(NamedTuple):
+    """A request."""
+
+    prompt: tuple[int, ...]
+    most: int
+    samples: int
+
+
+class NotingEngine(WorkerEngine):
+    """A worker's engine that notes the `bits` of what it samples from, by the request's key."""
+
+    bits: dict[int, Bits]
+
+    def _forward(self, planned: list[Planned]) -> torch.Tensor:
+        logits = super()._forward(planned)
+        for each in planned:
+            if each.row.samples:
+                sequence, line = each.sequence, logits[each.logits].numpy()
+                noted = self.bits.setdefault(sequence.prompt.key, {})
+                digest = hashlib.blake2b(line.tobytes(), digest_size=8).digest()
+                noted[sequence.sample, len(sequence.tokens)] = digest
+        return logits
+
+
+class ModelWorker(GenerativeWorker):
+    """A worker with a model, and a pool of keys and values."""
+
+    def __init__(self, model: Transformer, settings: EngineSettings) -> None:
+        sizes = settings.block_size, settings.kv_cache_blocks, settings.swap_blocks
+        super().__init__(*sizes)
+        cache = KvCache(model.architecture, *sizes)
+        attention = make_attention(cache, model.architecture, model.device)
+        self._asked: dict[int, Prompt] = {}
+        self.engine = NotingEngine(model, cache, attention, None, self._asked, lambda news: None)
+        self.engine.bits = {}
+        self.known: Any = self.engine._sequences
+
+    def step(self, step: Step) -> Stepped:
+        """Execute one."""
+        for begin in step.begin:
+            if begin.key not in self._asked:
+                tokens = list(self.prompts[begin.key])
+                parameters = GenerationParameters(
+                    max_tokens=self.most[begin.key],
+                    seed=sum(tokens),
+                    **_SAMPLED[sum(tokens) % len(_SAMPLED)],
+                )
+                self._asked[begin.key] = Prompt(begin.key, tokens, parameters, _ENDS)
+        return self.engine.step(step)
+
+
+class ModelRig(EngineRig):
+    """An engine whose worker has a model."""
+
+    def __init__(self, model: Transformer, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self.worker: ModelWorker = ModelWorker(model, settings)
+
+    @property
+    def bits(self) -> dict[int, Bits]:
+        """Those of all requests, by key."""
+        return self.worker.engine.bits
+
+    def ask(self, asked: Asked) -> Generation[None]:
+        """A request comes."""
+        generation = self.submit(asked.prompt, asked.most, samples=asked.samples)
+        assert generation is not None
+        return generation
+
+
+@functools.cache
+def model(family: str) -> Transformer:
+    """A tiny model that is sensitive to any mistake."""
+    with tempfile.TemporaryDirectory(prefix="shmserve-schedules-") as folder:
+        return Transformer(Checkpoint.open(write_folder(Path(folder) / family, family)))
+
+
+@functools.cache
+def requests() -> list[Asked]:
+    """All that is ever asked; many begin alike."""
+    draw = random.Random(1)
+    beginnings = [draw.choices(_TOKENS, k=_LONGEST) for _ in range(4)]
+    found: list[Asked] = []
+    for _ in range(_REQUESTS):
+        begin = draw.choice(beginnings)[: draw.choice((0, 16, 32, 40))]
+        prompt = [*begin, *draw.choices(_TOKENS, k=draw.randint(1, _LONGEST - len(begin)))]
+        most = draw.randint(1, _MOST)
+        found.append(Asked(tuple(prompt), most, draw.choice((1, 1, 1, 2, 4))))
+    return found
+
+
+@functools.cache
+def alone(family: str, asked: Asked) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
+    """What each sample of a request draws from, and comes to, where nothing else ever ran."""
+    bits: Bits = {}
+    ended: dict[int, tuple[list[int], str]] = {}
+    for sample in range(asked.samples):
+        rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
+        if asked.samples > 1 and len(asked.prompt) > 1:
+            # Each computes the last token itself, behind what was computed for all.
+            rig.submit(asked.prompt[:-1], 1)
+            rig.drain()
+        generation = rig.submit(asked.prompt, asked.most, {sample: _NOTHING}, samples=1)
+        rig.drain()
+        assert generation is not None
+        bits |= rig.bits[generation.key]
+        ended[sample] = rig.ended[generation.key, sample]
+    return bits, ended
+
+
+@dataclass
+class Schedule:
+    """What a seed draws: settings, and requests that come and go. `counts` are what was done."""
+
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        draw = self._draw = random.Random(self.seed)
+        self._family = draw.choice(FAMILIES)
+        self._seats = draw.choice((8, 8, 8, 32))
+        block_size = draw.choice((1, 4, 16))
+        all_blocks = self._seats * -(-(_LONGEST + _MOST) // block_size)
+        settings = EngineSettings(
+            block_size=block_size,
+            max_batch_size=self._seats,
+            max_tokens_per_batch=self._seats + draw.choice((16, 40, 500)),
+            prefill_chunk_size=draw.choice((16, 32, 512)),
+            max_prefill_tokens=draw.choice((16, 50, 500)),
+            scheduling_policy=draw.choice(("fcfs", "sjf", "priority")),
+            # What is found of a prefix ends where a chunk may begin.
+            enable_prefix_caching=block_size == 16,
+            kv_cache_blocks=int(all_blocks * draw.choice((0.15, 0.25, 1.0))) + 1,
+            preemption_mode="swap",
+            swap_blocks=2 * all_blocks,
+        )
+        self._rig = ModelRig(model(self._family), settings)
+
+    def run(self) -> None:
+        """Let requests come, some of them go, and compare. Raises AssertionError."""
+        rig, draw = self._rig, self._draw
+        asked: dict[int, Asked] = {}
+        cancelled: set[int] = set()
+        left = self._seats
+        while left or rig.engine.live:
+            while left and draw.random() < 0.7:
+                left -= 1
+                request = draw.choice(requests())
+                asked[rig.ask(request).key] = request
+            if asked and draw.random() < 0.1:
+                key = draw.choice(list(asked))
+                cancelled.add(key)
+                rig.engine.cancel(rig.generations[key])
+            rig.turn()
+        rig.drain()
+        for key, request in asked.items():
+            self._compare(key, request, key in cancelled)
+        counts = rig.engine.counts
+        assert not counts.recomputed
+        self.counts.update(
+            swapped=counts.preemptions["swap"],
+            copied_on_write=counts.copied_on_write,
+            prefix_hits=counts.prefix_hits,
+            requests=len(asked),
+        )
+
+    def _compare(self, key: int, request: Asked, cancelled: bool) -> None:
+        wanted, texts = alone(self._family, request)
+        found = self._rig.bits.get(key, {})
+        for at, bits in found.items():
+            assert bits == wanted[at], f"{self._family}, {request}: logits behind {at} differ"
+        self.counts["logits"] += len(found)
+        for sample, text in texts.items():
+            ended = self._rig.ended.get((key, sample))
+            assert ended == text or (cancelled and ended is None), (self._family, request, sample)
+
+
+def run(size: int, first: int = 0) -> str:
+    """Run so many schedules. Raises AssertionError at the first that differs."""
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + size):
+        schedule = Schedule(seed)
+        try:
+            schedule.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        counts += schedule.counts
+    return f"{size} schedules, all bits equal: {dict(counts)}"

@@ -1,0 +1,166 @@
+"""Structured output: schemas of mixed depth, to each of which a model that says anything at random
+answers with JSON that is valid."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.rigs.llm_rig import llm_rig
+from tests.support.hf_folders import write_folder
+
+_DEEPEST = 4
+_TOGETHER = 20
+_MOST = 480  # tokens of an answer: a random model takes its time
+_WORDS = ("red", "green", "naïve", 'a "b"', "東京", "")
+_NGRAM = {"speculative_decoding": {"enabled": True, "method": "ngram"}}
+
+
+def drawn(draw: random.Random, depth: int) -> dict[str, Any]:
+    """A schema whose values are at most so deep, and never long."""
+    kinds = [_string, _integer, _chosen, _plain]
+    return draw.choice([_object, _object, _array, _either] if depth else kinds)(draw, depth)
+
+
+def _object(draw: random.Random, depth: int) -> dict[str, Any]:
+    names = draw.sample(("a", "b1", "long name", "ä"), draw.randint(1, 3))
+    required = draw.sample(names, draw.randint(0, len(names)))
+    properties = {name: _inner(draw, depth) for name in names}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _array(draw: random.Random, depth: int) -> dict[str, Any]:
+    least = draw.randint(0, 2)
+    sizes = {"minItems": least, "maxItems": least + draw.randint(0, 2)}
+    return {"type": "array", "items": _inner(draw, depth), **sizes}
+
+
+def _either(draw: random.Random, depth: int) -> dict[str, Any]:
+    return {"anyOf": [_inner(draw, depth) for _ in range(2)]}
+
+
+def _inner(draw: random.Random, depth: int) -> dict[str, Any]:
+    return drawn(draw, draw.randint(0, depth - 1))
+
+
+def _string(draw: random.Random, _: int) -> dict[str, Any]:
+    if draw.random() < 0.3:
+        return {"type": "string", "pattern": "^[a-c]{2,4}(-[0-9]{1,2})?$"}
+    least = draw.randint(0, 3)
+    return {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 6)}
+
+
+def _integer(draw: random.Random, _: int) -> dict[str, Any]:
+    least = draw.randint(-100, 100)
+    return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 1000)}
+
+
+def _chosen(draw: random.Random, _: int) -> dict[str, Any]:
+    values = [*draw.sample(_WORDS, 2), 7, None, True]
+    return {"enum": draw.sample(values, draw.randint(1, 4))}
+
+
+def _plain(draw: random.Random, _: int) -> dict[str, Any]:
+    return {"type": draw.choice(("boolean", "null"))}
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "integer": (int,),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+
+
+def problem(value: Any, schema: dict[str, Any]) -> str:
+    """What is wrong with a value by one of the schemas that are `drawn`; "": nothing."""
+    if "anyOf" in schema:
+        found = [problem(value, each) for each in schema["anyOf"]]
+        return "" if "" in found else f"{value!r} is none of {schema['anyOf']}"
+    if "enum" in schema:
+        known = any(type(value) is type(each) and value == each for each in schema["enum"])
+        return "" if known else f"{value!r} is not in {schema['enum']}"
+    if type(value) not in _TYPES[schema["type"]]:
+        return f"{value!r} is no {schema['type']}"
+    return _CHECKS.get(schema["type"], lambda *_: "")(value, schema)
+
+
+def _object_problem(value: dict[str, Any], schema: dict[str, Any]) -> str:
+    properties = schema["properties"]
+    names = set(schema["required"]) - value.keys() | value.keys() - properties.keys()
+    if names:
+        return f"{names} are missing, or too much"
+    return next(filter(None, (problem(each, properties[n]) for n, each in value.items())), "")
+
+
+def _array_problem(value: list[Any], schema: dict[str, Any]) -> str:
+    if not schema["minItems"] <= len(value) <= schema["maxItems"]:
+        return f"{len(value)} items"
+    return next(filter(None, (problem(each, schema["items"]) for each in value)), "")
+
+
+def _string_problem(value: str, schema: dict[str, Any]) -> str:
+    if "pattern" in schema:
+        return "" if re.search(schema["pattern"], value) else f"{value!r} has another pattern"
+    fits = schema["minLength"] <= len(value) <= schema["maxLength"]
+    return "" if fits else f"{value!r} has another length"
+
+
+def _integer_problem(value: int, schema: dict[str, Any]) -> str:
+    return "" if schema["minimum"] <= value <= schema["maximum"] else f"{value} is beyond"
+
+
+_CHECKS: dict[str, Any] = {
+    "object": _object_problem,
+    "array": _array_problem,
+    "string": _string_problem,
+    "integer": _integer_problem,
+}
+
+
+def answers(
+    path: Path, rig: Path, schemas: list[dict[str, Any]], speculates: bool
+) -> tuple[list[str], int]:
+    """The answer to each schema, all of which run together, and how many tokens they have."""
+    engine = {"kv_cache_blocks": 128 * len(schemas), **(_NGRAM if speculates else {})}
+    with llm_rig(rig, path, engine, draft=3 if speculates else 0) as scheduler:
+        for key, schema in enumerate(schemas, 1):
+            form = {"type": "json_schema", "json_schema": {"schema": schema}}
+            scheduler.add(
+                key, input_ids=[5, 9, key], seed=key, max_tokens=_MOST, response_format=form
+            )
+        scheduler.run()
+        keys = range(1, len(schemas) + 1)
+        for key in keys:
+            (response,) = scheduler.responses[key]
+            assert response["finish_reason"] == ["stop"], (schemas[key - 1], scheduler.text(key))
+        return [scheduler.text(key) for key in keys], sum(len(scheduler.tokens(k)) for k in keys)
+
+
+def run(size: int, first: int = 0) -> str:
+    """So many schemas. Raises AssertionError for an answer that is not valid."""
+    draw = random.Random(first)
+    wanted = [drawn(draw, number % (_DEEPEST + 1)) for number in range(size)]
+    tokens = 0
+    with tempfile.TemporaryDirectory(prefix="shmserve-schemas-") as folder:
+        path = write_folder(Path(folder) / "model")
+        for begin in range(0, size, _TOGETHER):
+            schemas = wanted[begin : begin + _TOGETHER]
+            rig = Path(folder) / f"rig{begin}"
+            texts, count = answers(path, rig, schemas, begin // _TOGETHER % 2 == 1)
+            tokens += count
+            for schema, text in zip(schemas, texts, strict=True):
+                found = problem(json.loads(text), schema)
+                assert not found, f"{found}: {text} by {schema}"
+    return f"{size} schemas up to {_DEEPEST} deep: all answers are valid ({tokens} tokens)"

@@ -1,0 +1,109 @@
+"""Speculation by a draft model: texts are distributed as without it, at every setting of sampling.
+
+Two Markov chains speak, one of which proposes for the other; the joint distribution of the first
+tokens is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from scipy.stats import chisquare
+
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sampling.sampler import (
+    PROPOSAL,
+    SampledRow,
+    distribution,
+    pick,
+    sample,
+)
+from shmserve.workers.backends.llm.sampling.speculation import Check, Proposal, verify
+
+SYMBOLS, LENGTH = 5, 2
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"temperature": 1.0, "top_k": 3, "top_p": 0.8},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 2},
+    {"temperature": 1.5, "min_p": 0.2},
+)
+_TOGETHER = 10_000  # texts
+LEAST = 1e-4  # how improbable what was found may be
+
+
+def chain(seed: int) -> torch.Tensor:
+    """The logits of a Markov chain."""
+    return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+def rows(
+    texts: list[list[int]], parameters: GenerationParameters, seeds: range
+) -> list[SampledRow]:
+    """A row for each text, all behind token 0 and with seeds of their own."""
+    return [
+        SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
+        for seed, text in zip(seeds, texts, strict=True)
+    ]
+
+
+def spoken(
+    target: torch.Tensor, draft: torch.Tensor, parameters: GenerationParameters, seeds: range
+) -> list[tuple[int, ...]]:
+    """Texts of LENGTH + 1 tokens, for which the draft has proposed LENGTH."""
+    proposals = [Proposal() for _ in seeds]
+    for _ in range(LENGTH):
+        sampled = rows([each.tokens for each in proposals], parameters, seeds)
+        chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
+        drawn = pick(chances, [row.draw(PROPOSAL) for row in sampled])
+        for proposal, token, chance in zip(proposals, drawn, chances, strict=True):
+            proposal.tokens.append(token)
+            proposal.chances.append(chance)
+    by_length = [
+        rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
+    ]
+    checked = [row for text in zip(*by_length, strict=True) for row in text]
+    checks = [Check(place * (LENGTH + 1), each) for place, each in enumerate(proposals)]
+    texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
+    for _ in range(LENGTH):
+        sampled = rows(texts, parameters, seeds)
+        more = sample(target[[row.tokens[-1] for row in sampled]], sampled)
+        texts = [[*text, token] for text, token in zip(texts, more, strict=True)]
+    return [tuple(text[: LENGTH + 1]) for text in texts]
+
+
+def chance(settings: dict[str, Any], texts: int, first: int = 0) -> float:
+    """How probable it is that so many texts are distributed at least as differently from what the
+    target alone would say. Raises AssertionError for one that it never says."""
+    target, draft = chain(1), chain(2)
+    parameters = GenerationParameters(**settings)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(first, first + texts, _TOGETHER):
+        seeds = range(seed, min(seed + _TOGETHER, first + texts))
+        counts.update(spoken(target, draft, parameters, seeds))
+    step = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double().tolist()
+    joint = {
+        text: math.prod(step[before][token] for before, token in itertools.pairwise((0, *text)))
+        for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)
+    }
+    assert all(joint[text] for text in counts)
+    likely = [text for text, each in joint.items() if each * texts >= 8]
+    found = [counts[text] for text in likely]
+    wanted = [joint[text] * texts for text in likely]
+    found, wanted = [*found, texts - sum(found) + 1], [*wanted, texts - sum(wanted) + 1]
+    return float(chisquare(found, wanted, sum_check=False).pvalue)
+
+
+def run(size: int, first: int = 0) -> str:
+    """So many texts at each of the settings. Raises AssertionError."""
+    found = {str(settings): chance(settings, size, first) for settings in SETTINGS}
+    for settings, each in found.items():
+        assert each > LEAST, f"{settings}: p = {each:g}"
+    told = ", ".join(f"{settings} {each:.3f}" for settings, each in found.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {told}"

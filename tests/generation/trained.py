@@ -1,0 +1,86 @@
+"""A model that was trained here for a while: its greedy texts are those of transformers, and with
+int8 weights its perplexity is within 1 %.
+
+A step's best two logits may come out the other way round where they are closer than what rounding
+does: nowhere else may a text differ.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from shmserve.workers.backends.llm.model.attention import Attention
+from shmserve.workers.backends.llm.model.cache import KvCache, Pass
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from tests.rigs.llm_rig import llm_rig
+
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generation"
+_MOST_MORE = 0.01  # of perplexity
+_ROWS, _LENGTH = 24, 128  # of the text that perplexity is measured on
+_PROMPTS, _MOST = 4, 24  # of greedy texts
+_CLOSE = 1e-4
+
+
+def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
+    """Of rows of a text, by a folder's model."""
+    model = Transformer(Checkpoint.open(path), weights)
+    cache = KvCache(model.architecture, _LENGTH, 1, 0)
+    total = 0.0
+    for begin in range(0, _ROWS * _LENGTH, _LENGTH):
+        row = tokens[begin : begin + _LENGTH]
+        made = Pass(_LENGTH)
+        made.add(row, 0, [0])
+        logits = model.forward(made, cache, Attention(cache), list(range(_LENGTH - 1)))
+        total += float(functional.cross_entropy(logits, torch.tensor(row[1:])))
+    return math.exp(total / _ROWS)
+
+
+def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
+    """Texts behind parts of the text are those of transformers. Raises AssertionError."""
+    starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
+    prompts = {key: tokens[at : at + 5 + 9 * key] for key, at in enumerate(starts, 1)}
+    reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    shuffle = random.Random(5)
+    with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:
+        for key, prompt in prompts.items():
+            scheduler.add(key, input_ids=prompt, temperature=0, max_tokens=_MOST, ignore_eos=True)
+            scheduler.step()
+            scheduler.swap(next(iter(scheduler.running.values())))
+        scheduler.run()
+        found = {key: scheduler.tokens(key) for key in prompts}
+    for key, prompt in prompts.items():
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + found[key]])).logits[0, len(prompt) - 1 : -1]
+        best = logits.amax(-1)
+        mine = logits.gather(1, torch.tensor(found[key]).unsqueeze(1)).squeeze(1)
+        assert bool((best - mine < _CLOSE).all()), f"a greedy text differs behind {prompt}"
+
+
+def run(size: int, first: int = 0) -> str:
+    """Train for so many seconds. Raises AssertionError."""
+    sys.path.insert(0, str(_EXAMPLE))
+    import train  # type: ignore[import-not-found,unused-ignore]
+
+    with tempfile.TemporaryDirectory(prefix="shmserve-trained-") as folder:
+        path = Path(folder) / "reference"
+        train.write(path, float(size), draft=False)
+        text = train.text()
+        tokens = train.tokenizer_of(text).encode(text).ids[first:]
+        check_greedy(path, Path(folder) / "rig", tokens)
+        exact, rounded = (perplexity(path, kind, tokens) for kind in ("fp32", "int8"))
+    more = rounded / exact - 1
+    assert abs(more) < _MOST_MORE, f"perplexity {exact:.3f}, and {rounded:.3f} with int8 weights"
+    return (
+        f"trained for {size} s: greedy texts are transformers'; perplexity {exact:.3f}, and "
+        f"{rounded:.3f} with int8 weights ({more:+.2%})"
+    )

@@ -1,0 +1,250 @@
+"""A simulated worker of a generative model: histories in the place of keys and values, and texts in
+a thread of their own."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
+from shmserve.ipc.messages import generation as g
+from shmserve.ipc.messages import inference as m
+from tests.simulation.scheduler import SchedulerProcess
+from tests.simulation.texts import STOP, Asked, Piece, asked
+from tests.simulation.worker import MOST_WAIT_NS, Stream, Worker
+from tests.simulation.world import US
+from tests.support.generative_worker import GenerativeWorker
+
+
+class Sample:
+    """The text of a sample: `told` of its tokens have left; it is `open` until its end has."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.told = 0
+        self.over = ""
+        self.open = True
+
+    def add(self, tokens: list[int], over: str) -> bool:
+        """Another few tokens, and why the sequence has ended, if it has; whether its text has ended
+        it."""
+        for place, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if token == STOP:
+                self.over = "stop"
+                return place < len(tokens) or not over
+        self.over = over
+        return False
+
+
+class Answer(Stream):
+    """A request with its samples; a beam search has them in the end."""
+
+    def __init__(self, work: m.Work, content: bytes, wanted: Asked) -> None:
+        super().__init__(work, 0)
+        self.content = content
+        self.streams = wanted.streams
+        self.samples = [Sample() for _ in range(wanted.samples * (wanted.search is None))]
+
+
+class Generator(Worker):
+    """An instance of a generative model: one step at a time, and beside it one text at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        text = self.model.config["parameters"][PARAMETER]["string_value"]
+        self._settings = EngineSettings.read(text)
+        self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+
+    def _attach(self, host: SchedulerProcess) -> None:
+        s = self._settings
+        self._jobs.clear()
+        self._running = None
+        self._engine = GenerativeWorker(
+            s.block_size, s.kv_cache_blocks, s.swap_blocks, self.world.random.randint(0, 3)
+        )
+        super()._attach(host)
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case g.Prepare(requests=[work], resumed=resumed):
+                self._open[work.key] = work
+                self._put(self._prepare, work, resumed)
+            case g.Step():
+                self._batches.append(message)
+            case g.Choose():
+                self._put(self._choose, message)
+            case _:
+                super()._hear(message)
+
+    # --- steps
+
+    def _begin(self) -> None:
+        if self._running is None and self._batches:
+            step = self._running = self._batches.popleft()
+            least, most = self.model.compute_us
+            self.world.after(self.world.between(least * US, most * US), self._stepped, step)
+
+    def _stepped(self, step: g.Step) -> None:
+        if not self.alive or self._running is not step or self._up is None:
+            return
+        done = self._engine.step(step)
+        known = self._engine.known
+        if self.model.errs and self.world.chance(self.model.errs / 10):
+            for row in step.rows:
+                if row.sequence in known:
+                    self._fail(known[row.sequence].key, "INTERNAL")
+            done = replace(done, results=[], lost=[row.sequence for row in step.rows])
+        else:
+            news = [(known[each.sequence], each) for each in done.results if each.sequence in known]
+            self._put(self._emitted, news)
+        self.world.after(self.world.between(US, 300 * US), self._hand_over, step, done)
+
+    def _hand_over(self, step: g.Step, done: g.Stepped) -> None:
+        """The scheduler hears of a step; a text may have left before."""
+        if self.alive and self._running is step:
+            self._post(done)
+            self._running = None
+            self._begin()
+            self._work_off()
+
+    # --- texts
+
+    def _put(self, job: Callable[..., None], *arguments: Any) -> None:
+        self._jobs.append((job, arguments))
+        if len(self._jobs) == 1:
+            self.world.after(self.world.between(US, 300 * US), self._work)
+
+    def _work(self) -> None:
+        if not self.alive or not self._jobs:
+            return
+        job, arguments = self._jobs[0]
+        if self._up is not None and self._up.connected:
+            job(*arguments)
+        self._jobs.popleft()
+        if self._jobs:
+            self.world.after(self.world.between(US, 300 * US), self._work)
+
+    def _prepare(self, work: m.Work, resumed: list[g.Resumed]) -> None:
+        try:
+            content = self._input(work)
+        except ShmserveError as error:
+            self._refuse(work, error.code)
+            return
+        if self.model.errs and self.world.chance(self.model.errs):
+            self._refuse(work, "INTERNAL")
+            return
+        wanted, engine = asked(content), self._engine
+        answer = self._streams[work.key] = Answer(work, content, wanted)
+        engine.prompts[work.key], engine.most[work.key] = wanted.prompt, wanted.most
+        if wanted.search is not None:
+            engine.width[work.key] = wanted.search.width
+        for each in resumed:
+            tokens = engine.resumed[work.key, each.sample] = array("i", each.tokens)
+            answer.samples[each.sample].add(list(tokens), each.over)
+            answer.samples[each.sample].told = each.told
+            answer.samples[each.sample].open = not each.closed
+        self._post(
+            g.Prepared(
+                work.key,
+                wanted.prompt.tobytes(),
+                wanted.most,
+                wanted.samples,
+                wanted.priority,
+                wanted.whole,
+                beams=[] if wanted.search is None else [wanted.search],
+            )
+        )
+        self._tell_news(work.key)
+
+    def _refuse(self, work: m.Work, code: str) -> None:
+        stream = self._streams[work.key] = Stream(work, 0)
+        self._end(stream, code)
+
+    def _fail(self, key: int, code: str) -> None:
+        if key in self._streams:
+            self._end(self._streams[key], code)
+
+    def _end(self, stream: Stream, code: str) -> None:
+        self._engine.prompts.pop(stream.work.key, None)
+        super()._end(stream, code)
+
+    def _emitted(self, news: list[tuple[Any, g.RowResult]]) -> None:
+        for known, result in news:
+            answer = self._streams.get(known.key)
+            if isinstance(answer, Answer) and not result.candidates:
+                sample = answer.samples[known.sample]
+                if not sample.over and sample.add(result.tokens, result.over):
+                    self._post(g.Ended(result.sequence))
+                self._tell_news(known.key)
+
+    def _choose(self, message: g.Choose) -> None:
+        answer = self._streams.get(message.key)
+        if isinstance(answer, Answer):
+            for each in message.hypotheses:
+                sample = Sample()
+                sample.tokens, sample.over = list(array("i", each.tokens)), each.over
+                answer.samples.append(sample)
+            self._tell_news(message.key)
+
+    def _emit_soon(self, key: int) -> None:
+        self._put(self._tell_news, key)
+
+    def _tell_news(self, key: int) -> None:
+        """Tell what there is, as far as the client takes it."""
+        answer = self._streams.get(key)
+        if not isinstance(answer, Answer):
+            return
+        if key in self._cancelled:
+            self._end(answer, "")
+            return
+        samples = answer.samples
+        if not answer.streams:
+            if samples and all(each.over for each in samples):
+                self._tell(answer, samples)
+            return
+        for sample in samples:
+            if sample.open and (sample.told < len(sample.tokens) or sample.over):
+                if not answer.window.is_open:
+                    self._hold(answer)
+                    return
+                self._tell(answer, [sample])
+
+    def _hold(self, answer: Answer) -> None:
+        if not answer.waits_since_ns:
+            answer.waits_since_ns = self.world.now_ns
+            self.world.after(MOST_WAIT_NS, self._overdue, answer, answer.waits_since_ns)
+
+    def _overdue(self, answer: Answer, since_ns: int) -> None:
+        mine = self._streams.get(answer.work.key) is answer
+        if self.alive and mine and answer.waits_since_ns == since_ns:
+            self._end(answer, "UNAVAILABLE")
+
+    def _tell(self, answer: Answer, samples: list[Sample]) -> None:
+        """Send a response with these."""
+        answer.waits_since_ns = 0
+        told: list[bytes] = []
+        for sample in samples:
+            number = answer.samples.index(sample)
+            piece = Piece(number, sample.told, sample.tokens[sample.told :], sample.over)
+            told.append(piece.packed())
+            sample.told = max(sample.told, len(sample.tokens))
+            sample.open = not sample.over
+        final = not any(each.open for each in answer.samples)
+        for sample in () if final else samples:
+            number = answer.samples.index(sample)
+            self._post(g.Told(answer.work.key, number, sample.told, not sample.open))
+        if final:
+            self._engine.prompts.pop(answer.work.key, None)
+            self._close(answer)
+        body = self._body(answer.work, answer.content + b"#" + b";".join(told), [])
+        answer.window.sent(len(body))
+        self._post_response(answer, "", body, final)
+
+    def _post(self, message: Any) -> None:
+        if self._up is not None:
+            self._up.post(message)

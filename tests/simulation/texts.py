@@ -1,0 +1,126 @@
+"""Requests of generative models: what each asks for, by its content, and the texts that it must
+have."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from random import Random
+from typing import NamedTuple
+
+from shmserve.ipc.messages.generation import BeamSearch
+from shmserve.scheduler.generative.sequences import Generation
+from tests.simulation.generative import searched
+from tests.support.generative_worker import END, VOCABULARY, alone
+
+STOP = 7  # a text ends with it, as with a stop string
+_TOO_MANY = 5_000  # tokens: more than any pool has room for
+_BEGINNINGS = [[1 + (number * place) % 60 for place in range(1, 40)] for number in (7, 11, 13)]
+
+
+class Asked(NamedTuple):
+    """A request: `streams` is whether it has a response whenever there is text."""
+
+    prompt: array[int]
+    most: int
+    samples: int
+    streams: bool
+    priority: int
+    whole: bool
+    search: BeamSearch | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run in any pool."""
+        return self.most < _TOO_MANY and self.samples == 1 and self.search is None
+
+
+class Piece(NamedTuple):
+    """A part of a sample's text: its tokens from one on, and why it has ended, if it has."""
+
+    sample: int
+    begin: int
+    tokens: list[int]
+    over: str
+
+    def packed(self) -> bytes:
+        """As a response has it."""
+        tokens = ".".join(map(str, self.tokens))
+        return f"{self.sample}:{self.begin}:{tokens}:{self.over}".encode()
+
+
+def pieces(packed: bytes) -> list[Piece]:
+    """Those of a response."""
+    found: list[Piece] = []
+    for each in packed.decode().split(";"):
+        sample, begin, tokens, over = each.split(":")
+        found.append(
+            Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], over)
+        )
+    return found
+
+
+@functools.lru_cache(1 << 14)
+def asked(content: bytes) -> Asked:
+    """What a request with this input asks for."""
+    draw = Random(content)
+    prompt = draw.choice(_BEGINNINGS)[: draw.randint(1, 30)]
+    if draw.random() < 0.5:
+        prompt = prompt + draw.choices(range(1, VOCABULARY), k=draw.randint(1, 9))
+    search = None
+    if draw.random() < 0.1:
+        search = BeamSearch(draw.randint(2, 3), 1.0, "false", [END, 9, 19])
+    most = draw.randint(1, 24) if draw.random() < 0.97 else _TOO_MANY
+    return Asked(
+        array("i", prompt),
+        most,
+        1 if search else draw.choice((1, 1, 1, 2, 3)),
+        search is None and draw.random() < 0.7,
+        draw.randint(0, 2),
+        draw.random() < 0.1,
+        search,
+    )
+
+
+@functools.lru_cache(1 << 14)
+def texts(content: bytes) -> list[tuple[list[int], str]]:
+    """What its samples come to."""
+    wanted = asked(content)
+    if wanted.search is not None:
+        generation: Generation[None] = Generation(
+            None, 0, 0, wanted.prompt, wanted.most, beams=wanted.search
+        )
+        return searched(generation)
+    found: list[tuple[list[int], str]] = []
+    for sample in range(wanted.samples):
+        tokens, over = alone(wanted.prompt, sample, wanted.most)
+        if STOP in tokens:
+            tokens, over = tokens[: tokens.index(STOP) + 1], "stop"
+        found.append((tokens, over))
+    return found
+
+
+def problem(content: bytes, heard: set[tuple[int, int]], packed: bytes) -> str:
+    """What is wrong with a response, where what was `heard` before are samples with places of
+    tokens in them, and with -1 for their ends; what it has is heard then."""
+    for piece in pieces(packed):
+        tokens, over = texts(content)[piece.sample]
+        end = piece.begin + len(piece.tokens)
+        places = {(piece.sample, place) for place in range(piece.begin, end)}
+        if piece.over:
+            places.add((piece.sample, -1))
+        if tokens[piece.begin : end] != piece.tokens or piece.over not in ("", over):
+            return f"has {piece}, and its text is {tokens}, {over}"
+        if places & heard:
+            return f"has {piece} twice"
+        heard |= places
+    return ""
+
+
+def missing(content: bytes, heard: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    """What was not heard of all texts."""
+    return {
+        (sample, place)
+        for sample, (tokens, _) in enumerate(texts(content))
+        for place in range(-1, len(tokens))
+    } - heard

@@ -1,0 +1,50 @@
+"""A slice of each of the long checks (`python -m tests.generation`), and that they see what is
+wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shmserve.workers.backends.llm.model import attention
+from tests.generation import sampling, schedules, schemas, speculation, trained
+from tests.generation.schedules import Schedule
+
+
+def test_logits_have_the_bits_that_they_have_alone() -> None:
+    counts: Counter[str] = Counter()
+    for seed in (12, 15, 21, 30):
+        schedule = Schedule(seed)
+        schedule.run()
+        counts += schedule.counts
+    assert all(counts[each] for each in ("swapped", "copied_on_write", "prefix_hits"))
+
+
+@pytest.mark.usefixtures("cleared")
+def test_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "padded", lambda count: count)
+    with pytest.raises(AssertionError, match="logits behind"):
+        schedules.run(5)
+
+
+@pytest.fixture
+def cleared() -> None:
+    """Nothing is known of requests alone, before and after."""
+    schedules.alone.cache_clear()
+
+
+def test_texts_are_distributed_as_those_of_transformers() -> None:
+    assert sampling.run(512)
+
+
+def test_what_a_draft_has_proposed_does_not_change_the_distribution() -> None:
+    assert speculation.run(2_500)
+
+
+def test_structured_output_is_valid() -> None:
+    assert schemas.run(20)
+
+
+def test_a_trained_model_in_full_and_in_int8() -> None:
+    assert trained.run(2)
