@@ -143,11 +143,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{found}")
     rest.remove(name)
     parser = _Parser(
-        *(
-            f"shmserve client {name}",
-            None,
-            VERBS[name].help[:1].upper() + VERBS[name].help[1:] + ".",
-        ),
+        prog=f"shmserve client {name}",
+        description=f"{VERBS[name].help}.",
         epilog=_EXIT,
         parents=[server],
         allow_abbrev=False,
