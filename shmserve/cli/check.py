@@ -211,7 +211,8 @@ class _Model:
         given = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
         # Of many responses, and where steps of an ensemble may be left out, one may have less.
-        whole = not config.decoupled and not any(n.startswith("step[") for n in config.parameters)
+        whole = not (config.decoupled and given)
+        whole &= not any(name.startswith("step[") for name in config.parameters)
         wrong = []
         for name, spec in self.signature.outputs.items():
             wanted = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims
