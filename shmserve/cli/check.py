@@ -48,6 +48,7 @@ _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
 )
+_NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
 def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
@@ -170,7 +171,9 @@ class _Model:
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
-        made_up = "" if self._samples or self._values else _MADE_UP
+        made_up = _MADE_UP if inputs else _NO_INPUTS
+        if self._samples or self._values:
+            made_up = ""
         try:
             dealer.send(
                 Submit(

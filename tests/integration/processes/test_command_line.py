@@ -198,6 +198,7 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         folder = repositories.write(repository, name, config, source)
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
+    repositories.write(repository, "unnamed", 'backend: "python"', DECODER)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace('"SUM"', '"sum"')
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
@@ -212,10 +213,11 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     assert verdicts[4].startswith("ok ")
     assert verdicts[5] == f"FAILED  the model's output 'SIZE' is TYPE_INT32 [1,3], {says}"
     assert verdicts[6] == f"FAILED  the model's output 'SIZE' is TYPE_FP32 [1,2], {says}"
-    assert verdicts[7].startswith("ok ")
-    assert verdicts[8] == "FAILED  the model gave no output 'Y'"
-    assert told.stdout.splitlines()[9].strip() == "the model gave no output 'SUM'"
-    assert verdicts[10] == "no model that was loaded has an input 'Z'"
+    assert verdicts[8] == "configuration names no input, so it was asked with none"
+    assert verdicts[9].startswith("ok ")
+    assert verdicts[10] == "FAILED  the model gave no output 'Y'"
+    assert verdicts[11] == "model gave no output 'SUM'"
+    assert verdicts[12] == "no model that was loaded has an input 'Z'"
 
 
 def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:
