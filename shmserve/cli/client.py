@@ -95,7 +95,8 @@ _USAGE_TEXT = f"""\
 usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] ...
 
 {"".join(f"  {name:<10}{verb.help}{chr(10)}" for name, verb in VERBS.items())}
-shmserve client VERB --help tells more. {_EXIT}
+shmserve client VERB --help tells more.
+{_EXIT}
 """
 
 
@@ -143,11 +144,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
         raise InvalidArgument(f"client: a verb is needed: {', '.join(VERBS)}{found}")
     rest.remove(name)
     parser = _Parser(
-        *(
-            f"shmserve client {name}",
-            None,
-            VERBS[name].help[:1].upper() + VERBS[name].help[1:] + ".",
-        ),
+        prog=f"shmserve client {name}",
+        description=f"{VERBS[name].help}.",
         epilog=_EXIT,
         parents=[server],
         allow_abbrev=False,

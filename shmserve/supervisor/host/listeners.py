@@ -157,7 +157,7 @@ class Listeners:
             ("metrics", self.metrics, "http://", "/metrics"),
         ):
             for sock in sockets:
-                yield f"{name} service at {_address(sock, start)}{path}"
+                yield f"{name} service at {_address(sock, start, 'unix socket ')}{path}"
 
     def publish(self, file: Path, *, tls: bool) -> None:
         """Write the URLs of HTTP, and those of gRPC, which may have TLS, for programs on this host;
@@ -168,8 +168,8 @@ class Listeners:
             file.write_text("".join(f"{url}\n" for url in urls))
 
 
-def _address(sock: socket.socket, start: str) -> str:
+def _address(sock: socket.socket, start: str, unix: str = "unix:") -> str:
     if sock.family == socket.AF_UNIX:
-        return f"unix:{sock.getsockname()}"
+        return f"{unix}{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{start}[{host}]:{port}" if ":" in host else f"{start}{host}:{port}"

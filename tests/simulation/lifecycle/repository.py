@@ -55,7 +55,7 @@ class DrawnRepository:
     def change(self) -> None:
         """Something of it is written, or removed."""
         name = self._random.choice([*self.steps])
-        changes = [self._touch, self._scale] * 2
+        changes = [self._touch, self.scale] * 2
         changes += [self._add, self._remove, self._reshape, self._toggle]
         self._random.choice(changes)(name)
 
@@ -71,7 +71,8 @@ class DrawnRepository:
         if len(self.versions[name]) > 1:
             del self.versions[name][self._random.choice([*self.versions[name]])]
 
-    def _scale(self, name: str) -> None:
+    def scale(self, name: str) -> None:
+        """Another number of instances is written."""
         self.counts[name] = self._random.randint(1, 3)
 
     def _reshape(self, name: str) -> None:

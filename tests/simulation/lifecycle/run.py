@@ -80,6 +80,8 @@ class LifecycleRun:
         name = "nobody" if world.chance(0.02) else self._random.choice(names)
         drawn = self._random.random()
         if drawn < 0.4:
+            if name in executor.repository.steps and world.chance(0.4):
+                executor.repository.scale(name)
             executor.lifecycle.load(name)
         elif drawn < 0.65:
             executor.lifecycle.load(name, executor.repository.draw_source(name))

@@ -43,7 +43,8 @@ from shmserve.gateway.region_table import authorise
 from shmserve.ipc.tensors.inference import INLINE_LIMIT
 
 _BODY_TOO_LARGE = (
-    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors"
+    "request body of {size} bytes does not fit the {limit} bytes of server memory for tensors "
+    "(--arena-byte-size)"
 )
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"

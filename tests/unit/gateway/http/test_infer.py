@@ -476,6 +476,13 @@ def test_what_never_fits_is_refused_for_good(gateway: Rig, large: Scheduler) -> 
         f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
         f"--arena-byte-size allows {ARENA}"
     )
+    body, headers = large_body(ARENA + 8 * MIB)
+    chunks = (body[at : at + MIB] for at in range(0, len(body), MIB))
+    refused = http.infer("large", chunks, headers)
+    assert refused.status == 400
+    assert refused.error.endswith(
+        f"the {ARENA} bytes of server memory for tensors (--arena-byte-size)"
+    )
     http.infer("large", *large_body(MIB)).ok()
 
 
