@@ -24,7 +24,7 @@ instance_processes.py.
 
 A worker's death: supervisor/processes/table.py notices, version/instance_processes.py
 tells its scheduler and starts another one with a backoff; scheduler/batchers/recovery.py decides
-which of its requests run again, alone, and which fail. A scheduler's: version/fail_over.py.
+which of its requests run again, alone, and which fail. A scheduler's: version/model_version.py.
 
 The control plane, beside it: cli and config; supervisor owns the process tree (processes/, host/),
 what is loaded (models/), whose memory is registered (regions/), programs on this host

@@ -48,6 +48,7 @@ _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
 )
+_NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
 def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
@@ -170,7 +171,9 @@ class _Model:
         fit = self.signature.check("check", inputs, ())
         dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
         text = _ids_are_texts(self._config)
-        made_up = "" if self._samples or self._values else _MADE_UP
+        made_up = _MADE_UP if inputs else _NO_INPUTS
+        if self._samples or self._values:
+            made_up = ""
         try:
             dealer.send(
                 Submit(
@@ -211,7 +214,8 @@ class _Model:
         given = {tensor.name: tensor for tensor in response.outputs}
         free = {name for each in config.batch_output for name in each.target_name}
         # Of many responses, and where steps of an ensemble may be left out, one may have less.
-        whole = not config.decoupled and not any(n.startswith("step[") for n in config.parameters)
+        whole = not (config.decoupled and given)
+        whole &= not any(name.startswith("step[") for name in config.parameters)
         wrong = []
         for name, spec in self.signature.outputs.items():
             wanted = (batch_size, *spec.dims) if self.signature.max_batch_size > 0 else spec.dims

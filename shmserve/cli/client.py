@@ -95,7 +95,8 @@ _USAGE_TEXT = f"""\
 usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] ...
 
 {"".join(f"  {name:<10}{verb.help}{chr(10)}" for name, verb in VERBS.items())}
-shmserve client VERB --help tells more. {_EXIT}
+shmserve client VERB --help tells more.
+{_EXIT}
 """
 
 

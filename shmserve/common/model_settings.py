@@ -10,13 +10,14 @@ from enum import StrEnum
 STRATEGY = "batching_strategy"
 TARGET = "target_p99_ms"
 MAX_STREAMS = "max_streams"
+EXECUTION_TIMEOUT = "execution_timeout_seconds"
 # The parameters of a configuration that have a meaning, to whatever backend.
 KNOWN_PARAMETERS = (
-    *(STRATEGY, TARGET, MAX_STREAMS, "padding", "class", "EXECUTION_ENV_PATH"),
+    *(STRATEGY, TARGET, MAX_STREAMS, EXECUTION_TIMEOUT, "padding", "class", "EXECUTION_ENV_PATH"),
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),
-    *("execution_mode", "engine"),
+    *("execution_mode", "engine", "device_id"),
 )
 MOST_STREAMS = 65_536
 SHORTEST_TARGET_MS = 0.001

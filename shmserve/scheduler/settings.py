@@ -225,7 +225,7 @@ def _policy(policy: LevelPolicy, default_bound: int, ordered: bool) -> LevelPoli
 
 
 def _execution_limit_s(config: ModelSpec, default: float) -> float:
-    text = config.parameters.get("execution_timeout_seconds")
+    text = config.parameters.get(model_settings.EXECUTION_TIMEOUT)
     if text is None:
         return default
     try:
@@ -235,6 +235,6 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
     logger.warning(
-        "parameter 'execution_timeout_seconds' is not a number of seconds; it is ignored"
+        "parameter '%s' is not a number of seconds; it is ignored", model_settings.EXECUTION_TIMEOUT
     )
     return default

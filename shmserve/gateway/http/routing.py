@@ -100,7 +100,7 @@ def _path(target: str) -> str:
 # Names that no path may have as they are, and what is said of them.
 _HINTS = {
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is a whole number)",
-    re.compile(r"/v2/(system|cuda)sharedmemory/region/.+"): " (a / in a name is written %2F)",
+    re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 
 

@@ -12,9 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages import events
-from shmserve.ipc.messages.supervision import (
-    SchedulerLost,
-)
+from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -161,7 +159,8 @@ class LifecycleExecutor:
     async def update(self, order: Order) -> None:
         """As `LifecycleActions`."""
         updates = order.updates if order.phase is OrderPhase.STARTING else {}
-        adding = (update.add() for update in updates.values())
+        coming = order.model.coming
+        adding = (coming[number].instances.add(update) for number, update in updates.items())
         results = await asyncio.gather(*adding, return_exceptions=True)
         errors = {
             number: result

@@ -27,7 +27,6 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import NO_VERSION
 from shmserve.supervisor.models.statuses import statuses
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -195,7 +194,6 @@ class Lifecycle:
                 step.for_others = True
                 coming = self._load(step, FOLDER, asked=False)
             if coming is not None:
-                coming.waited_for_by.add(order)
                 order.before.append(coming)
         return None
 
@@ -226,14 +224,14 @@ class Lifecycle:
     def ended(self, version: ModelVersion) -> None:
         """A version has no process any more."""
         model, number = self._registry.model(version.spec.name), version.spec.version
-        self._registry.ended(version)
-        self._executor.discard([version.spec])
-        if version in model.retiring:
+        if version in model.dropping:
+            model.dropping.remove(version)
+        elif version in model.retiring:
             logger.info("successfully unloaded '%s' version %s", model.name, number)
             self._executor.forward(version, model.serving.get(number))
             model.retiring.remove(version)
         model.draining.discard(version)
-        model.dropping.discard(version)
+        self._executor.discard([version.spec])
         self._publish(model)
         self._run()
 
@@ -402,7 +400,7 @@ class Lifecycle:
         """An order is not to be followed any more: its model is unloaded, or nobody waits for
         it."""
         order.again = False
-        text = f"failed to load '{order.model.name}', {NO_VERSION}"
+        text = f"failed to load '{order.model.name}', no version is available"
         self._fail(order, InvalidArgument(text), given_up=True)
 
     def _fail(self, order: Order, error: ShmserveError, given_up: bool = False) -> None:
@@ -410,9 +408,9 @@ class Lifecycle:
         model, phase = order.model, order.phase
         if phase in (OrderPhase.TELLING, OrderPhase.DROPPING, OrderPhase.SETTLED):
             return
-        for step in order.before:
-            step.waited_for_by.discard(order)
-            if not (step.asked or step.waited_for_by):
+        steps, order.before = order.before, []
+        for step in steps:
+            if not (step.asked or any(step in each.before for each in self._open)):
                 self._give_up(step)
         if order.waits:
             if phase is OrderPhase.WAITING and order.kind is Kind.LOAD and not model.serving:
@@ -420,7 +418,7 @@ class Lifecycle:
             self._executor.discard(order.specs)
             self._settle(order, error)
             return
-        order.error, order.phase = error, OrderPhase.DROPPING
+        order.error = error
         self._loads.drop(order, given_up)
         self._publish(model)
 

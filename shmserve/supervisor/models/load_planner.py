@@ -113,7 +113,8 @@ class LoadPlanner:
                 name,
             )
         if not versions:
-            raise Internal(f"failed to load '{name}', {repository.no_version(folder)}")
+            text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
+            raise InvalidArgument(text)
         if problem:
             where = _unavailable(versions, problem)
             raise InvalidArgument(f"load failed for model '{name}': {where}")

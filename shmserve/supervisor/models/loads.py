@@ -80,7 +80,6 @@ class Loads:
         anew = model.loaded_of == (order.fingerprint, order.source.config)
         order.updates, fresh = differs(model.serving, order.specs, anew)
         new = [self._executor.create(spec, group) for spec in fresh]
-        self._registry.created(new)
         kept = {number: model.serving[number] for number in order.updates}
         model.coming = {**kept, **{version.spec.version: version for version in new}}
         order.phase = OrderPhase.STARTING
@@ -98,7 +97,7 @@ class Loads:
             old = model.serving.get(number)
             if old is not None and old is not version:
                 old.hand_counts_to(version)
-        order.phase, model.offered = OrderPhase.OFFERED, True
+        order.phase = OrderPhase.OFFERED
 
     def lost(self, order: Order) -> bool:
         """Whether something of what is offered broke for good."""
@@ -120,7 +119,7 @@ class Loads:
         for number, update in order.updates.items():
             new[number].commit(update)
         old, model.serving = model.serving, new
-        model.coming, model.offered, model.outdated = {}, False, order.outdated
+        model.coming, model.outdated = {}, order.outdated
         # What failed and is not wanted any more is nobody's concern.
         model.outcomes = {
             number: outcome
@@ -137,7 +136,7 @@ class Loads:
     def drop(self, order: Order, given_up: bool) -> None:
         """Have all end that was started; what served goes on serving."""
         model, was_offered = order.model, order.model.offered
-        coming, model.coming, model.offered = model.coming, {}, False
+        coming, model.coming, order.phase = model.coming, {}, OrderPhase.DROPPING
         reasons = _reasons(order.failures)
         for number, version in coming.items():
             old = model.serving.get(number)
@@ -151,12 +150,11 @@ class Loads:
             if was_offered:
                 model.retiring.append(version)
             else:
-                model.dropping.add(version)
+                model.dropping.append(version)
                 self._executor.kill(version)
         order.starting &= {UPDATES}  # these are told before they end
-        for update in order.updates.values():
-            update.cancel()
-            update.revert()
+        for number, update in order.updates.items():
+            model.serving[number].instances.retire(update.added)
         if not model.serving:
             keep_wish(order)
 

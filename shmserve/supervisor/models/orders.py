@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -16,7 +16,8 @@ from shmserve.errors import ShmserveError
 from shmserve.supervisor.models.repository import IN_SEVERAL
 
 if TYPE_CHECKING:
-    from shmserve.supervisor.models.version.model_version import InstanceUpdate, ModelVersion
+    from shmserve.supervisor.models.version.instances import InstanceUpdate
+    from shmserve.supervisor.models.version.model_version import ModelVersion
     from shmserve.supervisor.models.version.spec import VersionSpec
 
 
@@ -102,7 +103,6 @@ class Order:
     again: bool = False
     before: list[Order] = field(default_factory=list)
     after: list[Order] = field(default_factory=list)
-    waited_for_by: set[Order] = field(default_factory=set)
     number: int = field(init=False, default_factory=partial(next, _numbers))
     phase: OrderPhase = field(init=False, default=OrderPhase.QUEUED)
     fingerprint: str = field(init=False, default="")
@@ -153,8 +153,7 @@ class ModelEntry:
     orders: deque[Order] = field(default_factory=deque)
     serving: dict[str, ModelVersion] = field(default_factory=dict)
     coming: dict[str, ModelVersion] = field(default_factory=dict)
-    offered: bool = False
-    dropping: set[ModelVersion] = field(default_factory=set)
+    dropping: list[ModelVersion] = field(default_factory=list)
     retiring: list[ModelVersion] = field(default_factory=list)
     draining: set[ModelVersion] = field(default_factory=set)  # those of `retiring` that are told
     outcomes: dict[str, LoadOutcome] = field(default_factory=dict)
@@ -166,6 +165,17 @@ class ModelEntry:
     expected: bool = False
     outdated: bool = False
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
+
+    @property
+    def versions(self) -> Iterable[ModelVersion]:
+        """Those that may have a process, serving or not."""
+        found = (*self.serving.values(), *self.coming.values(), *self.dropping, *self.retiring)
+        return dict.fromkeys(found)  # what stays is also among what is coming
+
+    @property
+    def offered(self) -> bool:
+        """Whether what is coming is published."""
+        return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def shown(self) -> dict[str, ModelVersion]:
@@ -200,26 +210,20 @@ class ModelEntry:
         return [*self.wanted_steps, *now]
 
 
-class Difference(NamedTuple):
-    """The difference of a load to what serves: which versions stay, with the change of instances of
-    each, if any; and what is started."""
-
-    updates: dict[str, InstanceUpdate]
-    fresh: list[VersionSpec]
-
-
 def differs(
     serving: Mapping[str, ModelVersion], specs: Sequence[VersionSpec], anew: bool
-) -> Difference:
-    """The difference of `specs` to what serves. A version stays where neither its files nor its
-    configuration differ, but for its instances. With `anew`, no file of the model differs from what
-    was loaded: whoever loads it again means to start all of it."""
-    found = Difference({}, [])
+) -> tuple[dict[str, InstanceUpdate], list[VersionSpec]]:
+    """The difference of `specs` to what serves: the update of each version that stays, and what is
+    started. A version stays where neither its files nor its configuration differ, but for its
+    instances. With `anew`, no file of the model differs from what was loaded: whoever loads it
+    again means to start all of it."""
+    updates: dict[str, InstanceUpdate] = {}
+    fresh: list[VersionSpec] = []
     for spec in specs:
         version = serving.get(spec.version)
         update = version.update_to(spec) if version is not None else None
         if update is None or (anew and not update.differs):
-            found.fresh.append(spec)
+            fresh.append(spec)
         else:
-            found.updates[spec.version] = update
-    return found
+            updates[spec.version] = update
+    return updates, fresh

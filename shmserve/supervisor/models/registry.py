@@ -26,8 +26,6 @@ class ModelRegistry:
         self.publications = Publications()
         self.audience: Audience  # is told; it needs the registry itself when somebody comes
         self.models: dict[str, ModelEntry] = {}
-        # From creation to the end of its last process; in order, as all that decides anything is.
-        self._live: dict[ModelVersion, None] = {}
 
     def model(self, name: str) -> ModelEntry:
         """The model of this name, entered if need be."""
@@ -41,21 +39,13 @@ class ModelRegistry:
     # --- processes
 
     @property
-    def live(self) -> set[ModelVersion]:
+    def live(self) -> list[ModelVersion]:
         """The versions that may have a process, serving or not."""
-        return set(self._live)
-
-    def created(self, versions: Iterable[ModelVersion]) -> None:
-        """Enter versions that may have processes from now on."""
-        self._live.update(dict.fromkeys(versions))
-
-    def ended(self, version: ModelVersion) -> None:
-        """Remove a version that has no process any more."""
-        self._live.pop(version, None)
+        return [version for model in self.models.values() for version in model.versions]
 
     def workers_on(self, device_id: int) -> list[int]:
         """The worker processes that serve on an accelerator now."""
-        return [pid for version in self._live for pid in version.instances.pids_on(device_id)]
+        return [pid for version in self.live for pid in version.instances.pids_on(device_id)]
 
     # --- what is published
 
@@ -108,7 +98,7 @@ class ModelRegistry:
 
     def ensembles_of(self, name: str) -> list[ModelVersion]:
         """The ensembles with a process, serving or not, that have this model as a step."""
-        return [version for version in self._live if version.uses(name)]
+        return [version for version in self.live if version.uses(name)]
 
     def has_users(self, version: ModelVersion) -> bool:
         """Whether an ensemble with a process needs a version, and has to end before it; not where

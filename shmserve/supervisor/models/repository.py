@@ -27,7 +27,7 @@ ENGINE_FILE = "engine.yaml"  # of a model that generates text
 _NAMED_CONFIGS = "configs"
 _OF_ALL_VERSIONS = (_NAMED_CONFIGS, "warmup", "initial_state")  # folders beside the versions
 IN_SEVERAL = "model appears in two or more repositories"
-NO_VERSION = "no version is available"
+_NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,9}")
 _OUTSIDE = "the model's folder leads out of its repository"
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -142,17 +142,18 @@ def no_version(folder: ModelFolder) -> str:
     """The text for a model none of whose versions is to be loaded, with what may be meant to be
     one."""
     if folder.versions:
-        there = ", ".join(map(str, folder.versions))
-        return f"{NO_VERSION} (version_policy leaves out {there})"
-    names = [path.name for path in _subfolders(folder.path) if path.name not in _OF_ALL_VERSIONS]
-    found = f", and not {clip(', '.join(names))}" if names else ""
-    return f"{NO_VERSION} (a version is a folder whose name is a whole number, as 1{found})"
+        hint = f"it leaves out {', '.join(map(str, folder.versions))}"
+    else:
+        names = [each.name for each in _subfolders(folder.path)]
+        found = ", ".join(name for name in names if name not in _OF_ALL_VERSIONS)
+        hint = "a version is a folder whose name is a whole number, as 1"
+        hint += f", and not {clip(found)}" if found else ""
+    return f"{_NO_VERSION} '{folder.name}' ({hint})"
 
 
 def lacks_version(reason: str) -> bool:
     """Whether it is for want of a version that a load failed."""
-    _, found, more = reason.rpartition(NO_VERSION)
-    return bool(found) and not more.startswith(":")
+    return _NO_VERSION in reason
 
 
 def fingerprint(folder: ModelFolder) -> str:

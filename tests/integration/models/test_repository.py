@@ -281,7 +281,7 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
         server.wait_ready("/v2/models/identity/ready")
         for name, reason in (
             ("constant", "broken on purpose"),
-            ("versionless", "no version is available"),
+            ("versionless", "at least one version must be available under the version policy of"),
             ("unreadable", "nonsense: no such field"),
         ):
             server.wait_log(f" model {name}: failed: ")

@@ -151,6 +151,26 @@ class TritonPythonModel:
 """
 
 
+STREAM = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            out = pb_utils.Tensor("SUM", np.zeros(1, np.float32))
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            sender.send(pb_utils.InferenceResponse([out]), final)
+"""
+STREAM_CONFIG = """
+backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: 1 }
+output [{ name: "Y" data_type: TYPE_FP32 dims: 1 }, { name: "SUM" data_type: TYPE_FP32 dims: 1 }]
+model_transaction_policy { decoupled: true }
+"""
+
+
 def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -178,7 +198,11 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
         folder = repositories.write(repository, name, config, source)
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
-    told = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=X=1")
+    repositories.write(repository, "unnamed", 'backend: "python"', DECODER)
+    repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
+    none_of_them = STREAM.replace('"SUM"', '"sum"')
+    repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
+    told = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
     assert told.returncode == 2
     says = "where the configuration says TYPE_INT32 [1,2]"
     verdicts = [line.split(maxsplit=1)[1] for line in told.stdout.splitlines()]
@@ -189,7 +213,11 @@ def test_check_asks_what_a_model_takes_and_looks_at_what_it_gives(
     assert verdicts[4].startswith("ok ")
     assert verdicts[5] == f"FAILED  the model's output 'SIZE' is TYPE_INT32 [1,3], {says}"
     assert verdicts[6] == f"FAILED  the model's output 'SIZE' is TYPE_FP32 [1,2], {says}"
-    assert verdicts[7] == "no model that was loaded has an input 'X'"
+    assert verdicts[8] == "configuration names no input, so it was asked with none"
+    assert verdicts[9].startswith("ok ")
+    assert verdicts[10] == "FAILED  the model gave no output 'Y'"
+    assert verdicts[11] == "model gave no output 'SUM'"
+    assert verdicts[12] == "no model that was loaded has an input 'Z'"
 
 
 def test_check_goes_on_after_an_input_too_large_to_make(repository: Path) -> None:

@@ -22,8 +22,9 @@ from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.orders import Kind, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import ModelState, statuses
+from shmserve.supervisor.models.version.instances import InstanceState
 from shmserve.supervisor.models.version.model_version import ModelVersion, differs_in_instances_only
-from shmserve.supervisor.models.version.spec import InstanceState, VersionSpec
+from shmserve.supervisor.models.version.spec import VersionSpec
 from tests.simulation.lifecycle.versions import ObservedVersion, count_of
 from tests.simulation.world import Violation
 
@@ -357,7 +358,7 @@ class LifecycleOracles:
         serving: set[Any] = {
             v for m in executor.registry.models.values() for v in self._serving_of(m).values()
         }
-        if serving != {*executor.alive} or serving != executor.registry.live:
+        if serving != {*executor.alive} or serving != {*executor.registry.live}:
             self.broke(f"5: {executor.alive} are alive, and {serving} serve")
         for model in executor.registry.models.values():
             if model.orders or model.coming or model.dropping or model.retiring or model.draining:

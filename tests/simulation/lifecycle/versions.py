@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.version.instances import Instance, InstanceState
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import InstanceState
 
 if TYPE_CHECKING:
     from tests.simulation.lifecycle.processes import SimulatedChild

@@ -232,11 +232,14 @@ def test_what_can_hardly_be_meant_is_doubted() -> None:
         """instance_group [ { count: 2 }, { count: -1 } ]
         dynamic_batching { }
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
+        parameters { key: "execution_timeout_second" value { string_value: "1" } }
         parameters { key: "my_own" value { string_value: "x" } }"""
     )
     assert doubts(written, normalise(written, "m", 0)) == [
         "instance_group[1].count: -1 is taken as the default; it is 1 or more",
         "parameters: 'batching_strateg' means nothing here, did you mean 'batching_strategy'?",
+        "parameters: 'execution_timeout_second' means nothing here, did you mean "
+        "'execution_timeout_seconds'?",
         "dynamic_batching: nothing is batched, as max_batch_size is 0",
     ]
     written = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")

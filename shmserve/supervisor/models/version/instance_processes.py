@@ -28,13 +28,14 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.version.hangs import in_a_line, stacks_of, watched
 from shmserve.supervisor.models.version.instances import (
     Instance,
-    InstanceChange,
+    InstanceState,
+    InstanceUpdate,
     change_between,
     expand_instances,
     inbox,
 )
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
-from shmserve.supervisor.models.version.spec import InstanceState, Lifetime, VersionSpec
+from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
 from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
@@ -230,16 +231,19 @@ class Instances:
             return get.result()
         if not instance.inbox.empty():  # why it ends, for one
             return instance.inbox.get_nowait()
-        self._lifetime.refuse_if_stopping()
+        if not self._wanted(instance):
+            raise Unavailable("the model is unloaded")
         raise Unavailable(
             f"the process of instance '{instance.name}' ended while loading "
             f"({child.exited.result()})"
         )
 
     def _refuse_if_over(self, instance: Instance) -> None:
-        # To stop, or its process died right after its message.
-        self._lifetime.refuse_if_stopping()
-        if not instance.alive:
+        if not self._wanted(instance):  # whoever stopped it may not have seen its process
+            if instance.child is not None:
+                instance.child.kill()
+            raise Unavailable("the model is unloaded")
+        if not instance.alive:  # it died right after its message
             raise Unavailable(f"the process of instance '{instance.name}' ended while loading")
 
     def _announce(self, instance: Instance) -> None:
@@ -253,26 +257,27 @@ class Instances:
 
     # --- another instance_group
 
-    def change_to(self, config: ModelSpec) -> InstanceChange:
-        """The change to the instances that `config` asks for."""
-        return change_between(self._all, config)
+    def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
+        """The update to the instances of `config`, the final configuration of `spec`."""
+        change = change_between(self._all, config)
+        return InstanceUpdate(spec, config, config != self.config, *change)
 
-    async def add(self, change: InstanceChange, config: ModelSpec) -> None:
-        """Load the model in what a change adds; it serves at once. Raises ShmserveError when one
+    async def add(self, update: InstanceUpdate) -> None:
+        """Load the model in what an update adds; it serves at once. Raises ShmserveError when one
         fails."""
-        self._scheduler.reserve(config, change.added)
-        self._all += change.added
-        of = len(self._all) - len(change.leaving)
+        self._scheduler.reserve(update.config, update.added)
+        self._all += update.added
+        of = len(self._all) - len(update.leaving)
         try:
-            await self._load_all(change.added, config, of)
+            await self._load_all(update.added, update.config, of)
         except ExceptionGroup as failures:
             raise first_of(failures) from None
 
-    def settle(self, change: InstanceChange, config: ModelSpec) -> None:
-        """Complete a change whose instances are added: `config` holds from now on, and the
-        instances that it does not ask for retire."""
-        self.config = config
-        self.retire(change.leaving)
+    def settle(self, update: InstanceUpdate) -> None:
+        """Complete an update whose instances are added: its configuration holds from now on, and
+        the instances that it does not ask for retire."""
+        self.config = update.config
+        self.retire(update.leaving)
 
     def retire(self, instances: list[Instance]) -> None:
         """Have these finish what they have, and end."""
@@ -287,12 +292,6 @@ class Instances:
                 if instance.child is not None:
                     instance.child.kill()
             self._scheduler.tell(m.RetireInstance(instance.index))
-
-    def kill_loading(self, instances: list[Instance]) -> None:
-        """Kill those of these that are still loading."""
-        for instance in instances:
-            if instance.child is not None and instance.state is not InstanceState.READY:
-                instance.child.kill()
 
     def retired(self, process: int) -> None:
         """End an instance that has finished what it had, and is given nothing more."""

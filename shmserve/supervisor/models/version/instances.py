@@ -1,4 +1,5 @@
-"""The instances of a model version: what `instance_group` asks for, and the process of each.
+"""The instances of a model version: what `instance_group` asks for, and the process of each with
+its states, as a table {state: {event: state}}.
 
 Another `instance_group` for a version that serves keeps the instances that it asks for, too: as
 many of each kind, device and rate limit, by whatever name. One that stays down is none
@@ -10,15 +11,59 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from shmserve.ipc.model_spec import ModelSpec, RateLimit
-from shmserve.supervisor.models.version.spec import InstanceState, instance_after
+from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.table import Child, RestartBackoff
 
 _MOST_UNREAD = 16  # of a worker that says more than it is asked for
+
+
+class InstanceState(StrEnum):
+    """Where an instance's process is."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    RETIRING = "retiring"  # finishes what it has, and ends
+    WAITING = "waiting"  # died, starts again after a pause
+    FAILED = "failed"  # died too often, stays down
+    STOPPED = "stopped"
+
+
+INSTANCE: Mapping[InstanceState, Mapping[str, InstanceState]] = {
+    InstanceState.STARTING: {
+        "started": InstanceState.LOADING,
+        "exited": InstanceState.WAITING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.LOADING: {
+        "loaded": InstanceState.READY,
+        "exited": InstanceState.WAITING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.READY: {
+        "exited": InstanceState.WAITING,
+        "retire": InstanceState.RETIRING,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, "stop": InstanceState.STOPPED},
+    InstanceState.WAITING: {
+        "restart": InstanceState.STARTING,
+        "give_up": InstanceState.FAILED,
+        "stop": InstanceState.STOPPED,
+    },
+    InstanceState.FAILED: {"stop": InstanceState.STOPPED},
+    InstanceState.STOPPED: {"exited": InstanceState.STOPPED, "stop": InstanceState.STOPPED},
+}
+
+
+class IllegalTransition(Exception):
+    """An event came in a state that does not know it: a defect of ours."""
 
 
 def inbox() -> asyncio.Queue[Any]:
@@ -51,8 +96,11 @@ class Instance:
         return self.child is not None and self.child.alive
 
     def transition(self, event: str) -> None:
-        """Move to the state after an event; raises IllegalTransition."""
-        self.state = instance_after(self.state, event)
+        """Move to the state after an event; raises IllegalTransition where it has none."""
+        try:
+            self.state = INSTANCE[self.state][event]
+        except KeyError:
+            raise IllegalTransition(f"{event} in state {self.state}") from None
 
     def loaded(self, checks_ready: bool) -> None:
         """Become ready; `checks_ready`: its model says itself whether it is."""
@@ -84,16 +132,22 @@ def expand_instances(config: ModelSpec) -> list[Instance]:
     return made
 
 
-class InstanceChange(NamedTuple):
-    """The difference between the instances of two configurations."""
+class InstanceUpdate(NamedTuple):
+    """The change from the instances that a version has to those of `config`, the final
+    configuration of `spec`, which is another one than it has where it `differs`."""
 
+    spec: VersionSpec
+    config: ModelSpec
+    differs: bool
     added: list[Instance]
     leaving: list[Instance]
 
 
-def change_between(present: Sequence[Instance], config: ModelSpec) -> InstanceChange:
-    """The change from the instances that are `present` to those that a configuration asks for; none
-    of them is changed."""
+def change_between(
+    present: Sequence[Instance], config: ModelSpec
+) -> tuple[list[Instance], list[Instance]]:
+    """The instances to add to those that are `present`, so that there are those which a
+    configuration asks for, and those to take away; none of them is changed."""
     left = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable = [i for i in left if i.state is not InstanceState.FAILED]
     wanted = expand_instances(config)
@@ -116,7 +170,7 @@ def change_between(present: Sequence[Instance], config: ModelSpec) -> InstanceCh
     indexes = (index for index in itertools.count() if index not in taken)
     for instance in wanted:
         instance.index = next(indexes)
-    return InstanceChange(wanted, left)
+    return wanted, left
 
 
 def _what(instance: Instance) -> tuple[str, int, RateLimit]:

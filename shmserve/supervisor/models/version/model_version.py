@@ -5,7 +5,7 @@ start:           worker 0 completes the configuration -> scheduler -> all worker
 worker dies:     its scheduler is told at once, it starts again with backoff (instance_processes.py)
 reload:          where only its instances differ, some are added and others retire
 scheduler dies:  a new one on a new endpoint; workers attach to it, gateways submit again what they
-                 had (fail_over.py)
+                 had
 stop:            scheduler drains (workers that die meanwhile still start again) -> workers finalize
                  and exit (all their memory comes back) -> scheduler ends
 """
@@ -18,21 +18,28 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.context import SupervisorContext
-from shmserve.supervisor.models.version.fail_over import FailOver
+from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.version.instance_processes import Instances, first_of
-from shmserve.supervisor.models.version.instances import InstanceChange
+from shmserve.supervisor.models.version.instances import InstanceUpdate
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
 from shmserve.supervisor.models.version.step_models import EnsembleInstances, ServingModels
 from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
+# Failed starts of a scheduler in a row, while somebody waits for the first that serves; and before
+# requests are refused that wait for one: some seconds.
+_MOST_FAILED_STARTS = 5
+_MOST_WAITED_FOR = 10
+# Whoever submits requests.
+_CLIENTS = ("gateway", "ensemble", "worker", LOCAL_CLIENT)
 _KILL_PATIENCE_S = 1.0  # for a scheduler that others share a process with
 
 
@@ -43,42 +50,10 @@ def differs_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     return same_files and same_rest and not new.steps
 
 
-class InstanceUpdate:
-    """A change from the instances that a version has to those of `config`, the final configuration
-    of `spec`; `differs`: which is another one than it has."""
-
-    def __init__(self, instances: Instances, spec: VersionSpec, config: ModelSpec) -> None:
-        self.spec = spec
-        self.differs = config != instances.config
-        self._instances = instances
-        self._config = config
-        self._change: InstanceChange | None = None
-
-    async def add(self) -> None:
-        """Add what is new. Raises ShmserveError when one fails to load; none is added then."""
-        self._change = self._instances.change_to(self._config)
-        await self._instances.add(self._change, self._config)
-
-    def commit(self) -> None:
-        """Have what is not asked for any more retire."""
-        assert self._change is not None
-        self._instances.settle(self._change, self._config)
-
-    def revert(self) -> None:
-        """Have what was added retire, if anything was."""
-        if self._change is not None:
-            self._instances.retire(self._change.added)
-
-    def cancel(self) -> None:
-        """Have `add` fail, if it is still loading: nobody waits for what is added."""
-        if self._change is not None:
-            self._instances.kill_loading(self._change.added)
-
-
 class ModelVersion:
     """A model version's processes. `on_change` is called when readiness, endpoint or failure
-    changes; `models` are those that serve, for an ensemble's steps. Its
-    scheduler is hosted with those of its `group`.
+    changes; `models` are those that serve, for an ensemble's steps. Its scheduler is hosted with
+    those of its `group`.
 
     `loaded`: it was ready once.
     """
@@ -103,7 +78,9 @@ class ModelVersion:
         self.instances = (
             EnsembleInstances(*parts, models=models) if spec.steps else Instances(*parts)
         )
-        self._fail_over = FailOver(context, self.scheduler, self.instances, lifetime, self.changed)
+        self._backoff = RestartBackoff()
+        self._failed_starts = 0
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def config(self) -> ModelSpec:
@@ -130,7 +107,8 @@ class ModelVersion:
         """Why nobody should wait until it is ready, or empty."""
         if self._lifetime.retiring or self._lifetime.stopping:
             return self.problem or "the model is unloaded"
-        return self.problem or ("no scheduler could be started" if self._fail_over.hopeless else "")
+        failed = self._failed_starts >= _MOST_FAILED_STARTS
+        return self.problem or ("no scheduler could be started" if failed else "")
 
     async def until_ready(self) -> None:
         """Wait until it is ready. Raises Unavailable when it will not be."""
@@ -158,8 +136,8 @@ class ModelVersion:
         began = time.monotonic()
         try:
             await self.instances.complete_config()
-            await self._fail_over.start(first=True)
-            self._fail_over.keep()
+            await self._start_scheduler(first=True)
+            self._keeping = self._context.background(self._keep())
             await self.instances.load()
             self.loaded = True
             await self.until_ready()
@@ -186,11 +164,11 @@ class ModelVersion:
             return None  # loading it says what is wrong
         if config.immutable_config != self.config.immutable_config:
             return None
-        return InstanceUpdate(self.instances, spec, config)
+        return self.instances.update_to(spec, config)
 
     def commit(self, update: InstanceUpdate) -> None:
         """Become what an update, whose instances have been added, leads to."""
-        update.commit()
+        self.instances.settle(update)
         self.spec = update.spec
 
     async def regroup(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
@@ -204,12 +182,91 @@ class ModelVersion:
         )
         if self.ready and not stays and self.scheduler.misplaced(group):
             logger.info("model '%s' moves to the process of %s", self.spec.name, group.title)
-            await self._fail_over.move(group, publish)
+            await self._move(group, publish)
+
+    async def _move(self, group: Group, publish: Callable[[], Awaitable[None]]) -> None:
+        """Have the version scheduled in the process of another group, without a lost request: a new
+        scheduler takes what comes, the old one finishes what it has, and the instances change over.
+
+        `publish()` returns once every client knows where requests go now. Where all its workers, or
+        one of the schedulers, die meanwhile, what the old had is submitted again: nothing runs it
+        any more. Raises Unavailable, and changes nothing, when the new one does not come up.
+        """
+        scheduler, instances = self.scheduler, self.instances
+        old, lost = scheduler.serving, scheduler.endpoint
+        workers = [child.exited for child in instances.children() if child.alive]
+        unless: list[asyncio.Future[Any]] = [asyncio.gather(*workers)] if workers else []
+        if self._keeping is not None:
+            self._keeping.cancel()
+        try:
+            await scheduler.succeed(group, instances.config)
+            unless.append(scheduler.serving.child.exited)
+            await publish()
+            await scheduler.drain_one(old, unless=unless)
+            instances.introduce([])
+            self._say_lost(lost, scheduler.endpoint, *_CLIENTS)
+            await publish()
+            # Outputs that were read meanwhile are released by way of the old one.
+            await scheduler.drain_one(old, unless=unless)
+            instances.attach()
+            self.changed()
+            await self._context.hosts.close(old)
+        finally:
+            self._keeping = self._context.background(self._keep())
 
     def hand_counts_to(self, successor: ModelVersion | None) -> None:
         """Hand over what this version has counted, and will while it finishes what it has, to
         `successor`."""
         self.scheduler.counts.be_base_of(None if successor is None else successor.scheduler.counts)
+
+    # --- schedulers
+
+    async def _start_scheduler(self, first: bool = False) -> None:
+        """Start a scheduler and tell it of every instance; raises ShmserveError when it does not
+        come up."""
+        workers = self.instances.pids()
+        await self.scheduler.start(self.config, workers, first)
+        self._failed_starts = 0
+        self.instances.introduce(workers)
+
+    async def _keep(self) -> None:
+        """Replace each scheduler that dies, from now on."""
+        while not self._lifetime.retiring:
+            dead, born = self.scheduler.serving, time.monotonic()
+            child = dead.child
+            await either(dead.closed, child.exited)
+            if not self._lifetime.retiring:
+                reason = child.exited.result() if child.exited.done() else "closed"
+                logger.error("%s ended (%s); a new one takes over", child.title, reason)
+                self.changed()
+                await self._replace(self._backoff.pause_s(time.monotonic() - born))
+
+    async def _replace(self, pause: float) -> None:
+        lost = self.scheduler.endpoint
+        while not self._lifetime.retiring:
+            if pause:
+                await asyncio.sleep(pause)
+            try:
+                await self._start_scheduler()
+            except ShmserveError as error:
+                logger.error("%s", error.message)
+                pause = self._backoff.pause_s(0)
+                self._failed_starts += 1
+                self.changed()
+                if self._failed_starts >= _MOST_WAITED_FOR:
+                    # What was submitted fails; what comes later goes to the successor, if any.
+                    self._say_lost(lost, "", *_CLIENTS)
+                continue
+            self.instances.attach()
+            # Whoever submits keeps what it submitted, and submits it again: while it knows the old.
+            self._say_lost(lost, self.scheduler.endpoint, *_CLIENTS)
+            self.changed()
+            return
+        # Retired meanwhile: models that called it look for who serves now.
+        self._say_lost(lost, "", "worker", LOCAL_CLIENT)
+
+    def _say_lost(self, endpoint: str, successor: str, *roles: str) -> None:
+        self._context.broadcast(m.SchedulerLost(endpoint, successor), *roles)
 
     # --- events
 

@@ -141,7 +141,7 @@ class VersionScheduler:
             await either(ready, hosted.closed, hosted.child.exited)
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
-        self._lifetime.refuse_if_stopping()
+            raise Unavailable("the model is unloaded")
         if not ready.done():
             await context.hosts.close(hosted)
             ended = hosted.child.exited

@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import find, version_fingerprint
 from shmserve.supervisor.models.version.instances import (
     Instance,
+    InstanceState,
+    InstanceUpdate,
     change_between,
     expand_instances,
 )
 from shmserve.supervisor.models.version.model_version import (
-    InstanceUpdate,
     ModelVersion,
     differs_in_instances_only,
 )
-from shmserve.supervisor.models.version.spec import InstanceState, StepModel, VersionSpec
+from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import CONFIG, Processes, plan, turns
 
@@ -88,13 +90,13 @@ def test_instances_that_both_ask_for_stay() -> None:
     """By name, else by kind, device and settings; one that stays down is replaced."""
     present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
     present[1].state = InstanceState.FAILED
-    change = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
-    assert [(i.index, i.name) for i in change.added] == [(4, "b_1")]
-    assert [i.name for i in change.leaving] == ["a_1", "g_gpu0_0"]
+    added, leaving = change_between(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
+    assert [(i.index, i.name) for i in added] == [(4, "b_1")]
+    assert [i.name for i in leaving] == ["a_1", "g_gpu0_0"]
     limited = group("b", 1, rate_limiter={"priority": 2})
-    change = change_between(present[:1], ModelSpec.of(config(limited)))
-    assert [(i.index, i.name) for i in change.added] == [(1, "b_0")]
-    assert change.leaving == present[:1]
+    added, leaving = change_between(present[:1], ModelSpec.of(config(limited)))
+    assert [(i.index, i.name) for i in added] == [(1, "b_0")]
+    assert leaving == present[:1]
 
 
 groups = st.lists(
@@ -117,11 +119,11 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
         return sorted((i.kind, i.device_id) for i in instances)
 
     present = expand_instances(ModelSpec.of(config(*old)))
-    change = change_between(present, ModelSpec.of(config(*new)))
-    after = [i for i in present if i not in change.leaving] + change.added
+    added, leaving = change_between(present, ModelSpec.of(config(*new)))
+    after = [i for i in present if i not in leaving] + added
     assert what(after) == what(expand_instances(ModelSpec.of(config(*new))))
-    assert len({i.index for i in present + change.added}) == len(present + change.added)
-    assert not set(what(change.added)) & set(what(change.leaving))
+    assert len({i.index for i in present + added}) == len(present + added)
+    assert not set(what(added)) & set(what(leaving))
 
 
 # --- processes --------------------------------------------------------------------------------
@@ -130,28 +132,13 @@ def test_afterwards_there_is_what_is_asked_for(old: list[Any], new: list[Any]) -
 ALONE = Group("scheduler m", frozenset({"m"}))
 
 
-class NoModels:
-    """No other model serves."""
-
-    def published_now(self, step: StepModel) -> None:
-        """Not this one."""
-
-    def failure_now(self, step: StepModel) -> str:
-        """None is broken."""
-        return ""
-
-    def ready_now(self, step: StepModel) -> bool:
-        """None serves."""
-        return False
-
-
 async def serving(processes: Processes, count: int) -> ModelVersion:
     """A version with so many instances."""
     made = ModelVersion(
         processes.context,
         spec(config(group("m_0", count))),
         lambda changed: None,
-        NoModels(),
+        ModelRegistry(),
         ALONE,
     )
     await made.start()
@@ -170,8 +157,8 @@ def test_an_instance_ends_when_its_scheduler_says_that_it_has_nothing_left() -> 
         model = await serving(processes, 2)
         seen = []
         down = update(model, 1)
-        await down.add()
-        down.commit()
+        await model.instances.add(down)
+        model.commit(down)
         seen.append(model.instances.states())
         worker = model.instances.children()[1]
         model._scheduler_said(m.InstanceRetired(worker.pid + 1))
@@ -195,8 +182,8 @@ def test_one_that_dies_while_it_retires_is_not_started_again() -> None:
         processes = Processes()
         model = await serving(processes, 2)
         down = update(model, 1)
-        await down.add()
-        down.commit()
+        await model.instances.add(down)
+        model.commit(down)
         model.instances.children()[1].kill()
         await turns()
         found = len(processes.started), model.instances.states()
@@ -215,13 +202,12 @@ def test_what_cannot_be_added_leaves_the_others_as_they_were() -> None:
         before = model.config
         processes.hanging = True
         up = update(model, 3)
-        adding = asyncio.ensure_future(up.add())
+        adding = asyncio.ensure_future(model.instances.add(up))
         await turns()
         assert model.ready and len(model.instances.states()) == 3
-        up.cancel()
-        with pytest.raises(Unavailable, match="ended while loading"):
+        model.instances.retire(up.added)
+        with pytest.raises(Unavailable, match="the model is unloaded"):
             await adding
-        up.revert()
         await turns()
         assert model.ready and model.config is before
         states = model.instances.states()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.supervisor.models.version.spec import (
+from shmserve.supervisor.models.version.instances import (
     INSTANCE,
     IllegalTransition,
+    Instance,
     InstanceState,
-    instance_after,
 )
+
+
+def instance() -> Instance:
+    return Instance(0, "m_0_0", "cpu", "CPU", 0)
 
 
 def test_every_state_has_a_row_and_every_event_leads_somewhere() -> None:
@@ -18,12 +22,14 @@ def test_every_state_has_a_row_and_every_event_leads_somewhere() -> None:
 
 
 def test_illegal_events_raise() -> None:
+    made = instance()
     with pytest.raises(IllegalTransition):
-        instance_after(InstanceState.FAILED, "restart")
+        made.transition("restart")
+    assert made.state is InstanceState.STARTING
 
 
 def test_a_worker_that_dies_and_comes_back() -> None:
-    state = InstanceState.STARTING
+    made = instance()
     for event in ("started", "loaded", "exited", "restart", "started", "loaded", "stop", "exited"):
-        state = instance_after(state, event)
-    assert state is InstanceState.STOPPED
+        made.transition(event)
+    assert made.state is InstanceState.STOPPED

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from shmserve.supervisor.host.console import StartupReport
-from shmserve.supervisor.models.orders import DUPLICATE, UNLOADED, LoadOutcome, ModelEntry
+from shmserve.supervisor.models.orders import (
+    DUPLICATE,
+    UNLOADED,
+    Kind,
+    LoadOutcome,
+    ModelEntry,
+    Order,
+    OrderPhase,
+)
 from shmserve.supervisor.models.repository import IN_SEVERAL
 from shmserve.supervisor.models.statuses import is_ready, progress, statuses
 
@@ -31,6 +39,13 @@ def serving(version: Version, **more: Any) -> ModelEntry:
     return model(serving={"1": version}, **more)
 
 
+def offered(facts: ModelEntry) -> ModelEntry:
+    order = Order(facts, Kind.LOAD)
+    order.phase = OrderPhase.OFFERED
+    facts.orders.append(order)
+    return facts
+
+
 def leaving() -> list[Any]:
     return [SimpleNamespace(spec=SimpleNamespace(version="1"))]
 
@@ -45,7 +60,7 @@ TABLE = [
     (serving(Version(), retiring=leaving()), "READY", "", True),
     (serving(Version(), outcomes={"1": LoadOutcome("no")}), "READY", "", True),
     (model(coming={"1": Version()}, retiring=leaving()), "LOADING", "", False),
-    (model(coming={"1": Version()}, offered=True), "LOADING", "", False),
+    (offered(model(coming={"1": Version()})), "LOADING", "", False),
     (model(retiring=leaving(), outcomes={"1": UNLOADED}), "UNLOADING", "", True),
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
     (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
@@ -62,13 +77,13 @@ def test_a_status_is_the_first_that_holds(
 
 
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:
-    facts = serving(Version(), coming={"1": Version(ready=False)}, offered=True)
+    facts = offered(serving(Version(), coming={"1": Version(ready=False)}))
     assert statuses(facts) == {"1": ("LOADING", RESTARTING)}
 
 
 PROGRESS = [
     (model(), "loading"),
-    (model(coming={"1": Version()}, offered=True), "loading"),
+    (offered(model(coming={"1": Version()})), "loading"),
     (serving(Version()), "ready"),
     (serving(Version(ready=False)), "loading"),
     (serving(Version(ready=False, problem="it broke")), "failed: version 1: it broke"),

@@ -8,33 +8,19 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.messages import supervision as m
+from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version import instance_processes
+from shmserve.supervisor.models.version.instances import InstanceState
 from shmserve.supervisor.models.version.model_version import ModelVersion
-from shmserve.supervisor.models.version.spec import InstanceState, StepModel
 from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import Made, Processes, plan, turns
 
 ALONE = Group("scheduler m", frozenset({"m"}))
 
 
-class NoModels:
-    """No other model serves."""
-
-    def published_now(self, step: StepModel) -> None:
-        """Not this one."""
-
-    def failure_now(self, step: StepModel) -> str:
-        """None is broken."""
-        return ""
-
-    def ready_now(self, step: StepModel) -> bool:
-        """None serves."""
-        return False
-
-
 def deployment(processes: Processes) -> ModelVersion:
     """One of one instance."""
-    return ModelVersion(processes.context, plan(), lambda changed: None, NoModels(), ALONE)
+    return ModelVersion(processes.context, plan(), lambda changed: None, ModelRegistry(), ALONE)
 
 
 def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:

@@ -75,7 +75,7 @@ class Attention:
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             found = torch.cat([self._find(heads, layer, run) for run in runs])
-            return _padded(found, len(heads))
+            return _padded(found, heads.shape[0])
 
         return attend
 
@@ -130,9 +130,9 @@ class SparseAttention(Attention):
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             mine = seen.attend(heads, *cache.rows[layer])
-            if len(mine) == len(heads):
-                return mine
-            found = heads.new_empty(len(heads), mine.shape[1])
+            if not runs:
+                return _padded(mine, heads.shape[0])
+            found = heads.new_empty(heads.shape[0], mine.shape[1])
             found[seen.places] = mine
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
@@ -171,7 +171,7 @@ class PagedAttention(Attention):
                 seqused_k=lengths,
                 block_table=tables,
             )
-            return _padded(found.flatten(1), len(given))
+            return _padded(found.flatten(1), given.shape[0])
 
         return attend
 
@@ -185,7 +185,7 @@ class PagedAttention(Attention):
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
     """The rows that pad a pass repeat the last one in all, as they write to its slot, too."""
-    missing = rows - len(found)
+    missing = rows - found.shape[0]
     return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
 
 

@@ -52,26 +52,16 @@ def can_pack() -> bool:
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     operators: Any = torch.ops.mkldnn
     packed = operators._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-    multiply: Linear = functools.partial(
-        _multiply, operators._linear_pointwise.default, packed, bias
-    )
+    multiply = operators._linear_pointwise.default
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) <= _MOST_ROWS:
-            return multiply(rows)
-        parts = rows.tensor_split(-(-len(rows) // _MOST_ROWS))
-        return torch.cat([multiply(part) for part in parts])
+        count = rows.shape[0]  # `len` takes longer
+        if count <= _MOST_ROWS:
+            product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
+            return product
+        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // _MOST_ROWS))])
 
     return layer
-
-
-def _multiply(
-    operator: Callable[..., torch.Tensor],
-    packed: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-) -> torch.Tensor:
-    return operator(rows, packed, bias, "none", [], "")
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -86,7 +76,9 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """Weights of 8 bits with a scale each row, and rows that are quantised as they come."""
-    torch.backends.quantized.engine = "onednn"
+    # Where there is a choice, FBGEMM: for up to 8 rows it is three times as fast as oneDNN.
+    known = torch.backends.quantized.supported_engines
+    torch.backends.quantized.engine = "fbgemm" if "fbgemm" in known else "onednn"
     narrow = _saturates()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch's own types of quantised tensors will go

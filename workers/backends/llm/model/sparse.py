@@ -34,7 +34,7 @@ class LoneRow(NamedTuple):
 
 
 def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
-    """The rows of a pass that are computed one by one, with those that pad it."""
+    """The rows of a pass that are computed one by one."""
     found: list[LoneRow] = []
     for span in rows.spans:
         if span.prompt or span.size > _MOST_ROWS:
@@ -44,9 +44,7 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
             grain = max(_GRAIN, 1 << length.bit_length() >> 3)
             width = min(length + -length % grain, cache.slots)
             found.append(LoneRow(span.first + index, length, width, span.table))
-    spanned = sum(span.size for span in rows.spans)
-    padding = range(spanned, len(rows.tokens)) if found else ()
-    return found + [found[-1]._replace(place=place) for place in padding]
+    return found
 
 
 class Seen(NamedTuple):
@@ -105,7 +103,7 @@ class Seen(NamedTuple):
         found = torch._embedding_bag_forward_only(
             values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
         )
-        return found[0].view(len(self.places), -1)
+        return found[0].view(self.places.shape[0], -1)
 
 
 def _ends(counts: np.ndarray) -> torch.Tensor:

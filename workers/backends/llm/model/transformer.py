@@ -63,7 +63,7 @@ class Transformer:
         tokens, positions, slots = rows.tensors()
         wide = functional.embedding(tokens, self._embedding)
         states = wide[:, : self.architecture.hidden]
-        turns = self._turns[positions].repeat(1, self._turned)
+        turns = self._turns[positions].unsqueeze(1)
         attend = attention.over(rows)
         for number, layer in enumerate(self.layers):
             projected = layer.qkv(_normed(states, wide, layer.before))
@@ -82,12 +82,12 @@ class Transformer:
         """Turn queries and keys by their positions, in place: [rows, heads of queries, keys and
         values, head size]."""
         made = self.architecture
-        heads = projected.view(len(projected), -1, made.head_dim)
+        heads = projected.view(projected.shape[0], -1, made.head_dim)
+        turned = heads[:, : self._turned]
         if layer.head_norms is not None:
-            turned = heads[:, : self._turned]
             norm = functional.rms_norm(turned, (made.head_dim,), None, made.epsilon)
             torch.mul(layer.head_norms, norm, out=turned)
-        projected[:, : self._turned * made.head_dim].view(torch.complex64).mul_(turns)
+        turned.view(torch.complex64).mul_(turns)
         return heads
 
     # --- weights

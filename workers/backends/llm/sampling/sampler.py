@@ -65,17 +65,21 @@ def _mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[int]:
-    """A token for each row, of logits [rows, vocabulary] that were `process`ed."""
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampledRow], purpose: int = TOKEN
+) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """A token for each row, of logits [rows, vocabulary] that were `process`ed; and by the place of
+    each that was drawn, the probabilities with which it was."""
     tokens = _likeliest(logits)
     warm = [place for place, row in enumerate(rows) if row.parameters.temperature]
-    if warm:
-        chosen = [rows[place] for place in warm]
-        found = logits if len(warm) == len(rows) else logits[warm]
-        drawn = pick(distribution(found, chosen), [row.draw() for row in chosen])
-        for place, token in zip(warm, drawn, strict=True):
-            tokens[place] = token
-    return tokens
+    if not warm:
+        return tokens, {}
+    chosen = [rows[place] for place in warm]
+    chances = distribution(logits if len(warm) == len(rows) else logits[warm], chosen)
+    drawn = pick(chances, [row.draw(purpose) for row in chosen])
+    for place, token in zip(warm, drawn, strict=True):
+        tokens[place] = token
+    return tokens, dict(zip(warm, chances, strict=True))
 
 
 def _likeliest(logits: torch.Tensor) -> list[int]:

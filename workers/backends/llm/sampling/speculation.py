@@ -135,12 +135,11 @@ class DraftModel:
     ) -> None:
         sampled = [sequence.sampled_row(made[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)
-        chances = distribution(logits, sampled)
-        tokens = pick(chances, [row.draw(PROPOSAL) for row in sampled])
+        tokens, chances = sample(logits, sampled, PROPOSAL)
         for place, (sequence, _) in enumerate(rows):
             proposal = made[sequence.number]
             proposal.tokens.append(tokens[place])
-            if sequence.prompt.parameters.temperature:
+            if place in chances:
                 proposal.chances.append(chances[place])
 
     def _pass(self) -> Pass:
@@ -160,7 +159,7 @@ def verify(
 ) -> list[list[int]]:
     """The tokens that each sequence goes on with, from processed logits of all its rows: what was
     proposed as far as that is accepted, and one token more."""
-    drawn = sample(logits, rows)
+    drawn, _ = sample(logits, rows)
     wanted = distribution(logits, rows) if any(each.proposal.chances for each in checks) else None
     found: list[list[int]] = []
     for first, proposal in checks:

@@ -100,8 +100,8 @@ def test_only_allowed_tokens_are_sampled() -> None:
 def test_draws_depend_on_seed_sample_and_place_alone() -> None:
     logits = torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     rows = [made(seed=seed, temperature=1.5) for seed in range(8)]
-    together = sampler.sample(logits, rows)
-    alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0] for n in range(8)]
+    together, _ = sampler.sample(logits, rows)
+    alone = [sampler.sample(logits[n : n + 1], rows[n : n + 1])[0][0] for n in range(8)]
     assert together == alone
     numbers = {made(seed=seed).draw(purpose) for seed in range(50) for purpose in range(3)}
     for sample in range(50):
@@ -115,7 +115,7 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.tensor(probabilities).log().float().repeat(20_000, 1)
     rows = [made(seed=seed) for seed in range(20_000)]
-    counts = Counter(sampler.sample(logits, rows))
+    counts = Counter(sampler.sample(logits, rows)[0])
     found = [counts[token] for token in range(4)]
     assert chisquare(found, probabilities * 20_000).pvalue > 1e-4
 
@@ -123,7 +123,8 @@ def test_draws_are_uniform_and_tokens_as_probable_as_they_are() -> None:
 def test_greedy_rows_and_others_go_together() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 30.0
-    assert sampler.sample(logits, [made(temperature=0.0), made(), made(temperature=0.0)]) == [7] * 3
+    mixed = [made(temperature=0.0), made(), made(temperature=0.0)]
+    assert sampler.sample(logits, mixed)[0] == [7] * 3
 
 
 def test_logprobs_are_those_of_the_model() -> None:

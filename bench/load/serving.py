@@ -1,0 +1,298 @@
+"""A generative scheduler and its worker's engine in one thread, without sockets: what they make of
+a long prompt beside others, of a pool that is too small, of a prefix that was computed before, of a
+draft model, and of 8-bit weights.
+
+    python -m bench.load.serving [late tight prefix draft int8] [--rounds N]
+
+The model is that of `bench.load.generation`, and times are those of the processor. A ratio is that
+of two loads in turns, the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.load.generation import NEW, PROMPT, SIZES
+from shmserve.ipc.engine_settings import EngineSettings
+from shmserve.ipc.messages.generation import Stepped
+from shmserve.scheduler.generative.engine import Engine
+from shmserve.scheduler.generative.sequences import Generation
+from shmserve.scheduler.statistics.generation_stats import GenerationStats
+from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.model.attention import make_attention
+from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sampling.speculation import DraftModel
+from shmserve.workers.backends.llm.sequences import Prompt
+from tests.support.hf_folders import config, save_weights, weights, write_folder
+
+TARGET_MS, LATE, PREFIX = 50, 900, 500
+DRAFT: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+class Serving:
+    """A scheduler and a worker. `clock` is the processor's time in seconds that they have taken,
+    `times` has what it was at each token of a request."""
+
+    def __init__(self, model: Transformer, draft: Transformer | None = None, **given: Any) -> None:
+        settings = EngineSettings.of({"kv_cache_blocks": 1024, **given})
+        settings = settings.sized(settings.kv_cache_blocks, 0, settings.kv_cache_blocks)
+        sizes = settings.block_size, settings.kv_cache_blocks
+        cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
+        self._prompts: dict[int, Prompt] = {}
+        self._worker = WorkerEngine(
+            model,
+            cache,
+            make_attention(cache, model.architecture, "cpu"),
+            DraftModel(draft, *sizes) if draft else None,
+            self._prompts,
+            lambda news: None,
+        )
+        self.counts = GenerationStats()
+        self._numbers, self._keys, self._steps = itertools.count(1), itertools.count(), 0
+        self._engine: Engine[None] = Engine(
+            settings, self.counts, self._numbers, lambda each, why: None, lambda each, beams: None
+        )
+        self.clock = 0.0
+        self.times: dict[int, list[float]] = {}
+
+    def add(self, tokens: list[int], new: int = NEW) -> int:
+        """A request; its key."""
+        key = next(self._keys)
+        parameters = GenerationParameters(max_tokens=new, temperature=0.0)
+        self._prompts[key] = Prompt(key, tokens, parameters, ())
+        self._engine.add(Generation(None, key, key, array("i", tokens), new))
+        self.times[key] = [self.clock]
+        return key
+
+    def step(self) -> bool:
+        """Plan and compute one step; whether there was any."""
+        began, wall = time.thread_time(), time.perf_counter()
+        self._steps += 1
+        step = self._engine.plan(self._steps)
+        if step is None:
+            return False
+        stepped = self._worker.step(step)
+        took, passed = time.thread_time() - began, time.perf_counter() - wall
+        self._engine.done(_scaled(stepped, took / passed))
+        self.clock += took
+        owners = {number: each.prompt.key for number, each in self._worker._sequences.items()}
+        for result in stepped.results:
+            self.times[owners[result.sequence]] += [self.clock] * len(result.tokens)
+        return True
+
+    def run(self) -> float:
+        """Until all have ended; the seconds it took."""
+        began = self.clock
+        while self.step():
+            pass
+        return self.clock - began
+
+
+def _scaled(stepped: Stepped, share: float) -> Stepped:
+    """A step's result as if nothing else had been computed on this processor meanwhile."""
+    return replace(
+        stepped,
+        gather_ns=int(stepped.gather_ns * share),
+        forward_ns=int(stepped.forward_ns * share),
+        sample_ns=int(stepped.sample_ns * share),
+        draft_ns=int(stepped.draft_ns * share),
+    )
+
+
+def prompt(size: int = PROMPT) -> list[int]:
+    """Random tokens."""
+    return list(map(int, torch.randint(3, SIZES["vocab_size"], (size,))))
+
+
+@functools.cache
+def model(weights_kind: str = "fp32") -> Transformer:
+    """The random model."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_folder(Path(folder) / "model", **SIZES)
+        return Transformer(Checkpoint.open(path), weights_kind)
+
+
+def ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) -> float:
+    """The median of what the first gives over what the second does, in turns."""
+    return round(statistics.median(first() / second() for _ in range(rounds)), 3)
+
+
+# --- cases: what each gives is printed
+
+
+def late(rounds: int) -> dict[str, Any]:
+    """A prompt of 900 tokens comes to four that generate."""
+    gaps: list[float] = []
+    waits: list[float] = []
+    for _ in range(rounds):
+        served = Serving(model(), target_itl_ms=TARGET_MS)
+        for _ in range(2):  # the first time, it learns what a step takes
+            others = [served.add(prompt(), 150) for _ in range(4)]
+            for _ in range(30):
+                served.step()
+            came = served.clock
+            key = served.add(prompt(LATE), 1)
+            served.run()
+        waits.append(served.times[key][1] - came)
+        times = [[at for at in served.times[each] if at >= came] for each in others]
+        gaps += [max(b - a for a, b in itertools.pairwise(each)) for each in times]
+    alone = Serving(model())
+    alone.add(prompt(LATE), 1)
+    return {
+        "worst_itl_ms": round(max(gaps) * 1e3, 1),
+        "median_of_worst_ms": round(statistics.median(gaps) * 1e3, 1),
+        "target_ms": TARGET_MS,
+        "first_token_ms": round(statistics.median(waits) * 1e3),
+        "alone_ms": round(alone.run() * 1e3),
+    }
+
+
+def tight(rounds: int) -> dict[str, Any]:
+    """A pool of a quarter of the blocks that all need at once."""
+
+    def load(rows: int, blocks: int) -> float:
+        served = Serving(model(), kv_cache_blocks=blocks, max_batch_size=rows)
+        for _ in range(rows):
+            served.add(prompt())
+        return served.run()
+
+    found: dict[str, Any] = {}
+    for rows in (32, 64):
+        needed = rows * (PROMPT + NEW) // 16
+        quarter, plenty = (
+            functools.partial(load, rows, each) for each in (needed // 4, 2 * needed)
+        )
+        found[f"time_{rows}"] = ratio(quarter, plenty, rounds)
+    return found
+
+
+def prefix(rounds: int) -> dict[str, Any]:
+    """The second of two prompts that have their first 500 tokens in common."""
+
+    def load(second: bool) -> float:
+        served = Serving(model())
+        shared = prompt(PREFIX)
+        for _ in range(1 + second):
+            key = served.add(shared + prompt(12), 1)
+            served.run()
+        return served.times[key][1] - served.times[key][0]
+
+    return {"first_token": ratio(lambda: load(True), lambda: load(False), rounds)}
+
+
+def draft(rounds: int) -> dict[str, Any]:
+    """A draft model that is mostly right, and one that is always wrong."""
+    pairs = {"good": _pair(True), "bad": _pair(False)}
+    return {
+        f"{label}_{rows}": _speculating(*pair, rows, rounds)
+        for label, pair in pairs.items()
+        for rows in (1, 8)
+    }
+
+
+def _speculating(
+    target: Transformer, small: Transformer, rows: int, rounds: int
+) -> dict[str, float]:
+    accepted: list[float] = []
+
+    def load(draft: Transformer | None) -> float:
+        speculation = {"enabled": draft is not None, "method": "draft", "draft_model": "draft"}
+        served = Serving(target, draft, speculative_decoding=speculation)
+        for _ in range(rows):
+            served.add(prompt(16), 128)
+        took = served.run()
+        accepted.append(served.counts.accepted / max(served.counts.drafted, 1))
+        return took
+
+    speed = ratio(lambda: load(None), lambda: load(small), rounds)
+    return {"speed": speed, "accepted": round(accepted[-1], 2)}
+
+
+def _pair(agrees: bool) -> tuple[Transformer, Transformer]:
+    """A model that says mostly what the first 128 dimensions of its embeddings say, and a draft
+    that has these, or others."""
+    made = config(**SIZES)
+    drawn = weights(made, seed=1)
+    small = weights(config(**DRAFT), seed=2)
+    size = DRAFT["hidden_size"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        drawn[name][..., size:] *= 0.4
+        if agrees:
+            small[name] = drawn[name][..., :size].clone()
+    for tensors, share in ((drawn, 1e-5), (small, 0.0)):
+        for name in tensors:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] *= share
+    loaded: list[Transformer] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for sizes, tensors in ((SIZES, drawn), (DRAFT, small)):
+            path = write_folder(Path(folder) / str(len(loaded)), **sizes)
+            save_weights(path, tensors)
+            loaded.append(Transformer(Checkpoint.open(path)))
+    return loaded[0], loaded[1]
+
+
+def int8(rounds: int) -> dict[str, Any]:
+    """8-bit weights beside those of 32."""
+
+    def load(kind: str, rows: int) -> float:
+        served = Serving(model(kind))
+        for _ in range(rows):
+            served.add(prompt())
+        return served.run()
+
+    return {
+        f"speed_{rows}": ratio(
+            functools.partial(load, "fp32", rows), functools.partial(load, "int8", rows), rounds
+        )
+        for rows in (1, 8, 32)
+    }
+
+
+CASES: tuple[Callable[[int], dict[str, Any]], ...] = (late, tight, prefix, draft, int8)
+
+
+def chosen(names: Iterable[str]) -> list[Callable[[int], dict[str, Any]]]:
+    """The cases of these names; all where there are none."""
+    return [case for case in CASES if case.__name__ in names] or list(CASES)
+
+
+def main() -> None:
+    """Measure, and print one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    for case in chosen(asked.cases):
+        found = {"case": case.__name__, **case(asked.rounds)}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

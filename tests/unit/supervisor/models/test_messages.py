@@ -1,0 +1,168 @@
+"""The messages of a load, of deaths and of a move, in the order in which they are said: what one
+process sends another is right only after what came before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.version.model_version import ModelVersion
+from shmserve.supervisor.models.version.spec import VersionSpec
+from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
+from shmserve.supervisor.processes.scheduler_hosts import Group
+from tests.rigs.process_rig import Processes, plan, turns
+from tests.unit.supervisor.models.test_version import ALONE
+
+ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))
+
+
+class Traced(Processes):
+    """Keeps who says what: "Drain to s2" is heard by scheduler 2, "from worker" is said by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def load(self, spec: VersionSpec, group: Group) -> ModelVersion:
+        """A version that is to be started."""
+        return ModelVersion(self.context, spec, lambda changed: None, ModelRegistry(), group)
+
+    def _who(self, address: Address) -> str:
+        if isinstance(address, SchedulerAddress):
+            return f"s{address.number}"
+        titles = {child.pid: child.title.split()[0] for child in self.started}
+        return "host" if titles[address] == "scheduler" else titles[address]
+
+    def send(self, address: Address, message: Any) -> None:
+        """It is kept, but for settings of the log."""
+        if type(message).__name__ != "SetLogging":
+            self.said.append(f"{type(message).__name__} to {self._who(address)}")
+        super().send(address, message)
+
+    def _dispatch(self, address: Address, message: Any) -> None:
+        self.said.append(f"{type(message).__name__} from {self._who(address)}")
+        super()._dispatch(address, message)
+
+    def broadcast(self, message: Any, *roles: str) -> None:
+        """It is kept."""
+        if roles:
+            self.said.append(f"{type(message).__name__} to all")
+
+
+async def load(processes: Traced, model: ModelVersion) -> None:
+    await model.start()
+
+
+async def end(processes: Traced, model: ModelVersion) -> None:
+    await model.stop()
+
+
+async def worker_dies(processes: Traced, model: ModelVersion) -> None:
+    processes.started[0].kill()
+    await turns()
+
+
+async def scheduler_dies(processes: Traced, model: ModelVersion) -> None:
+    processes.started[1].kill()
+    await turns(40)
+
+
+async def move(processes: Traced, model: ModelVersion) -> None:
+    async def publish() -> None:
+        processes.said.append("published")
+
+    await processes.load(plan("2"), ENSEMBLE).start()
+    processes.said.clear()
+    await model.regroup(ENSEMBLE, publish)
+
+
+STORIES: list[tuple[Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], list[str]]] = [
+    (
+        load,
+        [
+            "WorkerStarted from worker",
+            "CompleteConfig to worker",
+            "ConfigCompleted from worker",
+            "Started from host",
+            "OpenScheduler to host",
+            "SchedulerReady from s1",
+            "InstanceExpected to s1",
+            "InstanceExpected to s1",
+            "LoadInstance to worker",
+            "InstanceLoaded from worker",
+        ],
+    ),
+    (
+        worker_dies,
+        [
+            "WorkerStarted from worker",
+            "InstanceExpected to s1",
+            "LoadInstance to worker",
+            "InstanceLoaded from worker",
+        ],
+    ),
+    (
+        scheduler_dies,
+        [
+            "Started from host",
+            "OpenScheduler to host",
+            "SchedulerReady from s2",
+            "InstanceExpected to s2",
+            "Attach to worker",
+            "SchedulerLost to all",
+        ],
+    ),
+    (
+        move,
+        [
+            "OpenScheduler to ensemble",
+            "SchedulerReady from s3",
+            "published",
+            "Drain to s1",
+            "Drained from s1",
+            "InstanceExpected to s3",
+            "SchedulerLost to all",
+            "published",
+            "Drain to s1",
+            "Drained from s1",
+            "Attach to worker",
+            "Stop to s1",
+            "SchedulerClosed from host",
+            "Stop to host",
+        ],
+    ),
+    (
+        end,
+        [
+            "Drain to s1",
+            "Drained from s1",
+            "Stop to worker",
+            "Stop to s1",
+            "SchedulerClosed from host",
+            "Stop to host",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("story", "said"), STORIES)
+def test_what_is_said_in_which_order(
+    story: Callable[[Traced, ModelVersion], Coroutine[Any, Any, None]], said: list[str]
+) -> None:
+    async def live() -> list[str]:
+        processes = Traced()
+        model = processes.load(plan(), ALONE)
+        if story is not load:
+            await model.start()
+            await turns()
+            processes.said.clear()
+        await story(processes, model)
+        found = list(processes.said)
+        await processes.end()
+        return found
+
+    assert asyncio.run(live()) == said
