@@ -147,6 +147,18 @@ def test_a_chat_has_roles_and_ends(client: openai.OpenAI) -> None:
     assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+def test_prompts_are_told_side_by_side(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 60, "temperature": 0}
+    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    texts = {0: "", 1: ""}
+    told: list[int] = []
+    for event in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+        texts[event.choices[0].index] += event.choices[0].text
+        told.append(event.choices[0].index)
+    assert [*texts.values()] == [choice.text for choice in whole.choices]
+    assert told != sorted(told)
+
+
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
     first, second = (client.completions.create(**asked) for _ in range(2))
@@ -234,6 +246,12 @@ def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
 
 BAD = {
     "no body": ([], 400, None, "a JSON object"),
+    "no JSON": (b"{", 400, None, "failed to parse"),
+    "no text": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None, "no low surrogate"),
+    "a schema": (
+        {"model": "tiny", "prompt": "a", "json_schema": {"type": 3}},
+        *(400, "response_format", "cannot be compiled"),
+    ),
     "no model": ({"prompt": "a"}, 400, "model", "missing"),
     "another model": ({"model": "nobody", "prompt": "a"}, 404, None, "nobody"),
     "no generator": ({"model": "embedder", "prompt": "a"}, 404, None, "does not generate"),
@@ -271,6 +289,9 @@ def test_a_full_queue_says_when_to_come_back(generative: Server) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         replies = list(pool.map(ask, range(6)))
+    with generative.http() as http:
+        together = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
+    replies.append((together.status, together.headers.get("Retry-After")))
     refused = [after for status, after in replies if status == 429]
     assert refused and all(after is not None and int(after) >= 1 for after in refused)
     assert {status for status, _ in replies} == {200, 429}

@@ -10,7 +10,7 @@ import orjson
 from shmserve.errors import InvalidArgument, NotFound, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
-from shmserve.gateway.http.json.parser import loads
+from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
@@ -70,7 +70,11 @@ def tensor(
 async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     """The JSON object that a body is. Raises InvalidArgument for another one."""
     content = Body(request, gateway.settings, gateway.body_budget)
-    body = loads(await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE))
+    raw = await content.read(gateway.settings.max_input_size, JSON_TOO_LARGE)
+    try:
+        body = loads(raw)
+    except JsonFault as fault:
+        raise InvalidArgument(fault.message) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body is {_kind(body)}, and has to be a JSON object")
     return body

@@ -3,6 +3,7 @@ object, or with "stream" as server-sent events, which "[DONE]" ends."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -48,8 +49,10 @@ async def _respond(
         await generation.begun()
         if not asked.stream:
             return json_response(await generation.whole())
-    except BaseException:
+    except BaseException as error:
         generation.close()
+        if isinstance(error, QueueFull):
+            raise TooManyRequests(error.message, error.retry_after_s) from None
         raise
     headers = b"Content-Type: %b\r\n" % SERVER_SENT_EVENTS.content_type
     response = ChunkedResponse(200, generation.events(), headers)
@@ -67,11 +70,12 @@ class _Generation:
         self._asked = asked
         self._choices = Choices(form, asked.model.name, asked.samples)
         self._queues: list[ResponseQueue] = []
+        self._news = asyncio.Event()
         arrived_ns = time.monotonic_ns()
         try:
             for infer_request in asked.requests():
                 built, _ = build(gateway, asked.model, infer_request, b"", 0)
-                queue = ResponseQueue(gateway, request, asked.model, built, arrived_ns)
+                queue = ResponseQueue(gateway, request, asked.model, built, arrived_ns, self._news)
                 self._queues.append(queue)
         except BaseException:
             self.close()
@@ -88,39 +92,44 @@ class _Generation:
         first = self._queues[0]
         await first.wait()
         error = error_of(first.first)
-        if isinstance(error, QueueFull):
-            raise TooManyRequests(error.message, error.retry_after_s)
         if error is not None:
             raise error
 
     async def whole(self) -> dict[str, Any]:
         """All choices, once the last has ended."""
-        for prompt, queue in enumerate(self._queues):
-            ended = False
-            while not ended:
-                await queue.wait()
-                _, ended = self._take(prompt, queue)
+        async for _ in self._taken():
+            pass
         return self._choices.whole()
 
     async def events(self) -> AsyncGenerator[list[bytes], None]:
         """The choices in chunks; those that are here are written together."""
         frame = SERVER_SENT_EVENTS.frame
         try:
-            for prompt, queue in enumerate(self._queues):
-                ended = False
-                while not ended:
-                    await queue.wait()
-                    chunks: list[bytes] = []
-                    while queue.here and not ended:
-                        choices, ended = self._take(prompt, queue)
-                        if choices:
-                            chunks.append(frame(self._choices.chunk(choices)))
-                    yield chunks
+            async for taken in self._taken():
+                yield [frame(self._choices.chunk(choices)) for choices in taken]
         except ShmserveError as error:
             yield [frame(openai_error(error)), _DONE]
             return
         last = [frame(self._choices.last())] if self._asked.usage else []
         yield [*last, _DONE]
+
+    async def _taken(self) -> AsyncGenerator[list[list[dict[str, Any]]], None]:
+        """The choices of responses to whichever prompt, as they come: a model does not wait for who
+        reads those of another prompt first."""
+        left = dict(enumerate(self._queues))
+        while left:
+            while not any(queue.here for queue in left.values()):
+                self._news.clear()
+                await self._news.wait()
+            taken: list[list[dict[str, Any]]] = []
+            for prompt, queue in list(left.items()):
+                while queue.here and prompt in left:
+                    choices, ended = self._take(prompt, queue)
+                    if choices:
+                        taken.append(choices)
+                    if ended:
+                        del left[prompt]
+            yield taken
 
     def _take(self, prompt: int, queue: ResponseQueue) -> tuple[list[dict[str, Any]], bool]:
         """Take a response that is here: the choices that it has, and whether it was the last.

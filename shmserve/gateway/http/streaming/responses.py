@@ -20,8 +20,8 @@ _TOGETHER = 32 * 1024
 
 
 class ResponseQueue:
-    """An open request and the queue of responses that have come to it. Raises what keeps it from
-    being submitted."""
+    """An open request and the queue of responses that have come to it; `news` is set when one does,
+    perhaps for several queues. Raises what keeps it from being submitted."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class ResponseQueue:
         model: GatewayModel,
         built: BuiltRequest,
         arrived_ns: int,
+        news: asyncio.Event | None = None,
     ) -> None:
         self._here: deque[Message] = deque()
-        self._news = asyncio.Event()
+        self._news = news or asyncio.Event()
         client = request.connection.client
         model, submit = prepare_submit(gateway, model, built, client, arrived_ns)
         self.request = StreamingRequest(gateway, model, built, submit, self._heard)
