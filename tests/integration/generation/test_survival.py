@@ -18,7 +18,7 @@ from tests.support.waiting import until
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "prompt": "the quick brown",
-    "max_tokens": 60,
+    "max_tokens": 300,
     "seed": 11,
     "extra_body": {"ignore_eos": True},
 }
