@@ -19,7 +19,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Begin, Row, RowResult, Step, Stepped
 from shmserve.scheduler.generative.beams import Beams
 from shmserve.scheduler.generative.blocks import BlockPool
-from shmserve.scheduler.generative.pace import CHUNK, Acceptance, StepTimes
+from shmserve.scheduler.generative.pace import CHUNK, PROBE_STEPS, Acceptance, StepTimes
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Place, Sequence
 from shmserve.scheduler.generative.step_plan import Running, StepPlan
@@ -153,7 +153,9 @@ class Engine(Generic[T]):
             elif not sequence.held:
                 outside.append(sequence)
         inside.sort(key=rank)
-        self._run(plan, [each for each in inside if each.missing == 1], inside)
+        decoding = [each for each in inside if each.missing == 1]
+        plan.decoding = max(len(decoding), 1)
+        self._run(plan, decoding, inside)
         self._limit_prompts(plan)
         self._run(plan, [each for each in inside if each.missing > 1], inside)
         outside.sort(key=rank)
@@ -218,7 +220,9 @@ class Engine(Generic[T]):
         most = min(speculation.num_spec_tokens, sequence.left - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and most > 0:
-            most = self.times.draft_length(plan.load, acceptance.rate, most)
+            if not plan.step.step % PROBE_STEPS:
+                return 0  # what a step takes without them is to be known, too
+            most = self.times.draft_length(plan.decoding, acceptance.rate, most)
         return acceptance.length(max(most, 0), speculation.accept_threshold)
 
     def _room(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:

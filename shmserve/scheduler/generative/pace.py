@@ -19,7 +19,8 @@ _SPREAD = (20.0, 5.0, 2.0, 1.0)
 _KEYS = 1e5  # a unit of the last term
 CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
 _EWMA = 0.1
-_PROBE_STEPS = 50
+PROBE_STEPS = 50
+_GAIN = 1.15  # that proposals have to promise: an estimate is some percent off
 
 
 class Load(NamedTuple):
@@ -94,19 +95,18 @@ class StepTimes:
         room = int((target_ms - self.expect(load)) / self.prompt_token_ms)
         return max(room // CHUNK * CHUNK, CHUNK)
 
-    def draft_length(self, load: Load, acceptance: float, most: int) -> int:
-        """The tokens to propose for a sequence beside `load`, where each is accepted with this
-        probability: as many as yield most tokens a ms (Leviathan et al., "Fast Inference from
-        Transformers via Speculative Decoding", 2023); perhaps none."""
-        best, best_rate = 0, 1.0 / self.expect(load)
+    def draft_length(self, decoding: int, acceptance: float, most: int) -> int:
+        """The tokens to propose for each of so many sequences that decode together, where each is
+        accepted with this probability: as many as yield most tokens a ms (Leviathan et al., "Fast
+        Inference from Transformers via Speculative Decoding", 2023); perhaps none."""
+        best, best_rate = 0, _GAIN / self.expect(Load(decoding))
         tokens, chance = 1.0, 1.0
         for length in range(1, most + 1):
             chance *= acceptance
             tokens += chance
-            longer = Load(load.decoded + length * max(load.decoded, 1), load.prefilled, load.pairs)
-            rate = tokens / (self.expect(longer) + length * self.draft_ms)
-            if rate > best_rate:
-                best, best_rate = length, rate
+            took_ms = self.expect(Load(decoding * (1 + length))) + length * self.draft_ms
+            if tokens / took_ms > best_rate:
+                best, best_rate = length, tokens / took_ms
         return best
 
 
@@ -124,7 +124,7 @@ class Acceptance:
             self._pause -= 1
             return 0
         if self.rate < threshold or not wanted:
-            self._pause = _PROBE_STEPS
+            self._pause = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
         return wanted

@@ -51,6 +51,7 @@ class StepPlan:
         self.prompt_tokens = settings.max_prefill_tokens
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
         self.load = Load()
+        self.decoding = 1  # sequences
         self.drafts = 0
         self.preempted = False
 

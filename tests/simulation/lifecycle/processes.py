@@ -198,6 +198,8 @@ class SimulatedProcesses:
                 child.offered_at = endpoint
             case m.LoadInstance():
                 child.offered_at = message.endpoint
+                if self.world.chance(0.2):  # longer than it takes to start a scheduler
+                    late = self.world.between(300 * MS, 2 * SECOND)
                 if child.fate in ("loads", "dies"):
                     self.world.after(late, self._say, child.pid, m.InstanceLoaded(0.0))
                 else:

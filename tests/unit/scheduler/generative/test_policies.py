@@ -96,12 +96,12 @@ def test_drafts_are_as_long_as_pays() -> None:
     times = learned()
     for _ in range(100):
         times.drafted(4, 0.4)
-    assert times.draft_length(Load(), 0.9, 4) == 4
-    assert times.draft_length(Load(), 0.1, 4) == 0
-    assert 0 < times.draft_length(Load(), 0.5, 8) < 8
+    assert times.draft_length(1, 0.9, 4) == 4
+    assert times.draft_length(1, 0.1, 4) == 0
+    assert 0 < times.draft_length(1, 0.5, 8) < 8
     for _ in range(100):
         times.drafted(4, 400.0)
-    assert times.draft_length(Load(), 0.9, 4) == 0
+    assert times.draft_length(1, 0.9, 4) == 0
 
 
 def test_what_is_not_accepted_is_not_proposed_for_a_while() -> None:
