@@ -14,7 +14,7 @@ from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference, unpack_inferred
 from tests.simulation.memory import SimulatedMemory
 from tests.simulation.models import Model
-from tests.simulation.oracles import Ledger, Request
+from tests.simulation.oracles import MOST_BEGINNINGS, Ledger, Request
 from tests.simulation.scheduler import SchedulerProcess
 from tests.simulation.world import MS, US, Link, Process, Violation, World
 
@@ -43,7 +43,9 @@ class ClientRequest(InflightRequest):
         if self.request.cancelled:
             self.client.discard(self.endpoint, message)
         else:
-            if self.responses - self.read > FIRST_CREDIT + 1:
+            # Each worker that a text comes to has a window of its own.
+            workers = MOST_BEGINNINGS if self.request.model.generative else 1
+            if self.responses - self.read > FIRST_CREDIT * workers + 1:
                 self.request.fail(f"{self.responses} responses came, and {self.read} were read")
             self.client.world_ledger.responded(self.request, message)
             self.client.read_soon(self, message)

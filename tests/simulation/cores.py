@@ -91,6 +91,8 @@ class Scheduler:
         else:
             core = BatchingCore(settings, peers, control, cache)
             self.from_peer = core.executions.handle
+            if settings.engine is not None:
+                core._dispatch._clock = lambda: world.now_ns
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )

@@ -94,7 +94,7 @@ class Generator(Worker):
             return
         done = self._engine.step(step)
         known = self._engine.known
-        if self.model.errs and self.world.chance(self.model.errs / 10):
+        if self.model.errs and self.world.chance(self.model.errs / 3):
             for row in step.rows:
                 if row.sequence in known:
                     self._fail(known[row.sequence].key, "INTERNAL")

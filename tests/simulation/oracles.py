@@ -21,7 +21,7 @@ from tests.simulation import texts
 from tests.simulation.models import Model
 from tests.simulation.world import Violation, World
 
-_MOST_BEGINNINGS = 3  # of a text, whose workers die
+MOST_BEGINNINGS = 3  # of a text, whose workers die
 
 
 @dataclass(eq=False)
@@ -313,7 +313,7 @@ class SchedulerTrace:
             self._fail(f"request {work.request_id} begins, which nobody waits for")
             return
         self._may_begin(entry)
-        if entry.begun >= _MOST_BEGINNINGS:
+        if entry.begun >= MOST_BEGINNINGS:
             self._fail(f"request {work.request_id} has ended {entry.begun} workers, and begins")
         entry.begun += 1
         entry.at = peer
