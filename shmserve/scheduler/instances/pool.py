@@ -153,6 +153,7 @@ class Pool:
     _most_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
+    _offers: dict[int, Worker] = field(default_factory=dict)  # by whom nobody has announced
     free: deque[Slot] = field(default_factory=deque)
     failure: str = ""
     _given_up: str = ""  # why the last one did not come back
@@ -171,13 +172,16 @@ class Pool:
 
     def offer(self, index: int, peer: bytes, pid: int) -> None:
         """A worker is ready for batches; it counts once the supervisor's word of it is here."""
-        slot = self._slot(index)
-        if slot.pid != pid:
+        slot = self._slots.get(index)
+        if slot is None:
+            self._offers[index] = Worker(peer, pid)
+        elif slot.pid != pid:
             slot.offer = Worker(peer, pid)
             self._take_offer(slot)
 
     def process_exited(self, pid: int) -> Lost:
         """Some process is gone; returns what it had, if it was an instance: another is expected."""
+        self._offers = {at: each for at, each in self._offers.items() if each.pid != pid}
         for slot in self._slots.values():
             if slot.offer is not None and slot.offer.pid == pid:
                 slot.offer = None
@@ -222,6 +226,7 @@ class Pool:
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = Slot(index)
+            slot.offer = self._offers.pop(index, None)
         return slot
 
     def _take_offer(self, slot: Slot) -> None:

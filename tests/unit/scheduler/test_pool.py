@@ -302,3 +302,15 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     pool.ended(slot)
     pool.ended(slot)
     assert list(pool.free) == [slot]
+
+
+def test_who_offers_itself_when_its_instance_has_been_taken_back_is_forgotten_with_its_end() -> None:
+    pool = Pool(0)
+    ready(pool, 0, 100)
+    pool.expect(1, 101)
+    pool.retire(1)
+    assert pool.take_retired(lambda _: False) == [101]
+    pool.offer(1, b"1.101", 101)
+    pool.process_exited(101)
+    assert pool.counts() == {"gone": 0, "expected": 0, "idle": 1, "busy": 0, "doomed": 0}
+    assert not pool._offers
