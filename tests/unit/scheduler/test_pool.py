@@ -304,7 +304,7 @@ def test_an_instance_with_as_many_open_requests_as_may_be_is_not_free() -> None:
     assert list(pool.free) == [slot]
 
 
-def test_who_offers_itself_when_its_instance_has_been_taken_back_is_forgotten_with_its_end() -> None:
+def test_an_offer_after_its_instance_was_taken_back_is_forgotten_with_its_process() -> None:
     pool = Pool(0)
     ready(pool, 0, 100)
     pool.expect(1, 101)
