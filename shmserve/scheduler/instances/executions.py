@@ -186,6 +186,8 @@ class Executions:
             read = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, read)
         elif self._pool.awaits(message.pid):  # a predecessor's, which will come once it has time
+            if len(self._early) >= _MOST_EARLY:
+                return  # of processes that there are not
             early = self._early.setdefault(message.pid, [])
             early += [
                 ReleaseOutputs(client_pid, [offset], message.memory)

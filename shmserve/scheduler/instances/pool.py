@@ -340,8 +340,10 @@ class Pool:
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
     def awaits(self, pid: int) -> bool:
-        """Whether this process was announced, and has not offered itself yet."""
-        return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
+        """Whether this process was announced, and has not offered itself yet; any may be while
+        none was: clients hear of a successor, maybe before it hears of its instances."""
+        slots = self._slots.values()
+        return not slots or any(slot.awaited == pid != slot.pid for slot in slots)
 
     # --- time and counts --------------------------------------------------------------------------
 

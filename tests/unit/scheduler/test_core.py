@@ -208,6 +208,17 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
     assert rig.workers.take() == [] and rig.core.executions._early == {}
 
 
+def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_given_back() -> None:
+    """Clients may hear of it first. Of processes that there are not, so much is kept."""
+    rig = Rig()
+    rig.client(m.Release(100, [64]))
+    for pid in range(1000, 6000):
+        rig.client(m.Release(pid, [0]))
+    assert len(rig.core.executions._early) == 4096
+    peer = rig.start(0, 100)
+    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 
