@@ -28,7 +28,7 @@ class StepLinks:
     def _open(self, endpoint: str) -> Link:
         known = self._links.get(endpoint)
         if known is None:
-            peer = b"%d.%d" % (self._process.pid, len(self._links))
+            peer = b"%s.%d" % (self.identity, len(self._links))
             link = self._hosts[endpoint].connect_client(
                 peer, self._process, lambda messages: self._heard(endpoint, messages)
             )
