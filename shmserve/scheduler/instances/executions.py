@@ -185,9 +185,10 @@ class Executions:
         if slot is not None:
             read = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, read)
-        elif self._pool.awaits(message.pid):  # a predecessor's, which will come once it has time
-            if len(self._early) >= _MOST_EARLY:
-                return  # of processes that there are not
+        elif self._pool.awaits(message.pid) or (
+            # Its pid may be any, then: there is room for so many that there are not.
+            self._pool.unannounced and len(self._early) < _MOST_EARLY
+        ):  # a predecessor's, which will come once it has time
             early = self._early.setdefault(message.pid, [])
             early += [
                 ReleaseOutputs(client_pid, [offset], message.memory)

@@ -340,10 +340,13 @@ class Pool:
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
     def awaits(self, pid: int) -> bool:
-        """Whether this process was announced, and has not offered itself yet; any may be while
-        none was: clients hear of a successor, maybe before it hears of its instances."""
-        slots = self._slots.values()
-        return not slots or any(slot.awaited == pid != slot.pid for slot in slots)
+        """Whether this process was announced, and has not offered itself yet."""
+        return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
+
+    @property
+    def unannounced(self) -> bool:
+        """Whether no instance was announced yet: clients may hear of a successor before that."""
+        return not self._slots
 
     # --- time and counts --------------------------------------------------------------------------
 

@@ -215,8 +215,11 @@ def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_giv
     for pid in range(1000, 6000):
         rig.client(m.Release(pid, [0]))
     assert len(rig.core.executions._early) == 4096
-    peer = rig.start(0, 100)
-    assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [64]))]
+    rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
+    rig.client(m.Release(101, [128]))
+    for index, pid, at in ((0, 100, 64), (1, 101, 128)):
+        peer = rig.start(index, pid)
+        assert (peer, m.ReleaseOutputs(7000, [at])) in rig.workers.take()
 
 
 # --- admission ------------------------------------------------------------------------------------
