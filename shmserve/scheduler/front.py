@@ -122,9 +122,8 @@ class Core(Protocol[R]):
 
 @dataclass(eq=False)
 class Front(Generic[R]):
-    """One scheduler's clients, and its life. `wall_clock` gives epoch ns; `model` is a name for the
-    log; while it drains, nothing
-    new begins; once it has `stopped` it has nothing to do."""
+    """One scheduler's clients, and its life. `wall_clock` gives epoch ns, `model` is a name for the
+    log. While it drains, nothing new begins; once it has `stopped` it has nothing to do."""
 
     _core: Core[R]
     _links: ClientLinks

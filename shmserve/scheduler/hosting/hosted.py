@@ -94,7 +94,12 @@ class HostedScheduler(ABC):
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
         self._front: Front[Any] = Front(
-            *(self._core, self, self._control, time.time_ns, self._settings.name, self._cache)
+            self._core,
+            self,
+            self._control,
+            time.time_ns,
+            self._settings.name,
+            self._cache,
         )
         if start.snapshot:
             self._front.restore(start.snapshot, start.alive)
