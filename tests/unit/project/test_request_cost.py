@@ -3,6 +3,7 @@ ceilings, which may only fall. `python -m bench.counts` shows the same of a serv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from tests.rigs import counted_processes
 from tests.rigs.counted_processes import Calls
 
 _CEILINGS = {"gateway": 146.0, "scheduler": 81.4, "worker": 113.8}
-# What may be saved before the table has to say so; Pythons differ a little in what they call.
-_SLACK = 2.0
+_SLACK = 2.0  # what may be saved before the table has to say so
+_COUNTED_WITH = (3, 11)  # others call less here: comprehensions are no functions there
 
 _COUNTED: dict[str, Callable[[Path], Calls]] = {
     "gateway": counted_processes.gateway,
@@ -30,4 +31,5 @@ def test_a_request_costs_no_more_calls(process: str, tmp_path: Path) -> None:
     most = sorted(by_function.items(), key=lambda item: -item[1])
     table = "\n".join(f"{count:6.2f}  {name}" for name, count in most)
     assert calls <= ceiling, f"{calls:.2f} calls a request in the {process}:\n{table}"
-    assert calls > ceiling - _SLACK, f"lower the ceiling of the {process} to {calls:.2f}"
+    if sys.version_info[:2] == _COUNTED_WITH:
+        assert calls > ceiling - _SLACK, f"lower the ceiling of the {process} to {calls:.2f}"
