@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import gc
 import itertools
 import json
 import os
@@ -68,10 +69,12 @@ class Calls:
         self._profile = cProfile.Profile()
 
     def __enter__(self) -> None:
+        gc.disable()  # what others have left would be finalized here
         self._profile.enable()
 
     def __exit__(self, *error: object) -> None:
         self._profile.disable()
+        gc.enable()
 
     def by_function(self) -> dict[str, float]:
         """The calls a request, those of C functions with the Python function that called them."""
