@@ -37,6 +37,7 @@ _PLACE = re.compile(
     rb'"sequence_id": ?([1-9][0-9]{0,19}|"[ !#-\[\]-~]{1,%d}"), ?'
     rb'"sequence_start": ?(true|false), ?"sequence_end": ?(true|false)' % LONGEST_CORRELATION_ID
 )
+_BEGINS_WITH_ID = b'{"id"'
 _NO_ID = b'{"id":0'
 _NOWHERE = b'"sequence_id":0'
 
@@ -50,7 +51,7 @@ def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
     correlation_id: int | str = 0
     flags = at = 0
     kept: list[bytes] = []
-    if (named := _ID.match(header)) is not None:
+    if header[:5] == _BEGINS_WITH_ID and (named := _ID.match(header)) is not None:
         request_id = named[1].decode()
         kept.append(_NO_ID)
         at = named.end()
