@@ -1,0 +1,1 @@
+"""What a request costs each process: calls, allocations and system calls."""

@@ -1,0 +1,235 @@
+"""`python -m bench.counts`: calls, allocations and system calls a request, for each process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+from bench.counts.load import Connections
+from bench.system import processes
+from bench.system.servers import BENCH, Server, Shmserve, running
+
+_HOOK = Path(__file__).parent / "hook"
+_ROLES = ("gateway", "scheduler", "worker")
+_WARM_UP = 800
+_IN_FLIGHT = 16
+_PLACE = 600_000  # bytes
+_WAIT_S = 20.0
+_TOTAL = re.compile(r"^ *\d+\.\d+ +\d+\.\d+ +\d+ +(\d+)(?: +\d+)? +(\w+)$", re.MULTILINE)
+
+
+@dataclass
+class Counted:
+    """What a process did for so many requests."""
+
+    role: str
+    requests: int
+    calls: Counter[str]  # by function; those of C in the one that called them
+    python: int  # of these, functions in Python
+    allocations: int
+    system_calls: Counter[str]
+
+    def row(self) -> str:
+        """A line of the table, each figure for one request."""
+        every = (self.calls, self.system_calls)
+        calls, system_calls = (each.total() for each in every)
+        figures = (calls, self.python, self.allocations, system_calls)
+        texts = [f"{each / self.requests:9.1f}" if each else "        -" for each in figures]
+        return f"{self.role:10}" + "".join(texts)
+
+
+class CountedShmserve(Shmserve):
+    """This checkout, with counters in its processes, which write to `COUNTS_DIR`."""
+
+    def environment(self) -> dict[str, str]:
+        """Ours, with the hook."""
+        path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
+        return {**os.environ, "PYTHONPATH": path}
+
+
+def _roles(server: Server) -> dict[str, int]:
+    """The pids of the processes that a request goes through."""
+    found: dict[str, int] = {}
+    for each in processes.tree(server.pid):
+        title = Path(f"/proc/{each.pid}/cmdline").read_text().split("\0")[0].split()
+        if title[:1] == ["shmserve:"] and title[1] in _ROLES and title[2] != "grpc":
+            found[title[1]] = each.pid
+    return found
+
+
+def _until(path: Path) -> Path:
+    end = time.monotonic() + _WAIT_S
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {path.name}")
+        time.sleep(0.01)
+    return path
+
+
+def _step(folder: Path, pids: Sequence[int], step: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    for pid in pids:
+        _until(folder / f"{pid}.{step}")
+
+
+def count(server: Server, folder: Path, requests: Sequence[bytes], number: int) -> list[Counted]:
+    """Send `number` requests for each of the figures."""
+    pids = _roles(server)
+    with Connections(server.ports.http, requests) as connections:
+        connections.run(_WARM_UP)
+        for step in (1, 2):
+            _step(folder, list(pids.values()), step)
+            connections.run(number)
+        _step(folder, list(pids.values()), 3)
+        with _traced(folder, pids) as traced:
+            connections.run(number)
+    found = []
+    for role in _ROLES:
+        told = json.loads((folder / f"{pids[role]}.3").read_text())
+        calls = Counter(told["calls"])
+        figures = (told["python"], told["allocations"])
+        found.append(Counted(role, number, calls, *figures, traced[role]))
+    return found
+
+
+@contextlib.contextmanager
+def _traced(folder: Path, pids: dict[str, int]) -> Iterator[dict[str, Counter[str]]]:
+    """The system calls of these processes during the with block; none without strace."""
+    found: dict[str, Counter[str]] = {role: Counter() for role in pids}
+    if shutil.which("strace") is None:
+        yield found
+        return
+    traces: dict[str, subprocess.Popen[bytes]] = {}
+    for role, pid in pids.items():
+        command = ["strace", "-c", "-f", "-qq", "-o", str(folder / role), "-p", str(pid)]
+        traces[role] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        while not _is_traced(pid) and traces[role].poll() is None:
+            time.sleep(0.01)
+    yield found
+    for role, trace in traces.items():
+        trace.send_signal(signal.SIGINT)
+        trace.wait()
+        with contextlib.suppress(OSError):
+            for times, name in _TOTAL.findall((folder / role).read_text()):
+                if name != "total":
+                    found[role][name] += int(times)
+
+
+def _is_traced(pid: int) -> bool:
+    return "TracerPid:\t0" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def _post(path: str, body: object) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text
+
+
+def _simple() -> list[bytes]:
+    """Requests that differ in their numbers, all of one length."""
+    return [
+        _post(
+            "/v2/models/simple/infer",
+            {
+                "inputs": [
+                    {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [10 + at] * 16}
+                    for name in ("INPUT0", "INPUT1")
+                ]
+            },
+        )
+        for at in range(_IN_FLIGHT)
+    ]
+
+
+@contextlib.contextmanager
+def _placed(server: Server) -> Iterator[list[bytes]]:
+    """Requests with input and output in one region."""
+    memory = SharedMemory(create=True, size=2 * _IN_FLIGHT * _PLACE)
+    try:
+        with server.client() as client:
+            path = "/v2/systemsharedmemory/region/counts/register"
+            told = {"key": f"/{memory.name}", "offset": 0, "byte_size": memory.size}
+            client.call("POST", path, told)
+
+        def tensor(name: str, at: int, **more: object) -> dict[str, object]:
+            place = {"shared_memory_region": "counts", "shared_memory_byte_size": _PLACE}
+            if at:
+                place["shared_memory_offset"] = at * _PLACE
+            return {"name": name, "parameters": place, **more}
+
+        shape = {"datatype": "FP32", "shape": [_PLACE // 4]}
+        yield [
+            _post(
+                "/v2/models/identity/infer",
+                {
+                    "inputs": [tensor("INPUT0", 2 * at, **shape)],
+                    "outputs": [tensor("OUTPUT0", 2 * at + 1)],
+                },
+            )
+            for at in range(_IN_FLIGHT)
+        ]
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def _compile(folder: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        sys.stderr.write("no C compiler: allocations are not counted\n")
+        return
+    source, library = _HOOK / "allocations.c", folder / "allocations.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
+
+
+def main() -> None:
+    """Count, and print a table for each case."""
+    parser = argparse.ArgumentParser(prog="python -m bench.counts", description=__doc__)
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--top", type=int, default=0, help="show so many functions a process")
+    parser.add_argument("--case", choices=("simple", "shm600k"), action="append")
+    options = parser.parse_args()
+    for case in options.case or ("simple", "shm600k"):
+        with tempfile.TemporaryDirectory(prefix="bench-") as made:
+            folder = Path(made)
+            os.environ["COUNTS_DIR"] = made
+            _compile(folder)
+            model = BENCH / "models" / ("simple" if case == "simple" else "identity")
+            notes: list[str] = []
+            with running(CountedShmserve(), [model], notes=notes) as server:
+                ready = contextlib.nullcontext(_simple()) if case == "simple" else _placed(server)
+                with ready as requests:
+                    found = count(server, folder, requests, options.requests)
+            _print(case, found, options.top)
+            for note in notes:
+                print(note, file=sys.stderr)
+
+
+def _print(case: str, found: list[Counted], top: int) -> None:
+    print(f"\n{case}     calls   python   allocs syscalls   a request")
+    for each in found:
+        print(each.row())
+    for each in found if top else ():
+        print(f"\n{each.role}")
+        for counter in (each.calls, each.system_calls):
+            for name, times in counter.most_common(top):
+                print(f"{times / each.requests:9.2f}  {name.removeprefix(str(BENCH.parent))}")
+
+
+if __name__ == "__main__":
+    main()

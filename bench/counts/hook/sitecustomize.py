@@ -1,0 +1,70 @@
+"""Counts calls and allocations in the processes of a server that is started with this folder on
+PYTHONPATH: Python imports it at every start, and processes are forked from one that did.
+
+Each SIGUSR1 begins the next of `nothing -> allocations -> calls -> nothing`, in the main thread;
+the file PID.STEP in $COUNTS_DIR says that it has, and at the end has what was found.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import ctypes
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+_FOLDER = Path(os.environ["COUNTS_DIR"])
+
+
+def _allocations() -> int:
+    """The blocks that Python's objects were given so far; 0 where there was no compiler."""
+    return _counter.value if _counter is not None else 0
+
+
+def _load() -> ctypes.c_long | None:
+    library = _FOLDER / "allocations.so"
+    if not library.exists():
+        return None
+    loaded = ctypes.PyDLL(str(library))
+    loaded.install()
+    return ctypes.c_long.in_dll(loaded, "allocations")
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self._step = 0
+        self._before = 0
+        self._found = 0
+        self._profile = cProfile.Profile()
+
+    def next(self, *signalled: object) -> None:
+        self._step += 1
+        if self._step == 1:
+            self._before = _allocations()
+        elif self._step == 2:
+            self._found = _allocations() - self._before
+            self._profile.enable()
+        else:
+            self._profile.disable()
+        path = _FOLDER / f"{os.getpid()}.{self._step}"
+        # Renamed, so that who waits for it finds it whole.
+        path.with_suffix(".part").write_text(self._text() if self._step == 3 else "")
+        path.with_suffix(".part").rename(path)
+
+    def _text(self) -> str:
+        calls: Counter[str] = Counter()
+        python = 0
+        for entry in self._profile.getstats():
+            if isinstance(entry.code, str):  # of C, and in what called it
+                continue
+            python += entry.callcount
+            of_c = [each for each in entry.calls or () if isinstance(each.code, str)]
+            name = f"{entry.code.co_filename}:{entry.code.co_firstlineno} {entry.code.co_qualname}"
+            calls[name] += entry.callcount + sum(each.callcount for each in of_c)
+        return json.dumps({"allocations": self._found, "python": python, "calls": calls})
+
+
+_counter = _load()
+signal.signal(signal.SIGUSR1, _Steps().next)
