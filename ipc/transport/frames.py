@@ -186,12 +186,12 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
 
 
 def _typed(item: Any) -> Any:
-    if type(item) is not list or not item or type(tag := item.pop(0)) is not str:
+    if type(item) is not list or not item or type(tag := item[0]) is not str:
         raise MalformedMessage("not a message")
-    known = _BY_TAG.get(tag)
-    if known is None:
+    if tag not in _BY_TAG:
         raise MalformedMessage("unknown message")
-    cls, kinds, needed, closer, records = known
+    cls, kinds, needed, closer, records = _BY_TAG[tag]
+    del item[0]
     found = list(map(type, item))
     if found != kinds and (len(found) < needed or found != kinds[: len(found)]):
         raise MalformedMessage(f"{tag} has fields of the wrong number or types")

@@ -189,7 +189,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
-                self._pool.expect(message.index, message.process)
+                self.executions.expect(message.index, message.process)
             case InstanceGone():
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():

@@ -13,9 +13,10 @@ import itertools
 import json
 import os
 import shutil
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import CodeType, coroutine
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -208,6 +209,12 @@ class _Transport(asyncio.Transport):
         return 0
 
 
+@coroutine
+def _loop_turn() -> Generator[None]:
+    """As asyncio.sleep(0), without calls that would be counted."""
+    yield
+
+
 def gateway(run_dir: Path) -> Calls:
     """The gateway's: from the bytes of the requests to those of the responses, as many connections
     as requests."""
@@ -248,7 +255,7 @@ async def _gateway(run_dir: Path) -> Calls:
             for connection, _ in connections:
                 connection.data_received(data)
             for _ in range(3):
-                await asyncio.sleep(0)
+                await _loop_turn()
         submits = list(schedulers.receive())
         while len(submits) < BATCH:
             submits += arrived(schedulers)
@@ -257,7 +264,7 @@ async def _gateway(run_dir: Path) -> Calls:
         schedulers.flush()
         with counted:
             for _ in range(3):
-                await asyncio.sleep(0)
+                await _loop_turn()
         for _, transport in connections:
             (response,) = transport.written
             assert response.startswith(b"HTTP/1.1 200")

@@ -235,15 +235,16 @@ class Generator(Worker):
             sample.told = max(sample.told, len(sample.tokens))
             sample.open = not sample.over
         final = not any(each.open for each in answer.samples)
-        for sample in () if final else samples:
-            number = answer.samples.index(sample)
-            self._post(g.Told(answer.work.key, number, sample.told, not sample.open))
+        known = [
+            g.Told(answer.work.key, answer.samples.index(each), each.told, not each.open)
+            for each in (() if final else samples)
+        ]
         if final:
             self._engine.prompts.pop(answer.work.key, None)
             self._close(answer)
         body = self._body(answer.work, answer.content + b"#" + b";".join(told), [])
         answer.window.sent(len(body))
-        self._post_response(answer, "", body, final)
+        self._post_response(answer, "", body, final, *known)
 
     def _post(self, message: Any) -> None:
         if self._up is not None:

@@ -4,6 +4,13 @@ SEEDS: dict[int, str] = {
     1: "what was read of a step was not released where the step had moved to another process",
     318: "an instance that offered itself when it had just been taken back was counted for ever",
     329: "what was read was released at a successor before that had heard of its instances",
+    370: "a worker that was still to offer itself never heard that a client had ended",
     1369: "a step was told by the scheduler that it had gone away from that nobody serves it",
     2266: "a client read what a worker had lent to an ensemble that had ended since",
+    500103: "of two messages in one frame, the second came after the end of who had sent them",
+    500473: "a process went on that had lent to it what an ensemble there had read",
+    501088: "a step that streams waited for ever until it was read with what another had not made",
+    501203: "an instance with the number of a dead process was taken to have its cached blocks",
+    600508: "a scheduler that died while it was moved to was replaced twice",
+    601310: "as 501088, where the other step had a condition",
 }

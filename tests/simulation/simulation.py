@@ -326,12 +326,13 @@ class Simulation:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:
-        """All clients end, ensembles among them: what they had is nobody's."""
+        """All clients end, ensembles among them, with every process that has hosted one: what they
+        had is nobody's."""
         for client in list(self.supervisor.clients):
             self.supervisor.kill(client)
-        for version in self.supervisor.versions:
-            if version.model.steps and version.scheduler is not None:
-                self.supervisor.kill(version.scheduler)
+        hosts = [each.host for each in self.supervisor.hosts.values() if each.model.steps]
+        for host in dict.fromkeys(hosts):
+            self.supervisor.kill(host)
         self.world.run(self.world.now_ns + SECOND)
         self._check_leaks()
         ensembles = sum(bool(version.model.steps) for version in self.supervisor.versions)

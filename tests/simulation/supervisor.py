@@ -294,7 +294,7 @@ class Supervisor(Process):
         self.tell(version.former, supervision.Stop())
         self.world.after(5 * MS, self._close, version.former)
         version.former = None
-        if not version.scheduler.alive:
+        if version.scheduler.address not in self._links:  # its end was seen meanwhile
             self._scheduler_died(version)
 
     def _close(self, scheduler: SchedulerProcess) -> None:

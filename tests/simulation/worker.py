@@ -345,11 +345,15 @@ class Worker(Process):
         self._open.pop(key, None)
         self._cancelled.discard(key)
 
-    def _post_response(self, stream: Stream, code: str, body: bytes, final: bool) -> None:
+    def _post_response(
+        self, stream: Stream, code: str, body: bytes, final: bool, *before: Any
+    ) -> None:
+        """Send a response, in one frame with what is to be known `before`."""
         assert self._up is not None
         now_ns = self.world.now_ns
         self._up.post(
+            *before,
             m.ExecutionResponded(
                 stream.work.key, code, "", body, final, now_ns, now_ns, 0, failed=bool(code)
-            )
+            ),
         )

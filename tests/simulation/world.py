@@ -127,14 +127,15 @@ class Process:
 
 class Link:
     """One direction of a connection: in order, with any delay. What was sent before its sender died
-    arrives; `deliver` takes several messages at a time where they have come together."""
+    arrives; `deliver` takes several messages at a time where they have come together, and those of
+    a frame at once."""
 
     def __init__(self, world: World, target: Process, deliver: Callable[[list[Any]], None]) -> None:
         self.target = target
         self.closed = False
         self._world = world
         self._deliver = deliver
-        self._queue: deque[Any] = deque()
+        self._frames: deque[tuple[Any, ...]] = deque()
         self._waking = False
         self._stalled_until_ns = 0
 
@@ -146,11 +147,11 @@ class Link:
     @property
     def pending(self) -> bool:
         """Whether something is on its way."""
-        return self.connected and bool(self._queue)
+        return self.connected and bool(self._frames)
 
-    def post(self, message: Any) -> None:
-        """Send a message."""
-        self._queue.append(message)
+    def post(self, *messages: Any) -> None:
+        """Send messages as one frame: they arrive together."""
+        self._frames.append(messages)
         if not self._waking:
             self._waking = True
             self._world.after(self._world.between(5 * US, 200 * US), self._arrive)
@@ -162,28 +163,28 @@ class Link:
     def close(self) -> None:
         """Nothing arrives any more, of what was sent or will be."""
         self.closed = True
-        self._queue.clear()
+        self._frames.clear()
 
     def drain(self) -> None:
         """Deliver what has been sent, now."""
-        while self._queue and self.connected:
-            self._deliver([self._queue.popleft()])
+        while self._frames and self.connected:
+            self._deliver([*self._frames.popleft()])
 
     def _arrive(self) -> None:
-        world, queue = self._world, self._queue
+        world, frames = self._world, self._frames
         self._waking = False
         if not self.connected:
-            queue.clear()
+            frames.clear()
             return
         wait_ns = self._stalled_until_ns - world.now_ns
         if wait_ns <= 0:
-            count = len(queue)
+            count = len(frames)
             if count > 1 and world.chance(0.3):
                 count = world.random.randint(1, count)
-            taken = [queue.popleft() for _ in range(count)]
+            taken = [message for _ in range(count) for message in frames.popleft()]
             if taken:
                 self._deliver(taken)
             wait_ns = world.between(5 * US, 100 * US)
-        if queue and not self._waking:
+        if frames and not self._waking:
             self._waking = True
             world.after(wait_ns, self._arrive)

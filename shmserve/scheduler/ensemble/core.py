@@ -258,9 +258,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             firings, flow.firings = flow.firings, []
             for firing in firings:
                 self._steps.run(request, firing)
-        for value in flow.unused:
-            value.release()
-        flow.unused.clear()
+        _release(flow.unused)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _MANY
             self._live.fail(request, Unsupported.code, text)
@@ -279,15 +277,15 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._end(request)
 
     def _drop(self, request: EnsembleRequest) -> None:
-        """Release what was still to come of a request that is over."""
+        """Release what was still to come of a request that is over, and what its flow keeps: a step
+        that runs may have to wait until that is read."""
         flow = request.flow
         for firing in flow.firings:
             let_go(firing)
-        flow.firings.clear()
         for response in flow.responses:
-            for value in response.values():
-                value.release()
-        flow.responses.clear()
+            _release(list(response.values()))
+        flow.close()
+        _release(flow.unused)
         self._steps.forget(request)
 
     def _end(self, request: EnsembleRequest) -> None:
@@ -297,9 +295,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._drop(request)
         self._responses.end(request, self._live.now_ns)
         request.flow.close()
-        for value in request.flow.unused:
-            value.release()
-        request.flow.unused.clear()
+        _release(request.flow.unused)
 
     def gauges(self) -> dict[str, Any]:
         return {
@@ -308,3 +304,10 @@ class EnsembleCore(Core[EnsembleRequest]):
             "instances": {},
             "malformed": 0,
         }
+
+
+def _release(values: list[Value]) -> None:
+    """Nobody uses these any more."""
+    for value in values:
+        value.release()
+    values.clear()

@@ -133,8 +133,6 @@ class GenerativeDispatch(Dispatcher):
     def _engine(self, slot: Slot) -> Engine[Ongoing]:
         engine = self._engines.get(slot.peer)
         if engine is None:
-            here = {each.peer for each in self._pool.ready()}
-            self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
             engine = self._engines[slot.peer] = Engine(
                 self._engine_settings,
                 self._counts,
@@ -314,6 +312,9 @@ class GenerativeDispatch(Dispatcher):
 
     def kept(self, lost: Lost) -> Lost:
         """As `Dispatcher` says."""
+        # Another process may come to have the address, and has nothing in its blocks.
+        here = {each.peer for each in self._pool.ready()}
+        self._engines = {peer: each for peer, each in self._engines.items() if peer in here}
         gone: list[ScheduledRequest] = []
         for request in lost.open:
             ongoing = self._ongoing.get(request.key)

@@ -120,8 +120,8 @@ class Executions:
     misplaced: int = 0
     dispatcher: Kind = field(init=False)
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    # Releases of outputs of instances that are still to offer themselves, by their pid.
-    _early: dict[int, list[ReleaseOutputs]] = field(default_factory=dict)
+    # What instances that are still to offer themselves are to hear of their outputs, by their pid.
+    _early: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
 
     # --- to workers -------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Executions:
         if slot is not None:
             read = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, read)
-        elif self._pool.awaits(message.pid) or (
+        elif message.pid in self._pool.awaited() or (
             # Its pid may be any, then: there is room for so many that there are not.
             self._pool.unannounced and len(self._early) < _MOST_EARLY
         ):  # a predecessor's, which will come once it has time
@@ -201,8 +201,20 @@ class Executions:
         self._early.pop(pid, None)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
+        for awaited in self._pool.awaited():  # a predecessor's, perhaps, that was told nothing
+            self._early.setdefault(awaited, []).append(ReaderExited(pid))
 
     # --- from workers -----------------------------------------------------------------------------
+
+    def expect(self, index: int, pid: int) -> None:
+        """An instance is announced, as `Pool.expect` says."""
+        self._arrived(self._pool.expect(index, pid))
+
+    def _arrived(self, slot: Slot | None) -> None:
+        """An instance is there now, if one is: it hears what came for it before."""
+        if slot is not None:
+            for news in self._early.pop(slot.pid, ()):
+                self._workers.post(slot.peer, news)
 
     def handle(
         self,
@@ -225,10 +237,7 @@ class Executions:
                     self._returned(slot, execution, message, now_ns)
             case InstanceReady():
                 if peer == b"%d.%d" % (message.index, message.pid) and message.index >= 0:
-                    self._pool.offer(message.index, peer, message.pid)
-                    if message.pid in self._early and self._pool.by_peer(peer) is not None:
-                        for read in self._early.pop(message.pid):
-                            self._workers.post(peer, read)
+                    self._arrived(self._pool.offer(message.index, peer, message.pid))
                 else:
                     self.misplaced += 1
             case _:

@@ -162,22 +162,25 @@ class Pool:
 
     # --- coming and going -------------------------------------------------------------------------
 
-    def expect(self, index: int, pid: int) -> None:
-        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known."""
+    def expect(self, index: int, pid: int) -> Slot | None:
+        """An instance is loading; requests wait for it. `pid` is its process, 0: not yet known.
+        Returns the instance if it is there by this: it had offered itself."""
         slot = self._slot(index)
         slot.meet("expect")
         slot.awaited = pid or slot.awaited
         self._judge()
-        self._take_offer(slot)
+        return self._take_offer(slot)
 
-    def offer(self, index: int, peer: bytes, pid: int) -> None:
-        """A worker is ready for batches; it counts once the supervisor's word of it is here."""
+    def offer(self, index: int, peer: bytes, pid: int) -> Slot | None:
+        """A worker is ready for batches; it counts once the supervisor's word of it is here.
+        Returns the instance if it is there by this."""
         slot = self._slots.get(index)
         if slot is None:
             self._offers[index] = Worker(peer, pid)
         elif slot.pid != pid:
             slot.offer = Worker(peer, pid)
-            self._take_offer(slot)
+            return self._take_offer(slot)
+        return None
 
     def process_exited(self, pid: int) -> Lost:
         """Some process is gone; returns what it had, if it was an instance: another is expected."""
@@ -229,10 +232,10 @@ class Pool:
             slot.offer = self._offers.pop(index, None)
         return slot
 
-    def _take_offer(self, slot: Slot) -> None:
+    def _take_offer(self, slot: Slot) -> Slot | None:
         offer = slot.offer
         if slot.state is not SlotState.EXPECTED or offer is None or offer.pid != slot.awaited:
-            return
+            return None
         slot.meet("offer")
         slot.peer, slot.pid = offer
         slot.offer = None
@@ -240,6 +243,7 @@ class Pool:
         if not slot.retiring:
             self.free.append(slot)
         self.members += 1
+        return slot
 
     def _leave(self, slot: Slot) -> Lost:
         if slot.peer:
@@ -339,9 +343,10 @@ class Pool:
         """The instance that is this process."""
         return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
 
-    def awaits(self, pid: int) -> bool:
-        """Whether this process was announced, and has not offered itself yet."""
-        return any(slot.awaited == pid != slot.pid for slot in self._slots.values())
+    def awaited(self) -> list[int]:
+        """The processes that were announced, and have not offered themselves yet."""
+        slots = self._slots.values()
+        return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
 
     @property
     def unannounced(self) -> bool:

@@ -222,6 +222,27 @@ def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_giv
         assert (peer, m.ReleaseOutputs(7000, [at])) in rig.workers.take()
 
 
+def test_a_worker_that_has_offered_itself_is_told_what_came_before_it_was_announced() -> None:
+    rig = Rig()
+    rig.client(m.Release(100, [64]))
+    rig.worker(b"0.100", m.InstanceReady(0, 100))
+    assert rig.workers.take() == []
+    rig.supervisor(InstanceExpected(0, 100))
+    assert rig.workers.take() == [(b"0.100", m.ReleaseOutputs(7000, [64]))]
+    assert rig.core.executions._early == {}
+
+
+def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None:
+    """It is busy with what a predecessor gave it, and has lent that client something."""
+    rig = Rig()
+    first = rig.start(0, 100)
+    rig.supervisor(InstanceExpected(1, 101), ProcessExited(7000, ""))
+    assert rig.workers.take() == [(first, m.ReaderExited(7000))]
+    second = rig.start(1, 101)
+    assert rig.workers.take() == [(second, m.ReaderExited(7000))]
+    assert rig.core.executions._early == {}
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 

@@ -118,22 +118,23 @@ class HttpConnection(Incoming):
     def _next_request(self) -> HttpRequest | None:
         """The first one of the queue, which is handled from now on; None: it is no HTTP."""
         first = self._messages.popleft()
+        if type(first) is HttpRequest:
+            self._busy = True
+            return first
         if isinstance(first, HttpProcessingError):
             self._refuse(first)
             return None
         self._busy = True
-        if isinstance(first, HttpRequest):
-            return first
         self._dequeued(len(self._messages))
         return HttpRequest(*first, self)
 
     async def _serve(self, request: HttpRequest) -> bool:
         content = request.content
-        if isinstance(content, StreamReader) and not content.is_eof():
+        if type(content) is not WholeBody and not content.is_eof():
             self._content = content
             await self._await_small(request, content)
         response = await self._handle(request)
-        if request.closes or not content.is_eof():
+        if request.closes or (type(content) is not WholeBody and not content.is_eof()):
             response.close = True
         try:
             await response.send(request, self._settings.body_timeout_s)

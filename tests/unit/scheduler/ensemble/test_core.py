@@ -235,6 +235,24 @@ def test_a_stream_is_granted_as_its_client_reads() -> None:
     assert only(rig.told(), m.Responded).final
 
 
+def test_a_stream_whose_request_has_failed_goes_on_to_its_end() -> None:
+    """What it has given, and waits to be read, was to be read with what a failed step has not
+    made."""
+    rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
+    rig.submit()
+    runs = rig.runs()
+    for index in range(FIRST_CREDIT):
+        rig.respond("a", runs["a"], b"%04d" % index)
+    assert rig.sent(m.Credit) == []
+    rig.step_says("b", m.Failed(runs["b"], "INTERNAL", "boom", 0, False))
+    assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))] * FIRST_CREDIT
+    rig.respond("a", runs["a"], b"more")
+    assert rig.sent(m.Credit) == [("a", m.Credit(runs["a"], 1))]
+    assert rig.told() == []
+    rig.respond("a", runs["a"], b"", final=True)
+    assert only(rig.told(), m.Failed).message == "in ensemble 'e', boom"
+
+
 def test_outputs_of_known_size_are_placed() -> None:
     """They are written where the next step reads them, and are given back by who reads last."""
     elements = 10_000

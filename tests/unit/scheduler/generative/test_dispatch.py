@@ -244,6 +244,19 @@ def test_what_a_dead_instance_had_is_spread_over_those_that_stay() -> None:
     assert sorted(given) in ([*stay, stay[1]], [stay[0], *stay])
 
 
+def test_an_instance_at_the_address_of_a_dead_one_has_nothing_in_its_blocks() -> None:
+    """The system gives numbers of processes again."""
+    settings = engine_settings()
+    rig = rig_of(settings)
+    for _ in range(2):
+        llm = Llm(rig, settings)
+        (number,) = submit(rig)
+        while llm.turn():
+            pass
+        assert ended(rig) == {number: ""}
+        rig.supervisor(ProcessExited(100, "killed"))
+
+
 def test_a_request_that_ends_its_workers_is_failed_in_the_end() -> None:
     settings = engine_settings()
     rig = rig_of(settings)
