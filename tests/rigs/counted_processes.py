@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from types import CodeType, coroutine
 from typing import Any
@@ -25,8 +26,9 @@ import uvloop
 from bench.system.servers import BENCH
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
+from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.connection.limits import HttpServer
+from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget
@@ -240,7 +242,8 @@ async def _gateway(run_dir: Path) -> Calls:
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(_CONFIG, published))
     rules = ListenerRules(ListenerKind.LOOPBACK, Authorisation(None, {}), None)
-    server = HttpServer(App(made, ROUTES).handle, settings, rules, 1000)
+    make = partial(HttpConnection, handle=App(made, ROUTES).handle, settings=settings)
+    server = Acceptor(make, rules, 1000)
     connections = [(server(), _Transport()) for _ in range(BATCH)]
     for connection, transport in connections:
         connection.connection_made(transport)

@@ -15,6 +15,7 @@ from collections import deque
 
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.connection_limits import LimitedConnection
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
@@ -30,7 +31,7 @@ _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 
 
-class Incoming(asyncio.Protocol):
+class Incoming(LimitedConnection):
     """The requests of a connection, as their bytes come.
 
     `client` is who sends them, once the connection is made.
@@ -42,7 +43,7 @@ class Incoming(asyncio.Protocol):
         self._loop = loop
         self._settings = settings
         self._parser = make_parser(self, loop, _MOST_QUEUED)
-        self.transport: asyncio.Transport | None = None  # once the connection is made
+        self.transport = None  # once the connection is made
         self._ended = False
         # --- what has come
         # The queue; an error ends it, behind which nothing is parsed. A request is one whose head

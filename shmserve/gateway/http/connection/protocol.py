@@ -12,10 +12,10 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import cast
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
@@ -34,27 +34,16 @@ _IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
 
 
-class Owner(Protocol):
-    """The server that counts and limits connections."""
-
-    def connection_made(self, connection: HttpConnection) -> ClientIdentity:
-        """Register one, and return its client. It may be ended at once where there are too many."""
-
-    def connection_lost(self, connection: HttpConnection) -> None:
-        """Forget one that has ended."""
-
-
 class HttpConnection(Incoming):
     """One client's connection. `handle` gives the response to each request, and raises nothing."""
 
     def __init__(
         self,
-        owner: Owner,
-        loop: asyncio.AbstractEventLoop,
+        owner: Acceptor,
         handle: Handle,
         settings: GatewaySettings,
     ) -> None:
-        super().__init__(loop, settings)
+        super().__init__(asyncio.get_running_loop(), settings)
         self._owner = owner
         self._handle = handle
         self._task: asyncio.Task[None] | None = None
