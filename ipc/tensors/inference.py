@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import field
+from struct import Struct
 from typing import Any
 
 import msgpack
@@ -89,10 +90,10 @@ class PackedTemplate:
     """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
     `pieces` are what comes before each of these, and after the last."""
 
-    __slots__ = ("_sizes", "pieces")
+    __slots__ = ("_form", "_layout", "pieces")
 
     def __init__(self, unpacked: Inference | Inferred) -> None:
-        self._sizes: list[int] = []
+        layout = "<"
         self.pieces: list[bytes] = []
         tensors, rest = _parts(unpacked)
         packer = msgpack.Packer(autoreset=False)
@@ -104,29 +105,22 @@ class PackedTemplate:
             for value in packed:
                 packer.pack(value)
             if type(data := packed[3]) is bytes:
-                self._sizes.append(len(data))
+                layout += f"{len(data)}s"
                 self.pieces.append(packer.bytes().removesuffix(data))
                 packer.reset()
         for value in rest:
             packer.pack(value)
         self.pieces.append(packer.bytes())
+        self._layout = Struct(layout)
+        self._form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
 
     def fill(self, datas: Iterable[bytes]) -> bytes:
         """The packed message with these bytes of its inline tensors, in order."""
-        pieces: list[bytes] = []
-        for piece, data in zip(self.pieces, datas, strict=False):
-            pieces += (piece, data)
-        pieces.append(self.pieces[-1])
-        return b"".join(pieces)
+        return self._form % tuple(datas)
 
     def fill_from(self, body: bytes, at: int) -> bytes:
         """The same where their bytes are in `body`, one after the other, from `at`."""
-        pieces: list[bytes] = []
-        for piece, size in zip(self.pieces, self._sizes, strict=False):
-            pieces += (piece, body[at : at + size])
-            at += size
-        pieces.append(self.pieces[-1])
-        return b"".join(pieces)
+        return self._form % self._layout.unpack_from(body, at)
 
 
 def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:

@@ -9,6 +9,8 @@ follows from the template alone is then known without unpacking.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
+from struct import Struct
 from typing import Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
@@ -90,23 +92,11 @@ class BoundedCache(Generic[K, V]):
 
 
 class _Cut(NamedTuple, Generic[T]):
-    """A template: the bytes before each inline tensor's, their size, the rest; its meaning."""
+    """A template: its layout, pieces and inline tensors by turns, and the pieces; its meaning."""
 
-    pieces: list[tuple[bytes, int]]
-    rest: bytes
+    layout: Struct
+    pieces: tuple[bytes, ...]
     meaning: T
-
-    def datas(self, packed: bytes) -> list[bytes] | None:
-        """The inline tensors' bytes, if `packed` is of this template."""
-        at = 0
-        datas: list[bytes] = []
-        for piece, size in self.pieces:
-            start = at + len(piece)
-            if packed[at:start] != piece:
-                return None
-            at = start + size
-            datas.append(packed[start:at])
-        return datas if packed[at:] == self.rest else None
 
 
 class TemplateCache(Generic[T]):
@@ -117,15 +107,18 @@ class TemplateCache(Generic[T]):
 
     def __init__(self, most: int = _MOST_KNOWN, longest: int = LONGEST_KNOWN) -> None:
         self._cuts: BoundedCache[int, _Cut[T]] = BoundedCache(most)  # by the size of what is packed
-        self._whole: BoundedCache[bytes, tuple[T, list[bytes]]] = BoundedCache(most)
+        self._whole: BoundedCache[bytes, tuple[T, tuple[bytes, ...]]] = BoundedCache(most)
         self._longest = longest
 
-    def find(self, packed: bytes) -> tuple[T, list[bytes]] | None:
+    def find(self, packed: bytes) -> tuple[T, tuple[bytes, ...]] | None:
         """The meaning of the template of `packed`, and the bytes of its inline tensors in order."""
-        cut = self._cuts.find(len(packed))
-        if cut is not None and (datas := cut.datas(packed)) is not None:
-            return cut.meaning, datas
-        return self._whole.find(packed) if self._whole and len(packed) <= self._longest else None
+        size = len(packed)
+        cut = self._cuts.find(size)
+        if cut is not None:
+            parts = cut.layout.unpack(packed)
+            if parts[::2] == cut.pieces:
+                return cut.meaning, parts[1::2]
+        return self._whole.find(packed) if size <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
         """Enter the template of `packed`, which was not known."""
@@ -135,9 +128,10 @@ class TemplateCache(Generic[T]):
         datas = [data for ref in tensors if type(data := ref.data) is bytes]
         if not datas:
             # Who uses memory again sends the very same bytes.
-            self._whole.remember(packed, (meaning, datas))
+            self._whole.remember(packed, (meaning, ()))
         elif self._cuts.notice(len(packed)):
-            *pieces, rest = PackedTemplate(unpacked).pieces
-            cut = _Cut(list(zip(pieces, map(len, datas), strict=True)), rest, meaning)
-            if cut.datas(packed) == datas:  # else it was packed by someone who packs in another way
-                self._cuts.remember(len(packed), cut)
+            pieces = PackedTemplate(unpacked).pieces
+            parts = [*chain.from_iterable(zip(pieces, datas, strict=False)), pieces[-1]]
+            if b"".join(parts) == packed:  # else it was packed by someone who packs in another way
+                layout = Struct("<" + "".join([f"{len(part)}s" for part in parts]))
+                self._cuts.remember(len(packed), _Cut(layout, tuple(pieces), meaning))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import select
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from shmserve.ipc.transport import zmtp
@@ -29,6 +30,9 @@ class Dealer:
         self.endpoint = endpoint
         self.malformed = 0
         self._pending: list[Any] = []
+        # Queues a message for the next `flush`. Requests on their way do it often: no call is
+        # between.
+        self.post: Callable[[Any], None] = self._pending.append
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connection: Connection | None = None
@@ -44,10 +48,6 @@ class Dealer:
         self._connection = Connection(sock, self._poll, greeting)
         self._send(b"")
 
-    def post(self, message: Any) -> None:
-        """Queue a message for the next `flush`."""
-        self._pending.append(message)
-
     def flush(self) -> bool:
         """Send what is queued as one frame; what cannot be packed raises, and is queued no more.
 
@@ -55,7 +55,8 @@ class Dealer:
         """
         if not self._pending:
             return True
-        messages, self._pending = self._pending, []
+        messages = self._pending[:]
+        self._pending.clear()
         return self._send(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> bool:

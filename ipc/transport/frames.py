@@ -12,6 +12,7 @@ import gc
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
@@ -56,12 +57,10 @@ class _Records:
     def typed(self, items: list[Any]) -> list[Any]:
         """The records; raises MalformedMessage where one has fields of other types."""
         cls, kinds = self._cls, self._kinds
-        records = []
         for item in items:
             if type(item) is not list or list(map(type, item)) != kinds:
                 raise MalformedMessage(f"no {cls.__name__}")
-            records.append(cls(*item))
-        return records
+        return list(starmap(cls, items))
 
 
 class _Document:
@@ -153,10 +152,8 @@ def tags() -> dict[type[Any], str]:
 
 def pack(messages: Iterable[Any]) -> bytes:
     """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
-    items: list[Any] = [VERSION]
-    for each in messages:
-        tag, values = _GETTERS[type(each)]
-        items.append((tag, *values(each)))
+    kinds = [(each, *_GETTERS[type(each)]) for each in messages]
+    items = [VERSION, *[(tag, *values(each)) for each, tag, values in kinds]]
     frame: bytes
     try:
         frame = _PACKER.pack(items)
@@ -186,12 +183,12 @@ def unpack(frame: bytes, most: int = -1) -> list[Any]:
 
 
 def _typed(item: Any) -> Any:
-    if type(item) is not list or not item or type(tag := item.pop(0)) is not str:
+    if type(item) is not list or not item or type(tag := item[0]) is not str:
         raise MalformedMessage("not a message")
-    known = _BY_TAG.get(tag)
-    if known is None:
+    if tag not in _BY_TAG:
         raise MalformedMessage("unknown message")
-    cls, kinds, needed, closer, records = known
+    cls, kinds, needed, closer, records = _BY_TAG[tag]
+    del item[0]
     found = list(map(type, item))
     if found != kinds and (len(found) < needed or found != kinds[: len(found)]):
         raise MalformedMessage(f"{tag} has fields of the wrong number or types")

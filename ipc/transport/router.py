@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import struct
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.malformed = 0
-        self._pending: dict[bytes, list[Any]] = {}
+        self._pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connections: dict[int, Connection] = {}
@@ -56,11 +57,7 @@ class Router:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for a peer, for the next `flush`."""
-        queue = self._pending.get(peer)
-        if queue is None:
-            self._pending[peer] = [message]
-        else:
-            queue.append(message)
+        self._pending[peer].append(message)
 
     def flush(self) -> None:
         """Send what is queued, one frame a peer; what is for a peer that is gone is dropped.
@@ -68,8 +65,7 @@ class Router:
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
         pending = self._pending
-        while pending:
-            peer = next(iter(pending))
+        for peer in list(pending):
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:

@@ -27,7 +27,8 @@ A gRPC request:
 
     process.py, settings.py         a gateway's process, and what it is told at its start
     context.py                      what it holds (model_table.py, region_table.py)
-    client_identity.py              who a client is, and what it may
+    client_identity.py              who a client is, and what it may; connection_limits.py: how
+                                    many connections there may be
     inference/, api/                inference and the other APIs, for any protocol; the page of
                                     /metrics, and the families on it, are in api/metrics.py
     http/handlers/, grpc/admin.py   what HTTP and gRPC make of these

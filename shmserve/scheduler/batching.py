@@ -39,7 +39,6 @@ from shmserve.scheduler.requests.request import (
     NEVER,
     Event,
     Lookup,
-    Outcome,
     ScheduledRequest,
     State,
 )
@@ -111,7 +110,7 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
-        if self._pool.free and len(self._queue) and self._queue.full(submit.priority):
+        if self._pool.free and self._queue.full(submit.priority):
             self._dispatch.run(now_ns)
         sequence_key = self._dispatch.identify(client, submit)
         request = self._queue.enqueue(client, submit, now_ns)
@@ -127,7 +126,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request.lookup = lookup
         self._responses.enqueued(request)
         timing = Timing(now_ns, 0, 0, 0)
-        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
+        self._responses.finish(request, "", "", lookup.body, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):

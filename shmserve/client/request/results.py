@@ -134,7 +134,7 @@ def _read(reader: Reader, body: bytes, lease: MemoryLease | None) -> tuple[Resul
     if known is None:
         response = unpack_inferred(body)
         responses.learn(body, response, response)
-        datas: list[bytes] = [ref.data for ref in response.outputs if type(ref.data) is bytes]
+        datas: Sequence[bytes] = [ref.data for ref in response.outputs if type(ref.data) is bytes]
     else:
         response, datas = known
     if len(datas) < len(response.outputs):
@@ -153,7 +153,7 @@ def _inline(built: PackedRequest, ref: TensorRef, data: bytes) -> Any:
 
 
 def _placed(
-    reader: Reader, outputs: Sequence[TensorRef], datas: list[bytes], lease: MemoryLease | None
+    reader: Reader, outputs: Sequence[TensorRef], datas: Sequence[bytes], lease: MemoryLease | None
 ) -> dict[str, Any]:
     inline = iter(datas)
     try:

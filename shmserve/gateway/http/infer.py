@@ -12,7 +12,6 @@ from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.compression import accepted_encoding, deflated
-from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.events import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
 from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, HttpRequest
@@ -59,7 +58,8 @@ async def infer(
         body = message.body
         templates = built.templates if ACCEPT_ENCODING not in request.headers else None
         if templates is not None and (known := templates.find(body)) is not None:
-            response = _from_template(built.infer_request.id, *known)
+            template, datas = known
+            response = _assemble(*template.fill(built.infer_request.id, datas))
         else:
             response = await _respond(gateway, model, request, built, pending.scheduler, body)
     except ShmserveError as error:
@@ -112,20 +112,6 @@ def _needs_no_release(infer_request: InferRequest, inferred: Inferred) -> bool:
     return all(type(tensor.data) is bytes or tensor.name in placed for tensor in inferred.outputs)
 
 
-def _from_template(
-    request_id: str, template: JsonResponseTemplate, datas: Sequence[bytes]
-) -> HttpResponse:
-    """The response of a template with these tensors, those that are sent."""
-    arrays: list[bytes] = []
-    binary: list[bytes] = []
-    for output, data in zip(template.outputs, datas, strict=True):
-        if output.binary:
-            binary.append(data)
-        else:
-            arrays.append(tensors.encode(data, output.datatype, output.shape, output.name))
-    return _assemble(template.json(request_id, arrays), binary)
-
-
 async def _encode(
     gateway: Gateway,
     request: HttpRequest,
@@ -150,6 +136,5 @@ async def _encode(
 
 
 def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
-    return HttpResponse(
-        200, (json, *binary), _BINARY % len(json) if any(map(len, binary)) else JSON
-    )
+    headers = _BINARY % len(json) if binary and any(map(len, binary)) else JSON
+    return HttpResponse(200, (json, *binary), headers)

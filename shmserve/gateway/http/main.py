@@ -14,10 +14,10 @@ from shmserve.common.access.auth_tokens import Authorisation, decode_restriction
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
+from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
-from shmserve.gateway.http.connection.limits import HttpServer
-from shmserve.gateway.http.connection.protocol import Handle
+from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
@@ -48,7 +48,7 @@ class HttpFrontend(process.Frontend):
         self._http = http
         self._scrapes = scrapes
         self._accepting: list[asyncio.Server] = []
-        self._servers: list[HttpServer] = []
+        self._servers: list[Acceptor] = []
 
     async def open(self) -> None:
         """Accept connections."""
@@ -67,7 +67,8 @@ class HttpFrontend(process.Frontend):
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
-        server = HttpServer(handle, settings, listener, min(settings.max_connections, spared))
+        make = partial(HttpConnection, handle=handle, settings=settings)
+        server = Acceptor(make, listener, min(settings.max_connections, spared))
         loop = asyncio.get_running_loop()
         if sock.family == socket.AF_UNIX:
             accepting = await loop.create_unix_server(server, sock=sock, backlog=_BACKLOG)

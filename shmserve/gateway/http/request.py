@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from multidict import CIMultiDictProxy, istr
 
@@ -38,14 +38,15 @@ class HttpChannel(Protocol):
         """Wait until it has caught up; raises ConnectionError when it is gone."""
 
 
+@final
 class WholeBody:
     """A body that came in one piece with its head: of an aiohttp.StreamReader, what is used of one
-    that has ended."""
+    that has ended. `data` is the rest of it."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("data",)
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = data
 
     def is_eof(self) -> bool:
         """Whether nothing more comes."""
@@ -53,7 +54,7 @@ class WholeBody:
 
     def read_nowait(self) -> bytes:
         """The rest of it."""
-        data, self._data = self._data, b""
+        data, self.data = self.data, b""
         return data
 
     async def readany(self) -> bytes:
@@ -61,6 +62,7 @@ class WholeBody:
         return self.read_nowait()
 
 
+@final
 class HttpRequest:
     """Method, target (path and query as sent), headers, and the stream of the body.
 

@@ -49,22 +49,25 @@ class BuiltRequest:
 class PreparedRequest:
     """The template of the requests with one header, of small tensors and of places in regions."""
 
-    __slots__ = ("_fit", "_request", "_template", "_templates", "_uses")
+    __slots__ = ("_fit", "_request", "_templates", "_uses", "template")
 
     def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
         self._request = built.infer_request
         self._fit = built.fit
-        self._template = PackedTemplate(inference)
+        self.template = PackedTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
         self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
 
     def fill(self, body: bytes, at: int) -> BuiltRequest | None:
-        """The request whose inline tensors are in `body` from `at`, one behind the other; None: its
-        regions have changed.
+        """The request whose inline tensors are in `body` from `at`, one behind the other; as
+        `request`."""
+        return self.request(self.template.fill_from(body, at))
+
+    def request(self, work: bytes) -> BuiltRequest | None:
+        """The request with this of `template`; None: its regions have changed.
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        work = self._template.fill_from(body, at)
         if self._uses is None:
             return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()

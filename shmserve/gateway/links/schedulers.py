@@ -113,9 +113,11 @@ class SchedulerHandle:
         pending.scheduler = self
         pending.endpoint = self.endpoint
         self.inflight.add(pending)
-        self.post(pending.submit)
+        if self._unsent:
+            self._send_releases()
+        self.link.post(pending.submit)
 
-    def post(self, message: m.Submit | m.Credit | m.Cancel) -> None:
+    def post(self, message: m.Credit | m.Cancel) -> None:
         """Send a message, and what was held for the next one."""
         if self._unsent:
             self._send_releases()
@@ -248,8 +250,9 @@ class RequestDispatcher:
         pending = GatewayRequest(
             submit, scheduler.endpoint, scheduler, release, future, on_response
         )
+        alone = not scheduler.inflight.pending
         scheduler.submit(pending)
-        if len(scheduler.inflight.pending) == 1:
+        if alone:
             scheduler.link.flush()
         return pending
 

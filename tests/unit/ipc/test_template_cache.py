@@ -53,7 +53,7 @@ def test_inline_tensors_are_found_where_they_are(sizes: list[int], data: st.Data
     first, second, third = (pack_inference(inference(drawn())) for _ in range(3))
     templates = taught(first, second)
     datas = [tensor.data for tensor in unpack_inference(third).inputs]
-    assert templates.find(third) == (len(datas), datas)
+    assert templates.find(third) == (len(datas), tuple(datas))
 
 
 @given(st.binary(max_size=400), st.binary(min_size=40, max_size=40))
@@ -61,7 +61,7 @@ def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
     work = pack_inference(inference([numbers], outputs=OUTPUTS))
     templates = taught(work, work, work)
     if found := templates.find(other):
-        assert [t.data for t in unpack_inference(other).inputs] == found[1]
+        assert [t.data for t in unpack_inference(other).inputs] == list(found[1])
     moved = (RequestedOutput("OUT", Place(MEMORY, 8192, 64)),)
     for changed in (
         inference([numbers], outputs=moved),
@@ -73,7 +73,7 @@ def test_what_is_not_alike_is_not_found(other: bytes, numbers: bytes) -> None:
 def test_inline_and_in_memory_may_be_mixed() -> None:
     place = Place(MEMORY, 0, 16)
     works = [pack_inference(inference([place, b"%04d" % n, place])) for n in range(3)]
-    assert taught(*works[:2]).find(works[2]) == (3, [b"0002"])
+    assert taught(*works[:2]).find(works[2]) == (3, (b"0002",))
 
 
 def test_a_form_is_learnt_when_it_comes_again() -> None:
@@ -132,7 +132,7 @@ def test_an_answer_is_known_by_its_form() -> None:
         assert templates.find(answer(b"ab")[1]) is None
         made, packed = answer(b"ab")
         templates.learn(packed, made, "both")
-    assert templates.find(answer(b"xy")[1]) == ("both", [b"xy"])
+    assert templates.find(answer(b"xy")[1]) == ("both", (b"xy",))
     assert templates.find(answer(b"xyz")[1]) is None
     assert templates.find(answer(b"xy", at=5)[1]) is None, "another place"
 
@@ -142,7 +142,7 @@ def test_what_lies_in_memory_is_known_as_a_whole() -> None:
     work = pack_inference(inference([Place(MEMORY, 0, 16)]))
     moved = pack_inference(inference([Place(MEMORY, 64, 16)]))
     templates = taught(work)
-    assert templates.find(work) == (1, []) and templates.find(moved) is None
+    assert templates.find(work) == (1, ()) and templates.find(moved) is None
 
 
 def test_what_is_long_is_not_learnt() -> None:

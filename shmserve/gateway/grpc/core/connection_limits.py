@@ -1,5 +1,5 @@
 """Eviction when there are too many of gRPC's connections, by the rules of
-gateway/http/connection/limits.py.
+gateway/connection_limits.py.
 
 gRPC's core accepts connections by itself, and at the limit it turns away whoever comes. So they are
 looked at from outside: soon after somebody came, which shows at the listening socket unless the

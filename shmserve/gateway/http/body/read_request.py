@@ -64,23 +64,24 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     said = headers.get(HEADER_LENGTH)
     content = request.content
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
-        body = content.read_nowait()
+        body, content.data = content.data, b""
     else:
         read = await _read(gateway, model, request, said, extra)
         if isinstance(read, BuiltRequest):
             return read
         body = read
     limit = gateway.settings.max_input_size
-    size = header_size(said, len(body))
+    whole_size = len(body)
+    size = whole_size if said is None else header_size(said, whole_size)
     if not size:
         return _raw(gateway, model, body, extra)
-    tail_size = len(body) - size
+    tail_size = whole_size - size
     header = body[:size] if tail_size else body
     kept, itself = identity(header)
     key, arrays = split(kept, tail_size)
     if itself is not None:
         key = key[0], ~key[1]  # that of no header as it came
-    if len(header) <= limit and not extra:
+    if size <= limit and not extra:
         known = repeat(model.prepared, key, body, size, arrays)
         if known is not None:
             if itself is not None:

@@ -15,6 +15,7 @@ from collections import deque
 
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.connection_limits import LimitedConnection
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
@@ -30,7 +31,7 @@ _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 
 
-class Incoming(asyncio.Protocol):
+class Incoming(LimitedConnection):
     """The requests of a connection, as their bytes come.
 
     `client` is who sends them, once the connection is made.
@@ -42,7 +43,7 @@ class Incoming(asyncio.Protocol):
         self._loop = loop
         self._settings = settings
         self._parser = make_parser(self, loop, _MOST_QUEUED)
-        self.transport: asyncio.Transport | None = None  # once the connection is made
+        self.transport = None  # once the connection is made
         self._ended = False
         # --- what has come
         # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
@@ -61,6 +62,7 @@ class Incoming(asyncio.Protocol):
         self._cached_head = b""  # of the last request with a small body
         self._cached_size = 0  # of that request, with its body
         self._cached_request: HttpRequest | None = None
+        self._cached_body = WholeBody()  # of each such request: one is here at a time
         self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
         # as after bytes of two requests in one piece. Then, for good, all goes to the parser.
@@ -127,13 +129,15 @@ class Incoming(asyncio.Protocol):
         # No request is being handled or queued, and no part of one is here.
         between = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
+        size = len(data)
         if waiter is None or waiter.done():
             pass  # the task has not begun, or has ended
-        elif between and len(data) <= self._cached_size and data.startswith(self._cached_head):
-            if len(data) == self._cached_size:
+        elif between and size <= self._cached_size and data.startswith(self._cached_head):
+            if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
-                request.content = WholeBody(data[len(self._cached_head) :])
+                body = request.content = self._cached_body
+                body.data = data[len(self._cached_head) :]
                 self._messages.append(request)
                 waiter.set_result(None)
                 return

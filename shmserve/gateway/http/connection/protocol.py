@@ -12,10 +12,10 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import cast
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.http.connection.aiohttp_parts import (
     HttpProcessingError,
     MalformedBody,
@@ -34,27 +34,16 @@ _IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
 
 
-class Owner(Protocol):
-    """The server that counts and limits connections."""
-
-    def connection_made(self, connection: HttpConnection) -> ClientIdentity:
-        """Register one, and return its client. It may be ended at once where there are too many."""
-
-    def connection_lost(self, connection: HttpConnection) -> None:
-        """Forget one that has ended."""
-
-
 class HttpConnection(Incoming):
     """One client's connection. `handle` gives the response to each request, and raises nothing."""
 
     def __init__(
         self,
-        owner: Owner,
-        loop: asyncio.AbstractEventLoop,
+        owner: Acceptor,
         handle: Handle,
         settings: GatewaySettings,
     ) -> None:
-        super().__init__(loop, settings)
+        super().__init__(asyncio.get_running_loop(), settings)
         self._owner = owner
         self._handle = handle
         self._task: asyncio.Task[None] | None = None
@@ -129,22 +118,23 @@ class HttpConnection(Incoming):
     def _next_request(self) -> HttpRequest | None:
         """The first one of the queue, which is handled from now on; None: it is no HTTP."""
         first = self._messages.popleft()
+        if type(first) is HttpRequest:
+            self._busy = True
+            return first
         if isinstance(first, HttpProcessingError):
             self._refuse(first)
             return None
         self._busy = True
-        if isinstance(first, HttpRequest):
-            return first
         self._dequeued(len(self._messages))
         return HttpRequest(*first, self)
 
     async def _serve(self, request: HttpRequest) -> bool:
         content = request.content
-        if isinstance(content, StreamReader) and not content.is_eof():
+        if type(content) is not WholeBody and not content.is_eof():
             self._content = content
             await self._await_small(request, content)
         response = await self._handle(request)
-        if request.closes or not content.is_eof():
+        if request.closes or (type(content) is not WholeBody and not content.is_eof()):
             response.close = True
         try:
             await response.send(request, self._settings.body_timeout_s)

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import orjson
 
-from shmserve.errors import ShmserveError
-from shmserve.gateway.http.json.tensors import decode
+from shmserve.gateway.http.json.tensors import packer
 from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest
-from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
+from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
 from shmserve.ipc.tensors.template_cache import BoundedCache
@@ -37,6 +37,7 @@ _PLACE = re.compile(
     rb'"sequence_id": ?([1-9][0-9]{0,19}|"[ !#-\[\]-~]{1,%d}"), ?'
     rb'"sequence_start": ?(true|false), ?"sequence_end": ?(true|false)' % LONGEST_CORRELATION_ID
 )
+_BEGINS_WITH_ID = b'{"id"'
 _NO_ID = b'{"id":0'
 _NOWHERE = b'"sequence_id":0'
 
@@ -50,7 +51,7 @@ def identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
     correlation_id: int | str = 0
     flags = at = 0
     kept: list[bytes] = []
-    if (named := _ID.match(header)) is not None:
+    if header[:5] == _BEGINS_WITH_ID and (named := _ID.match(header)) is not None:
         request_id = named[1].decode()
         kept.append(_NO_ID)
         at = named.end()
@@ -87,10 +88,11 @@ def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
 
 
 class Known(NamedTuple):
-    """A cached request; `inputs` are those that are given as arrays of numbers."""
+    """A cached request; `packers` make the bytes of its inputs that are given as arrays of numbers,
+    of these."""
 
     prepared: PreparedRequest
-    inputs: list[InferInput]
+    packers: list[Callable[..., bytes]]
 
 
 Cache = BoundedCache[Key, Known]
@@ -107,18 +109,15 @@ def repeat(
     known = cache.find(key)
     if known is None:
         return None
-    if not known.inputs:
-        return known.prepared.fill(body, at)
-    if len(texts) != len(known.inputs):
-        return None
-    datas: list[bytes] = []
+    prepared, packers = known
+    if not packers:
+        return prepared.fill(body, at)
     try:
-        for tensor, text in zip(known.inputs, texts, strict=True):
-            values = orjson.loads(b"[%b]" % text)
-            datas.append(decode(values, tensor.datatype, tensor.count, tensor.name))
-    except (ShmserveError, orjson.JSONDecodeError):
+        arrays = zip(packers, texts, strict=True)
+        datas = [pack(*orjson.loads(b"[%b]" % text)) for pack, text in arrays]
+    except (ValueError, struct.error, OverflowError):  # it is no JSON, or other numbers
         return None
-    return known.prepared.fill(b"".join(datas), 0)
+    return prepared.request(prepared.template.fill(datas))
 
 
 def worth_preparing(cache: Cache, key: Key) -> bool:
@@ -132,10 +131,12 @@ def remember(
     """Keep what was prepared of a request that came with so many arrays of numbers, if they are
     its tensors."""
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
-    if len(inputs) == arrays and (not inputs or _are_tensors(key[0], arrays)):
+    packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]
+    known = Known(prepared, [pack for pack in packers if pack is not None])
+    if len(known.packers) == len(inputs) == arrays and (not arrays or _are_tensors(key[0], arrays)):
         for tensor in inputs:
             tensor.data = None  # this request's values are packed by now, and no other's
-        cache.remember(key, Known(prepared, inputs))
+        cache.remember(key, known)
 
 
 def _are_tensors(kept: bytes, arrays: int) -> bool:

@@ -5,7 +5,7 @@ cooperatively, in parts, with turns of the loop between them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,6 +18,7 @@ from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
 
 _CUT = b"\0"  # no JSON text has it
+_UNKNOWN = b"null"  # orjson's word for a number that is not finite
 
 
 class SentOutput(NamedTuple):
@@ -36,11 +37,12 @@ class JsonResponseTemplate:
     one of its form.
     """
 
-    __slots__ = ("_places", "_texts", "outputs", "whole")
+    __slots__ = ("_form", "_places", "_unpackers", "outputs", "whole")
 
     def __init__(self, request: InferRequest, name: str, version: str, response: Inferred) -> None:
         asked = {output.name: output for output in request.outputs}
         self.outputs: list[SentOutput] = []
+        self._unpackers: list[Callable[[bytes], tuple[Any, ...]] | None] = []  # of their values
         self._places: list[int] = []  # of those outputs in the response
         entries: list[dict[str, Any]] = []
         for place, tensor in enumerate(response.outputs):
@@ -59,10 +61,12 @@ class JsonResponseTemplate:
             else:
                 entry["data"] = orjson.Fragment(_CUT)
             self.outputs.append(SentOutput(tensor.name, tensor.datatype, tensor.shape, binary))
+            self._unpackers.append(tensors.unpacker(tensor.datatype, tensor.shape))
             self._places.append(place)
         inline = sum(type(tensor.data) is bytes for tensor in response.outputs)
         self.whole = inline == len(self.outputs)
-        self._texts = _response_json(name, version, response, entries).split(_CUT)
+        text = _response_json(name, version, response, entries)
+        self._form = text.replace(b"%", b"%%").replace(_CUT, b"%b")
 
     def datas(self, response: Inferred) -> list[bytes | Place]:
         """The data of a response of this form, one for each of `outputs`."""
@@ -70,13 +74,23 @@ class JsonResponseTemplate:
 
     def json(self, request_id: str, arrays: Sequence[bytes]) -> bytes:
         """The JSON, with the arrays of the outputs that are not binary."""
-        begin = b'{"id":%b,' % orjson.dumps(request_id) if request_id else b"{"
-        if not arrays:
-            return begin + self._texts[0]
-        parts = [begin, self._texts[0]]
-        for array, text in zip(arrays, self._texts[1:], strict=True):
-            parts += (array, text)
-        return b"".join(parts)
+        text = self._form % tuple(arrays)
+        return b'{"id":%b,%b' % (orjson.dumps(request_id), text) if request_id else b"{" + text
+
+    def fill(self, request_id: str, datas: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
+        """The JSON with these tensors, those that are sent, and what is binary of them; raises as
+        `tensors.encode`."""
+        arrays: list[bytes] = []
+        binary: list[bytes] = []
+        for output, unpack, data in zip(self.outputs, self._unpackers, datas, strict=True):
+            if output.binary:
+                binary.append(data)
+                continue
+            text = _UNKNOWN if unpack is None else orjson.dumps(unpack(data))
+            if _UNKNOWN in text:
+                text = tensors.encode(data, output.datatype, output.shape, output.name)
+            arrays.append(text)
+        return self.json(request_id, arrays), binary
 
 
 def _response_json(

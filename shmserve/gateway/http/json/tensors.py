@@ -7,6 +7,7 @@ their datatype wrap, as in Triton. FP16 and BF16 have no JSON form.
 from __future__ import annotations
 
 import json
+import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -63,6 +64,22 @@ def _flat(values: list[Any]) -> tuple[list[Any], set[type]]:
             values = list(chain.from_iterable(v if type(v) is list else (v,) for v in values))
         kinds = set(map(type, values))
     return values, kinds
+
+
+def packer(datatype: str, count: int) -> Callable[..., bytes] | None:
+    """A function from `count` numbers to the bytes of their tensor; None for another datatype.
+
+    It raises struct.error or OverflowError for what `decode` is to judge.
+    """
+    code = _CODE.get(datatype)
+    return None if code is None else struct.Struct(f"<{count}{code}").pack
+
+
+def unpacker(datatype: str, shape: tuple[int, ...]) -> Callable[[bytes], tuple[Any, ...]] | None:
+    """A function from a tensor's bytes to the values of its JSON array, of which those that are not
+    finite have no JSON form; None for another datatype."""
+    code = _FORMAT.get(datatype)
+    return None if code is None else struct.Struct(f"<{element_count(shape)}{code}").unpack
 
 
 def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:

@@ -10,7 +10,6 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.json.events import Framing
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
-from shmserve.gateway.http.json.tensors import encode
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse
 from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
@@ -77,9 +76,7 @@ class _Events:
         if found is None:
             return None
         template, datas = found
-        pairs = zip(template.outputs, datas, strict=True)
-        arrays = [encode(data, o.datatype, o.shape, o.name) for o, data in pairs]
-        return template.json(self._infer_request.id, arrays)
+        return template.fill(self._infer_request.id, datas)[0]
 
     async def _json(self, inferred: Inferred) -> bytes:
         model, message = self._model, self._responses.first

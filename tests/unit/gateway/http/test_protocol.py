@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
+from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body.reader import Body
-from shmserve.gateway.http.connection.limits import HttpServer
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
@@ -103,7 +104,9 @@ def connected(
 ) -> tuple[HttpConnection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    connection = HttpServer(answer, settings, listener, 10)()
+    make = partial(HttpConnection, handle=answer, settings=settings)
+    connection = Acceptor(make, listener, 10)()
+    assert isinstance(connection, HttpConnection)
     transport = Transport()
     connection.connection_made(transport)
     return connection, transport
@@ -347,13 +350,13 @@ def test_a_body_behind_a_known_head_has_its_time_and_no_more(sent: int) -> None:
 
 @pytest.mark.parametrize("end", [HttpConnection.force_close, HttpConnection.abort])
 def test_a_client_that_does_not_read_does_not_put_off_the_end(
-    end: Callable[[HttpConnection], None],
+    end: Callable[[Any], None],
 ) -> None:
     """Its connection would be beyond every limit for as long as it likes."""
     ended = asyncio.Event()
 
-    class Kept(HttpServer):
-        def connection_lost(self, connection: HttpConnection) -> None:
+    class Kept(Acceptor):
+        def connection_lost(self, connection: LimitedConnection) -> None:
             super().connection_lost(connection)
             ended.set()
 
@@ -363,7 +366,9 @@ def test_a_client_that_does_not_read_does_not_put_off_the_end(
     async def run() -> None:
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-        server = Kept(flood, GatewaySettings(body_timeout_s=0.1), listener, 10)
+        settings = GatewaySettings(body_timeout_s=0.1)
+        make = partial(HttpConnection, handle=flood, settings=settings)
+        server = Kept(make, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             accepting = await loop.create_server(server, sock=listening)
@@ -382,5 +387,5 @@ def test_a_client_that_does_not_read_does_not_put_off_the_end(
     uvloop.run(run())
 
 
-def _unflushed(connection: HttpConnection) -> int:
+def _unflushed(connection: LimitedConnection) -> int:
     return 0 if connection.transport is None else connection.transport.get_write_buffer_size()

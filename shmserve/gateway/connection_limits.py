@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -17,40 +18,68 @@ from operator import attrgetter, itemgetter
 from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
 from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, ListenerRules
-from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
-from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
 _MOST_WARNINGS = 10  # about too many connections; more are debug lines
 
 
-class HttpServer:
-    """Makes connections through one listener, up to `most` of them."""
+class LimitedConnection(asyncio.Protocol, ABC):
+    """A connection that may be ended to make room for others."""
+
+    transport: asyncio.Transport | None
+
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether it is not on its way out."""
+
+    @property
+    @abstractmethod
+    def idle_since(self) -> float | None:
+        """Since when nothing is asked on it, by the loop's time; None when something is."""
+
+    @property
+    @abstractmethod
+    def sending_since(self) -> float | None:
+        """Since when the rest of a request is missing; None when none is."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End it now, whatever is not flushed."""
+
+    @abstractmethod
+    def force_close(self) -> None:
+        """End it; what is written already may still be flushed."""
+
+
+class Acceptor:
+    """The maker of connections through one listener, up to `most` of them; `make` is given it."""
 
     def __init__(
-        self, handle: Handle, settings: GatewaySettings, listener: ListenerRules, most: int
+        self,
+        make: Callable[[Acceptor], LimitedConnection],
+        listener: ListenerRules,
+        most: int,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._handle = handle
-        self._settings = settings
+        self._make = make
         self._listener = listener
         self._most = most
         self._quota = share_of(most)
-        self._connections: set[HttpConnection] = set()
-        self._by_peer: dict[object, set[HttpConnection]] = {}  # by peer
+        self._connections: set[LimitedConnection] = set()
+        self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
         self._warnings = 0
 
-    def __call__(self) -> HttpConnection:
+    def __call__(self) -> LimitedConnection:
         """The protocol of a new connection."""
-        return HttpConnection(self, self._loop, self._handle, self._settings)
+        return self._make(self)
 
     @property
-    def connections(self) -> list[HttpConnection]:
+    def connections(self) -> list[LimitedConnection]:
         """The connections that are open."""
         return list(self._connections)
 
-    def connection_made(self, connection: HttpConnection) -> ClientIdentity:
+    def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
         """Register a connection; where there are too many, evict others, or this one."""
         transport = connection.transport
         assert transport is not None
@@ -67,7 +96,7 @@ class HttpServer:
             self._evict(connection, self._connections, self._most)
         return client
 
-    def connection_lost(self, connection: HttpConnection) -> None:
+    def connection_lost(self, connection: LimitedConnection) -> None:
         """Forget a connection that has ended."""
         self._connections.discard(connection)
 
@@ -80,14 +109,14 @@ class HttpServer:
             return None
         return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
-    def _leave(self, peer: object, connection: HttpConnection) -> None:
+    def _leave(self, peer: object, connection: LimitedConnection) -> None:
         its = self._by_peer[peer]
         its.discard(connection)
         if not its:
             del self._by_peer[peer]
 
     def _evict(
-        self, newcomer: HttpConnection, among: Collection[HttpConnection], most: int
+        self, newcomer: LimitedConnection, among: Collection[LimitedConnection], most: int
     ) -> None:
         others = [
             connection for connection in among if connection.open and connection is not newcomer
@@ -110,7 +139,9 @@ class HttpServer:
 
 
 def _longest(
-    connections: list[HttpConnection], since: Callable[[HttpConnection], float | None], count: int
-) -> list[HttpConnection]:
+    connections: list[LimitedConnection],
+    since: Callable[[LimitedConnection], float | None],
+    count: int,
+) -> list[LimitedConnection]:
     found = [(began, connection) for connection in connections if (began := since(connection))]
     return [connection for _, connection in sorted(found, key=itemgetter(0))[:count]]
