@@ -193,11 +193,16 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
+                self._release_retired()  # now: another may be announced in its place next
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
             case _:
                 assert_never(message)
+
+    def _release_retired(self) -> None:
+        for process in self._pool.take_retired(self._dispatch.needs):
+            self._to_control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         lost = self._dispatch.kept(self._pool.process_exited(pid))
@@ -236,8 +241,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._tickets is not None:
             self._tickets.end_turn()
         if self._pool.retiring:
-            for process in self._pool.take_retired(self._dispatch.needs):
-                self._to_control.post(InstanceRetired(process))
+            self._release_retired()
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
