@@ -308,7 +308,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Call
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(case.config, published))
     place = pack_place(region.place(0, region.memory.byte_size))
-    made.regions.publish(RegionPublished(_REGION, "/key", place, os.getuid(), -1, 0))
+    made.regions.publish(RegionPublished(_REGION, "/key", list(place), os.getuid(), -1, 0))
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     make = partial(HttpConnection, handle=App(made, ROUTES).handle, settings=settings)
     server = Acceptor(make, rules, 1000)
@@ -319,12 +319,10 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Call
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
-        sent = [
-            (each.data_received, case.post(step, at)) for at, (each, _) in enumerate(connections)
-        ]
+        requests = [case.post(step, at) for at in range(BATCH)]
         with counted:
-            for receive, data in sent:
-                receive(data)
+            for (connection, _), request in zip(connections, requests, strict=True):
+                connection.data_received(request)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())

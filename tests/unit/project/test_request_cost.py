@@ -4,13 +4,14 @@ ceilings, which may only fall. `python -m bench.counts` shows the same of a serv
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.rigs import counted_processes
+from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
@@ -38,12 +39,12 @@ def test_a_request_costs_no_more_calls(
 ) -> None:
     """Eight at a time; where one costs less, the ceiling is to be lowered."""
     case = counted_processes.inline() if kind == "inline" else counted_processes.placed(region)
-    count = {
+    count: dict[str, Callable[[Path, Case], Calls]] = {
         "gateway": partial(counted_processes.gateway, region=region),
         "scheduler": counted_processes.scheduler,
         "worker": counted_processes.worker,
-    }[process]
-    by_function = count(tmp_path, case).by_function()
+    }
+    by_function = count[process](tmp_path, case).by_function()
     calls, ceiling = sum(by_function.values()), _CEILINGS[kind, process]
     most = sorted(by_function.items(), key=lambda item: -item[1])
     table = "\n".join(f"{count:6.2f}  {name}" for name, count in most)
