@@ -190,15 +190,16 @@ class Executor:
                 pairs = zip(part, responses, strict=True)
                 replies = [self._scatter(*each, response) for each, response in pairs]
                 self._writer.scatterer.settle()
-                answered = zip(part, replies, strict=True)
-                self._link.close(*[opened for (opened, _), reply in answered if reply is not None])
         ended = [reply for reply in replies if reply is not None]
         if len(ended) == len(replies):
+            self._link.close(*[opened for opened, _ in part])
             return ended
+        answered = list(zip(part, replies, strict=True))
+        self._link.close(*[opened for (opened, _), reply in answered if reply is not None])
         self._link.pump()
         return [
             self._run_again(opened, copies=alone) if reply is None else reply
-            for (opened, _), reply in zip(part, replies, strict=True)
+            for (opened, _), reply in answered
         ]
 
     def _run_again(self, opened: WorkerRequest, copies: bool) -> Reply:

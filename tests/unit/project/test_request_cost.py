@@ -15,10 +15,10 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 87.3,
+    ("inline", "gateway"): 85.3,
     ("inline", "scheduler"): 55.3,
     ("inline", "worker"): 79.0,
-    ("placed", "gateway"): 93.3,
+    ("placed", "gateway"): 91.3,
     ("placed", "scheduler"): 180.9,
     ("placed", "worker"): 205.0,
 }
