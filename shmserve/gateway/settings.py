@@ -12,14 +12,26 @@ from shmserve.logs import LogSettings
 
 @dataclass(frozen=True, slots=True)
 class GrpcSettings:
-    """The listening addresses of a gRPC gateway, and its server's options.
+    """The settings of a gRPC gateway's connections.
 
-    `options` are (name, value) pairs for gRPC itself.
+    Times are in milliseconds. A client that is silent for `keepalive_time_ms` is asked for a sign
+    of life, at most `max_pings_without_data` times in a row (0: any number), and must give it
+    within `keepalive_timeout_ms`. One that asks for such signs itself more often than once in
+    `min_ping_interval_ms` may do so `max_ping_strikes` times (0: any number).
+    `max_connection_age_ms`, and a grace for its calls after that: 0 for any. `compression_level` is
+    zlib's, 0: responses are not compressed.
     """
 
-    addresses: tuple[tuple[str, int], ...]
     tls: Tls | None = None
-    options: tuple[tuple[str, int], ...] = ()
+    compression_level: int = 0
+    keepalive_time_ms: int = 7_200_000
+    keepalive_timeout_ms: int = 20_000
+    keepalive_permit_without_calls: bool = False
+    max_pings_without_data: int = 2
+    min_ping_interval_ms: int = 300_000
+    max_ping_strikes: int = 0
+    max_connection_age_ms: int = 0
+    max_connection_age_grace_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +72,9 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """A gateway, which the supervisor knows as `name`. One for HTTP is given descriptors of sockets
-    that listen, the first `http_sockets` for HTTP, the others for metrics; one for gRPC has
-    `grpc`."""
+    """A gateway, which the supervisor knows as `name`. It is given descriptors of sockets that
+    listen: one for HTTP the first `http_sockets` for HTTP, the others for metrics; one for gRPC,
+    which has `grpc`, only those for gRPC."""
 
     name: str
     run_dir: Path
