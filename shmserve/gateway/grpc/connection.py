@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 import time
 from typing import cast
 
@@ -22,6 +21,7 @@ from shmserve.gateway.grpc.calls import Call
 from shmserve.gateway.grpc.front import GrpcFront
 from shmserve.gateway.grpc.lifetime import Lifetime
 from shmserve.gateway.grpc.messages import ArrivingMessage
+from shmserve.gateway.grpc.tls_layer import BrokenTls, TlsLayer
 from shmserve.gateway.http2.connection import (
     Begun,
     Cancelled,
@@ -52,9 +52,8 @@ class GrpcConnection(LimitedConnection):
         self.lifetime = Lifetime(self)
         self._handling = False
         self._since = self.loop.time()  # something came, or a call was over
-        self._early: list[bytes] | None = None  # what came before TLS was told to be there
+        self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
         # --- patience
         self._looking: asyncio.TimerHandle | None = None
         self._arriving: dict[Call, ArrivingMessage] = {}
@@ -72,44 +71,9 @@ class GrpcConnection(LimitedConnection):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         self.client = self._owner.connection_made(self)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
-        if self.front.tls is None:
-            self._opened()
-        else:
-            self._early = []
-            self._task = self.loop.create_task(self._encrypt(self.front.tls))
-
-    def _opened(self) -> None:
-        assert self.transport is not None
         self.transport.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
         self.flush()
-
-    async def _encrypt(self, context: ssl.SSLContext) -> None:
-        """Have TLS between the socket and this."""
-        assert self.transport is not None
-        patience_s = self.front.header_timeout_s
-        try:
-            made = await self.loop.start_tls(
-                *(self.transport, self, context),
-                server_side=True,
-                ssl_handshake_timeout=patience_s,
-                ssl_shutdown_timeout=patience_s,
-            )
-        except (OSError, ssl.SSLError) as error:
-            logger.debug("no TLS with a client: %s", error)
-            self.connection_lost(None)
-            return
-        if made is None or self.transport is None:
-            return
-        self.transport = made
-        chosen = made.get_extra_info("ssl_object").selected_alpn_protocol()
-        early, self._early = self._early or [], None
-        if chosen != "h2":
-            self.force_close()
-            return
-        self._opened()
-        for data in early:
-            self.data_received(data)
 
     def _not_opened(self) -> None:
         self._opening = None
@@ -118,8 +82,7 @@ class GrpcConnection(LimitedConnection):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client is gone, and with it what it has asked for."""
-        if self.transport is not None or self._task is not None:
-            self.transport = self._task = None
+        self.transport = None
         if self._looking is not None:
             self._looking.cancel()
         if self._opening is not None:
@@ -162,6 +125,9 @@ class GrpcConnection(LimitedConnection):
         """End it; what is written already may still be flushed."""
         transport = self.transport
         if transport is not None and not transport.is_closing():
+            if self._tls is not None:
+                self._tls.close()
+                transport.write(self._tls.outgoing())
             transport.close()
             if transport.get_write_buffer_size():
                 self.loop.call_later(self.front.body_timeout_s, transport.abort)
@@ -170,10 +136,14 @@ class GrpcConnection(LimitedConnection):
 
     def data_received(self, data: bytes) -> None:
         """Handle what came, as far as it has its turn."""
-        if self._early is not None:
-            self._early.append(data)
-            return
         self._since = self.loop.time()
+        if self._tls is not None and data:
+            try:
+                data = self._tls.receive(data)
+            except BrokenTls as broken:
+                logger.debug("no TLS with a client: %s", broken)
+                self.force_close()
+                return
         self._handling = True
         http2 = self.http2
         fresh: list[Call] = []
@@ -219,17 +189,30 @@ class GrpcConnection(LimitedConnection):
         if self._handling:
             return
         sending = self.http2.sending
-        ready = sending.ready
-        if ready and self.transport is not None:
+        ready, transport = sending.ready, self.transport
+        if transport is None or not (ready or self._tls is not None):
+            return
+        if self._tls is not None:
+            self._flush_encrypted(self._tls, transport)
+        else:
             sending.ready = []
             if len(ready) == 1:
-                self.transport.write(ready[0])
+                transport.write(ready[0])
             elif sum(map(len, ready)) <= _LARGE:
-                self.transport.write(b"".join(ready))
+                transport.write(b"".join(ready))
             else:
-                self.transport.writelines(ready)
+                transport.writelines(ready)
         if sending.has_blocked:
             self._look_soon()
+
+    def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
+        sending = self.http2.sending
+        if tls.ready and sending.ready:
+            ready, sending.ready = sending.ready, []
+            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _LARGE else ready:
+                tls.send(piece)
+        if encrypted := tls.outgoing():
+            transport.write(encrypted)
 
     def pause_writing(self) -> None:
         """The client reads more slowly than we write: data waits."""
