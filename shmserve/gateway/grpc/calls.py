@@ -93,7 +93,8 @@ class Call:
     def fail(
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """End it with an error; what was written before is still sent."""
+        """End it with a status; of what was written before, an error overtakes what waits for the
+        client to take it."""
         if self.done:
             return
         self._end()
@@ -106,6 +107,8 @@ class Call:
         block = response_blocks.status(code, details, metadata)
         self._stream.on_sent = self._over
         if self._begun:
+            if code is not StatusCode.OK:
+                sending.discard(self._stream)
             sending.trailers(self._stream, block)
         else:
             head = response_blocks.start(self.head.status)
