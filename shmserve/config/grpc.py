@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.common.tls import Tls, check_file
-from shmserve.gateway.settings import GrpcSettings
 
 # Flag -> the setting of the same meaning.
 _SETTINGS = {

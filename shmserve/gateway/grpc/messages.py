@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.compression import Inflater
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.http.compression import Inflater
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 
 PREFIX = struct.Struct(">BI")

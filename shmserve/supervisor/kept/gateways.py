@@ -40,7 +40,7 @@ class Gateways(KeptProcesses):
         snapshot: Callable[[], Iterable[Any]],
     ) -> None:
         config = context.config
-        workers = 0 if config.grpc is None else config.grpc.workers
+        workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
         grpc = [f"{_GRPC}{number or ''}" for number in range(workers)]
         super().__init__(context, [*map(str, range(config.gateways)), *grpc])
         self._listeners = listeners

@@ -18,7 +18,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
