@@ -14,7 +14,7 @@ A stream's life:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shmserve.gateway.http2 import frames
@@ -74,6 +74,7 @@ class Connection(Incoming[T]):
         self._paid_for = 0  # frames of data that have earned what they earn
         self.pings = 0  # of the client, in all
         self._refusing = False  # no new streams: we have said so
+        self._promised = STREAM_BITS  # the highest stream that may be served, as the client knows
         self._left: dict[int, None] = {}  # ended by us while the client was not done
         self._window = LARGEST_WINDOW  # of all streams together
         self.sending.ready.append(
@@ -88,9 +89,17 @@ class Connection(Incoming[T]):
             + frames.frame(WINDOW_UPDATE, 0, 0, frames.long(LARGEST_WINDOW - DEFAULT_WINDOW))
         )
 
+    def receive(self, data: bytes) -> Sequence[Event[T]]:
+        """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
+        the connection is `closing`."""
+        events = super().receive(data)
+        if self.sending.grown:
+            self.sending.resume()
+        return events
+
     # --- data
 
-    def _data_begins(self, number: int, size: int, events: list[Event[T]]) -> None:
+    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
         if self._window < 0:
             raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
@@ -107,12 +116,21 @@ class Connection(Incoming[T]):
             if stream.receive_window < 0:
                 self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
                 stream = None
+            elif padding:
+                self._pad(stream, padding)
         self._piece_stream = stream
         if not self._piece_left:
             if not self._piece_ends:
                 self._control.spend()
             if stream is not None:
                 self._give(stream, _NOTHING, events)
+
+    def _pad(self, stream: Stream, size: int) -> None:
+        """Padding used up so much of a stream's window, which its receiver knows nothing of."""
+        stream.padding += size
+        if stream.padding > self._limits.window // 4:
+            padding, stream.padding = stream.padding, 0
+            self.grant(stream, padding)
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self._piece_left
@@ -123,14 +141,8 @@ class Connection(Incoming[T]):
                 self._fail_stream(stream.id, ErrorCode.PROTOCOL_ERROR, events)
                 return
         if last:
-            self._end(stream)
+            stream.ended = True
         events.append(Data(stream, piece, last))
-
-    def _end(self, stream: Stream) -> None:
-        """The client sends no more on it."""
-        stream.ended = True
-        if stream.finished and not stream.queued:
-            self.streams.pop(stream.id, None)
 
     # --- other frames
 
@@ -186,7 +198,7 @@ class Connection(Incoming[T]):
         if ended:
             if stream.said > 0:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR)
-            self._end(stream)
+            stream.ended = True
             events.append(Data(stream, _NOTHING, True))
 
     def _trailers(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
@@ -199,7 +211,7 @@ class Connection(Incoming[T]):
         self._headers.trailers(block)
         if not flags & END_STREAM or stream.said > 0:
             raise StreamFault(ErrorCode.PROTOCOL_ERROR)
-        self._end(stream)
+        stream.ended = True
         events.append(Data(stream, _NOTHING, True))
 
     def _check_closed(self, number: int, stream: Stream | None) -> None:
@@ -249,11 +261,11 @@ class Connection(Incoming[T]):
                 raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
             self.acknowledged = True
             return
-        for key, value in frames.parse_settings(payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                self.sending.change_initial_window(value, list(self.streams.values()))
-            elif key == frames.MAX_FRAME_SIZE:
-                self.sending.largest_frame = value
+        settings = dict(frames.parse_settings(payload))  # the last of each is what holds
+        window = settings.get(frames.INITIAL_WINDOW_SIZE)
+        if window is not None:
+            self.sending.change_initial_window(window, self.streams.values())
+        self.sending.largest_frame = settings.get(frames.MAX_FRAME_SIZE, self.sending.largest_frame)
         self.ready = True
         self.sending.ready.append(_SETTINGS_ACK)
 
@@ -324,14 +336,16 @@ class Connection(Incoming[T]):
         """Tell the client to go, and end."""
         if not self.closing:
             super().fail(code, text)
-            self.sending.ready.append(frames.goaway(self.last, code, text))
+            last = min(self.last, self._promised)
+            self.sending.ready.append(frames.goaway(last, code, text))
 
     def refuse_more(self, *, finally_: bool) -> None:
         """Tell the client to begin no more streams: first those that are on their way are still
         served, then, finally, none above the last that came."""
-        self._refusing = finally_
-        last = self.last if finally_ else STREAM_BITS
-        self.sending.ready.append(frames.goaway(last, ErrorCode.NO_ERROR))
+        if finally_ and not self._refusing:
+            self._refusing = True
+            self._promised = self.last
+        self.sending.ready.append(frames.goaway(self._promised, ErrorCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Ask for a sign of life, of eight bytes; it comes as `Acknowledged`."""

@@ -32,6 +32,7 @@ from shmserve.gateway.http2.outgoing import Stream
 T = TypeVar("T")
 
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
+_BLOCK_SHIFT = 4  # so many bytes of a header block, as a power of two, are as much work as a frame
 
 
 class Incoming(Generic[T]):
@@ -117,7 +118,7 @@ class Incoming(Generic[T]):
             number &= STREAM_BITS
             work -= 1
             if kind == DATA and self._block is None and self.ready:
-                if flags & PADDED and end - at == HEAD_SIZE:
+                if flags & PADDED and size and end - at == HEAD_SIZE:
                     self._needed = HEAD_SIZE + 1
                     break
                 at += HEAD_SIZE
@@ -131,7 +132,9 @@ class Incoming(Generic[T]):
             at += HEAD_SIZE
             self.frames_in += 1
             if kind == HEADERS:
-                work -= self._limits.begin
+                work -= self._limits.begin + (size >> _BLOCK_SHIFT)
+            elif kind == CONTINUATION:
+                work -= size >> _BLOCK_SHIFT
             try:
                 self._frame(kind, flags, number, data[at : at + size], events)
             except StreamFault as fault:
@@ -167,13 +170,15 @@ class Incoming(Generic[T]):
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
         padding = taken = 0
         if flags & PADDED:
-            if not size or data[at] >= size:
-                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+            if not size:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
             padding, taken = data[at], 1
+            if padding >= size:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
         self._piece_left = size - taken - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
-        self._data_begins(number, size, events)
+        self._data_begins(number, size, padding + taken, events)
         return taken
 
     def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
@@ -217,8 +222,9 @@ class Incoming(Generic[T]):
 
     # --- for its kinds
 
-    def _data_begins(self, number: int, size: int, events: list[Event[T]]) -> None:
-        """A DATA frame of so many bytes begins; its pieces are for `_piece_stream`."""
+    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
+        """A DATA frame of so many bytes begins, some of them padding; its pieces are for
+        `_piece_stream`."""
         raise NotImplementedError
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
@@ -248,8 +254,8 @@ def _block_of(flags: int, number: int, payload: bytes) -> bytes:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
         start, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
-        if end - start < 5:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+        if len(payload) - start < 5:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
         depends_on = int.from_bytes(payload[start : start + 4], "big") & STREAM_BITS
         if depends_on == number:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a stream that depends on itself")
