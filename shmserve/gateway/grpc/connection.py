@@ -22,12 +22,8 @@ from shmserve.gateway.grpc.front import GrpcFront
 from shmserve.gateway.grpc.lifetime import Lifetime
 from shmserve.gateway.grpc.messages import ArrivingMessage
 from shmserve.gateway.grpc.tls_layer import BrokenTls, TlsLayer
-from shmserve.gateway.http2.connection import (
-    Begun,
-    Cancelled,
-    Connection,
-    Data,
-)
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.events import Begun, Cancelled, Data
 from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE

@@ -72,7 +72,7 @@ class Assembly:
     def __init__(self, window: int) -> None:
         self._window = window
         self._prefix = b""
-        self._pieces: list[bytes | memoryview] = []
+        self._pieces: list[bytearray | memoryview] = []
         self._size = 0
         self._compressed = False
         self.missing = 0  # bytes of the message that has begun
@@ -99,12 +99,21 @@ class Assembly:
             part = piece[at : at + self.missing]
             at += len(part)
             self.missing -= len(part)
-            self._pieces.append(part if len(part) >= _KEPT_AS_IT_IS else bytes(part))
+            self._keep(part)
             if not self.missing:
                 data = b"".join(self._pieces)
                 self._pieces.clear()
                 extra, self.extra = self.extra, 0
                 yield Received(data, self._compressed, extra)
+
+    def _keep(self, part: memoryview) -> None:
+        pieces = self._pieces
+        if len(part) >= _KEPT_AS_IT_IS:
+            pieces.append(part)
+        elif pieces and type(pieces[-1]) is bytearray:
+            pieces[-1] += part  # an object for each would be larger than what is in it
+        else:
+            pieces.append(bytearray(part))
 
     def _begin(self) -> bool:
         flag, size = PREFIX.unpack(self._prefix)

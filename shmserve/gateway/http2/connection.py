@@ -4,9 +4,6 @@
 `sending.ready`. It does no more at once than others can wait for: the rest it has `pending`, and
 goes on with `receive(b"")`.
 
-Data is given piece by piece as it comes, never collected here; everything else is handled when the
-whole frame is here.
-
 A stream's life:
 
     HEADERS ──> open ── its END_STREAM ──> ended ──┐
@@ -18,26 +15,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data, Event
 from shmserve.gateway.http2.frames import (
     ACK,
     CONTINUATION,
-    DATA,
     DEFAULT_WINDOW,
-    END_HEADERS,
     END_STREAM,
     GOAWAY,
-    HAS_PRIORITY,
-    HEAD,
-    HEAD_SIZE,
     HEADERS,
     LARGEST_WINDOW,
-    PADDED,
     PING,
-    PREFACE,
     PRIORITY,
     PUSH_PROMISE,
     RST_STREAM,
@@ -49,56 +39,20 @@ from shmserve.gateway.http2.frames import (
     StreamFault,
 )
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
+from shmserve.gateway.http2.incoming import Incoming
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
 T = TypeVar("T")
 
 _MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
-_LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
 _EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
-
-
-@dataclass(slots=True, eq=False)
-class Begun(Generic[T]):
-    """A stream has begun; `head` is what the head's reader made of its request."""
-
-    stream: Stream
-    head: T
-
-
-@dataclass(slots=True, eq=False)
-class Data:
-    """A piece of a stream's data, of any size; with `ended` the last, which may be empty."""
-
-    stream: Stream
-    piece: memoryview
-    ended: bool
-
-
-@dataclass(slots=True, eq=False)
-class Cancelled:
-    """A stream is over: the client has given it up, or has broken a rule on it."""
-
-    stream: Stream
-
-
-@dataclass(slots=True, eq=False)
-class Acknowledged:
-    """The client has answered a ping of ours."""
-
-    payload: bytes
-
-
-Event = Begun[T] | Data | Cancelled | Acknowledged
 _NOTHING = memoryview(b"")
 
 
-class Connection(Generic[T]):
+class Connection(Incoming[T]):
     """One connection. `read_head` makes of a request's fields what its receiver wants to know;
     `content_length` says how many bytes of data those promise, -1 for any.
-
-    `closing`: it is over but for what is to be written. `frames_in`: what came, to see silence.
     """
 
     def __init__(
@@ -108,7 +62,7 @@ class Connection(Generic[T]):
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits = limits
+        super().__init__(limits)
         self._content_length = content_length
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
@@ -116,27 +70,13 @@ class Connection(Generic[T]):
         self.sending = Outgoing(self._finished)
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has begun
-        self.closing = False
-        self.ready = False  # the client's SETTINGS are here
         self.acknowledged = False  # the client has acknowledged ours
         self._paid_for = 0  # frames of data that have earned what they earn
         self.pings = 0  # of the client, in all
-        self.frames_in = 0
         self._refusing = False  # no new streams: we have said so
+        self._promised = STREAM_BITS  # the highest stream that may be served, as the client knows
         self._left: dict[int, None] = {}  # ended by us while the client was not done
         self._window = LARGEST_WINDOW  # of all streams together
-        # --- what has come
-        self._buffer = bytearray()  # the start of what is not handled yet
-        self._needed = 0  # bytes of it, before it is worth a look
-        self._opened = False  # the preface is here
-        self._block: bytearray | None = None  # a header block whose rest is to come
-        self._block_stream = 0
-        self._block_flags = 0
-        self._block_frames = 0
-        self._piece_left = 0  # bytes of a DATA frame that is arriving; of one of no use, too
-        self._padding_left = 0
-        self._piece_stream: Stream | None = None
-        self._piece_ends = False
         self.sending.ready.append(
             frames.settings(
                 {
@@ -149,111 +89,17 @@ class Connection(Generic[T]):
             + frames.frame(WINDOW_UPDATE, 0, 0, frames.long(LARGEST_WINDOW - DEFAULT_WINDOW))
         )
 
-    # --- bytes in, events out
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is more to be handled of what came."""
-        return not self.closing and len(self._buffer) >= self._needed > 0
-
     def receive(self, data: bytes) -> Sequence[Event[T]]:
         """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
         the connection is `closing`."""
-        if self.closing:
-            return ()
-        if self._buffer:
-            self._buffer += data
-            if len(self._buffer) < self._needed:
-                return ()
-            data = bytes(self._buffer)
-            self._buffer.clear()
-        events: list[Event[T]] = []
-        try:
-            at = self._handle(data, events)
-        except ConnectionFault as fault:
-            self.fail(fault.code, fault.text)
-            return events
-        if at < len(data):
-            self._buffer += memoryview(data)[at:]
-        else:
-            self._needed = 0
+        events = super().receive(data)
+        if self.sending.grown:
+            self.sending.resume()
         return events
-
-    def _handle(self, data: bytes, events: list[Event[T]]) -> int:
-        """Handle the frames in `data`, as many as have their turn; how far it came."""
-        at, end = 0, len(data)
-        if not self._opened:
-            at = self._open(data)
-            if not self._opened:
-                return at
-        view = memoryview(data)
-        work = self._limits.frames
-        unpack = HEAD.unpack_from
-        while True:
-            if self._piece_left or self._padding_left:
-                if at == end:
-                    break
-                at = self._take_piece(view, at, end, events)
-                continue
-            if work <= 0:
-                self._needed = 1
-                break
-            if end - at < HEAD_SIZE:
-                self._needed = HEAD_SIZE
-                break
-            high, low, kind, flags, number = unpack(data, at)
-            size = high << 8 | low
-            number &= STREAM_BITS
-            work -= 1
-            if kind == DATA and self._block is None and self.ready:
-                if flags & PADDED and end - at == HEAD_SIZE:
-                    self._needed = HEAD_SIZE + 1
-                    break
-                at += HEAD_SIZE
-                self.frames_in += 1
-                at += self._begin_data(number, flags, size, data, at, events)
-                continue
-            self._check_size(kind, size)
-            if end - at < HEAD_SIZE + size:
-                self._needed = HEAD_SIZE + size
-                break
-            at += HEAD_SIZE
-            self.frames_in += 1
-            if kind == HEADERS:
-                work -= self._limits.begin
-            try:
-                self._frame(kind, flags, number, data[at : at + size], events)
-            except StreamFault as fault:
-                self._fail_stream(number, fault.code, events)
-            at += size
-        return at
-
-    def _open(self, data: bytes) -> int:
-        if not PREFACE.startswith(data[: len(PREFACE)]):
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "not HTTP/2")
-        if len(data) < len(PREFACE):
-            self._needed = len(PREFACE)
-            return 0
-        self._opened = True
-        return len(PREFACE)
-
-    def _check_size(self, kind: int, size: int) -> None:
-        if size > self._limits.frame:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
-        if kind in (HEADERS, CONTINUATION):
-            if size > self._limits.header_block:
-                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
-        elif size > _LARGEST_CONTROL:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
 
     # --- data
 
-    def _begin_data(
-        self, number: int, flags: int, size: int, data: bytes, at: int, events: list[Event[T]]
-    ) -> int:
-        """The head of a DATA frame is here; how many bytes of padding's length were behind it."""
-        if size > self._limits.frame:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
         if self._window < 0:
             raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
@@ -270,33 +116,21 @@ class Connection(Generic[T]):
             if stream.receive_window < 0:
                 self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
                 stream = None
-        padding = taken = 0
-        if flags & PADDED:
-            if not size or data[at] >= size:
-                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
-            padding, taken = data[at], 1
+            elif padding:
+                self._pad(stream, padding)
         self._piece_stream = stream
-        self._piece_left = size - taken - padding
-        self._padding_left = padding
-        self._piece_ends = bool(flags & END_STREAM)
         if not self._piece_left:
             if not self._piece_ends:
                 self._control.spend()
             if stream is not None:
                 self._give(stream, _NOTHING, events)
-        return taken
 
-    def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
-        """Take what is here of a DATA frame; returns where that ends."""
-        if self._piece_left:
-            size = min(self._piece_left, end - at)
-            self._piece_left -= size
-            if self._piece_stream is not None:
-                self._give(self._piece_stream, view[at : at + size], events)
-            return at + size
-        size = min(self._padding_left, end - at)
-        self._padding_left -= size
-        return at + size
+    def _pad(self, stream: Stream, size: int) -> None:
+        """Padding used up so much of a stream's window, which its receiver knows nothing of."""
+        stream.padding += size
+        if stream.padding > self._limits.window // 4:
+            padding, stream.padding = stream.padding, 0
+            self.grant(stream, padding)
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self._piece_left
@@ -307,14 +141,8 @@ class Connection(Generic[T]):
                 self._fail_stream(stream.id, ErrorCode.PROTOCOL_ERROR, events)
                 return
         if last:
-            self._end(stream)
+            stream.ended = True
         events.append(Data(stream, piece, last))
-
-    def _end(self, stream: Stream) -> None:
-        """The client sends no more on it."""
-        stream.ended = True
-        if stream.finished and not stream.queued:
-            self.streams.pop(stream.id, None)
 
     # --- other frames
 
@@ -352,31 +180,6 @@ class Connection(Generic[T]):
             if kind == PRIORITY:
                 _check_priority(number, payload)
 
-    def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
-        if not number & 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
-        if flags & (PADDED | HAS_PRIORITY):
-            payload = _block_of(flags, number, payload)
-        if flags & END_HEADERS:
-            self._headers_came(number, flags, payload, events)
-        else:
-            self._block = bytearray(payload)
-            self._block_stream, self._block_flags, self._block_frames = number, flags, 0
-
-    def _continue_block(self, flags: int, payload: bytes, events: list[Event[T]]) -> None:
-        if self._block is None:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
-        self._block += payload
-        self._block_frames += 1
-        if (
-            self._block_frames > self._limits.continuations
-            or len(self._block) > self._limits.header_block
-        ):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
-        if flags & END_HEADERS:
-            block, self._block = bytes(self._block), None
-            self._headers_came(self._block_stream, self._block_flags, block, events)
-
     def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
         if number <= self.last:
             self._trailers(number, flags, block, events)
@@ -395,7 +198,7 @@ class Connection(Generic[T]):
         if ended:
             if stream.said > 0:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR)
-            self._end(stream)
+            stream.ended = True
             events.append(Data(stream, _NOTHING, True))
 
     def _trailers(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
@@ -408,7 +211,7 @@ class Connection(Generic[T]):
         self._headers.trailers(block)
         if not flags & END_STREAM or stream.said > 0:
             raise StreamFault(ErrorCode.PROTOCOL_ERROR)
-        self._end(stream)
+        stream.ended = True
         events.append(Data(stream, _NOTHING, True))
 
     def _check_closed(self, number: int, stream: Stream | None) -> None:
@@ -458,11 +261,11 @@ class Connection(Generic[T]):
                 raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
             self.acknowledged = True
             return
-        for key, value in frames.parse_settings(payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                self.sending.change_initial_window(value, list(self.streams.values()))
-            elif key == frames.MAX_FRAME_SIZE:
-                self.sending.largest_frame = value
+        settings = dict(frames.parse_settings(payload))  # the last of each is what holds
+        window = settings.get(frames.INITIAL_WINDOW_SIZE)
+        if window is not None:
+            self.sending.change_initial_window(window, self.streams.values())
+        self.sending.largest_frame = settings.get(frames.MAX_FRAME_SIZE, self.sending.largest_frame)
         self.ready = True
         self.sending.ready.append(_SETTINGS_ACK)
 
@@ -533,16 +336,17 @@ class Connection(Generic[T]):
     def fail(self, code: ErrorCode, text: str = "") -> None:
         """Tell the client to go, and end."""
         if not self.closing:
-            self.closing = True
-            self._buffer.clear()
-            self.sending.ready.append(frames.goaway(self.last, code, text))
+            super().fail(code, text)
+            last = min(self.last, self._promised)
+            self.sending.ready.append(frames.goaway(last, code, text))
 
     def refuse_more(self, *, finally_: bool) -> None:
         """Tell the client to begin no more streams: first those that are on their way are still
         served, then, finally, none above the last that came."""
-        self._refusing = finally_
-        last = self.last if finally_ else STREAM_BITS
-        self.sending.ready.append(frames.goaway(last, ErrorCode.NO_ERROR))
+        if finally_ and not self._refusing:
+            self._refusing = True
+            self._promised = self.last
+        self.sending.ready.append(frames.goaway(self._promised, ErrorCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Ask for a sign of life, of eight bytes; it comes as `Acknowledged`."""
@@ -550,25 +354,6 @@ class Connection(Generic[T]):
 
 
 _SETTINGS_ACK = frames.frame(SETTINGS, ACK, 0)
-
-
-def _block_of(flags: int, number: int, payload: bytes) -> bytes:
-    """The header block in a HEADERS frame with padding or a priority."""
-    start, end = 0, len(payload)
-    if flags & PADDED:
-        if not payload:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
-        start, end = 1, end - payload[0]
-    if flags & HAS_PRIORITY:
-        if end - start < 5:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
-        depends_on = int.from_bytes(payload[start : start + 4], "big") & STREAM_BITS
-        if depends_on == number:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a stream that depends on itself")
-        start += 5
-    if end < start:
-        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
-    return payload[start:end]
 
 
 def _check_priority(number: int, payload: bytes) -> None:

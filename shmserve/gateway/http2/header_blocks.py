@@ -23,6 +23,9 @@ Fields = Sequence[tuple[bytes, bytes]]
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
+_LONG_UPDATE = 0x1F  # in its first byte: more of its number follow
+_MOST_UPDATES = 2  # of the table's size in a block
+_LONGEST_LENGTH = 19  # digits
 
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _NEEDED = frozenset((b":method", b":scheme", b":path"))
@@ -72,17 +75,34 @@ class HeaderDecoder(Generic[T]):
         table = self._decoder.header_table
         entries: Sequence[object] = table.dynamic_entries if self._keeps else ()
         count, newest = len(entries), entries[0] if entries else None
+        is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
+        if is_update:
+            _check_updates(block)
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header list") from None
         except HPACKError:
             raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block") from None
-        is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
             self._known.clear()
             return fields, False
         return fields, self._keeps
+
+
+def _check_updates(block: bytes) -> None:
+    """Raise ConnectionFault for more updates of the table's size than mean anything (RFC 7541,
+    4.2): no limit on header lists counts them."""
+    at = count = 0
+    while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
+        count += 1
+        if count > _MOST_UPDATES:
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block")
+        goes_on = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
+        at += 1
+        while goes_on and at < len(block):
+            goes_on = block[at] >= 128
+            at += 1
 
 
 def check_request(fields: Fields) -> None:
@@ -120,7 +140,8 @@ def content_length(fields: Fields) -> int:
     found = {value for name, value in fields if name == b"content-length"}
     if not found:
         return -1
-    if len(found) > 1 or not (said := found.pop()).isdigit():
+    said = found.pop()
+    if found or not said.isdigit() or len(said) > _LONGEST_LENGTH:
         raise StreamFault(ErrorCode.PROTOCOL_ERROR)
     return int(said)
 

@@ -70,4 +70,4 @@ class Budget:
     def earn(self, count: int) -> None:
         """The client did what it is here for."""
         if self._left < self._most:
-            self._left += count
+            self._left = min(self._left + count, self._most)

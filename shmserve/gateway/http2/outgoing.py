@@ -7,7 +7,7 @@ used up, or while the socket takes no more (`paused`); streams that wait take tu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shmserve.gateway.http2 import frames
@@ -35,18 +35,8 @@ class Stream:
     """
 
     __slots__ = (
-        *(
-            "call",
-            "cut",
-            "ended",
-            "finished",
-            "id",
-            "on_progress",
-            "on_sent",
-            "queued",
-            "receive_window",
-        ),
-        *("said", "send_window", "sent", "tag", "trailers", "waiting"),
+        *("call", "cut", "ended", "finished", "id", "on_progress", "on_sent", "padding", "queued"),
+        *("receive_window", "said", "send_window", "sent", "tag", "trailers", "waiting"),
     )
 
     def __init__(self, number: int, receive_window: int, send_window: int) -> None:
@@ -58,6 +48,7 @@ class Stream:
         self.cut = False  # not all of its data was sent
         self.said = -1  # bytes of its data that are still to come by its content-length; -1: any
         self.receive_window = receive_window
+        self.padding = 0  # bytes of it that were padding, not granted again yet
         # --- what is to be sent
         self.send_window = send_window
         self.waiting: deque[memoryview] = deque()
@@ -80,6 +71,7 @@ class Outgoing:
         self.largest_frame = SMALLEST_FRAME
         self._blocked: dict[Stream, None] = {}  # in the order of their turns
         self.frames = 0  # of data, in all
+        self.grown = False  # a window is larger: `resume` is to be called
 
     # --- by the receiver of calls
 
@@ -87,10 +79,10 @@ class Outgoing:
         """Send a header block."""
         if stream.finished:
             return
-        flags = END_HEADERS | END_STREAM if end else END_HEADERS
-        self._block(stream, block, flags)
         if end:
-            self._sent_all(stream)
+            self.trailers(stream, block)
+        else:
+            self._block(stream, block, END_HEADERS)
 
     def data(self, stream: Stream, piece: bytes | memoryview) -> None:
         """Queue data, and send as much of it as can be."""
@@ -113,12 +105,14 @@ class Outgoing:
             pass
 
     def trailers(self, stream: Stream, block: bytes) -> None:
-        """Send a header block that ends the stream, behind its data."""
+        """Send a header block that ends the stream, behind its data; not before the socket takes
+        more, so that whoever does not read has no more streams than it may."""
         if stream.finished:
             return
         stream.finished = True
-        if stream.queued:
+        if stream.queued or self.paused:
             stream.trailers = block
+            self._blocked[stream] = None
             return
         self._block(stream, block, END_HEADERS | END_STREAM)
         self._sent_all(stream)
@@ -176,7 +170,7 @@ class Outgoing:
             self.window += more
             if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
-            self.resume()
+            self.grown = True
             return
         stream.send_window += more
         if stream.send_window > LARGEST_WINDOW:
@@ -184,7 +178,7 @@ class Outgoing:
         while self._pump(stream):
             pass
 
-    def change_initial_window(self, size: int, streams: Sequence[Stream]) -> None:
+    def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
         """The client's SETTINGS change what every stream has; raises ConnectionFault."""
         more = size - self.initial_window
         self.initial_window = size
@@ -193,13 +187,19 @@ class Outgoing:
             if stream.send_window > LARGEST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
         if more > 0:
-            self.resume()
+            self.grown = True
 
     def resume(self) -> None:
         """Send what can be sent now, of one stream after the other."""
+        self.grown = False
         going = list(self._blocked)
-        while going and self.window > 0 and not self.paused:
-            going = [stream for stream in going if self._pump(stream)]
+        while going and not self.paused:
+            # Who has nothing because the window of all is used up is not moved behind the others.
+            going = [
+                stream
+                for stream in going
+                if (self.window > 0 or not stream.queued) and self._pump(stream)
+            ]
 
     @property
     def has_blocked(self) -> bool:
@@ -215,7 +215,7 @@ class Outgoing:
 
     def _pump(self, stream: Stream) -> bool:
         """Send of a stream's data what its turn allows; whether more could be sent now."""
-        if not stream.queued:
+        if stream not in self._blocked:
             return False
         turn = _TURN
         room = 0
@@ -232,7 +232,7 @@ class Outgoing:
             turn -= size
             self._frame(stream, piece, size)
         del self._blocked[stream]
-        if stream.queued:
+        if stream.queued or self.paused:
             self._blocked[stream] = None  # behind the others
         elif stream.trailers is not None:
             self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
