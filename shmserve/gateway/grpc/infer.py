@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.call_head import CallHead
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
@@ -170,14 +170,13 @@ class Inferences(ActiveCount):
         self.active += counts
         return counts
 
-    def headers(self, call: Any) -> Mapping[str, str]:
+    def headers(self, head: CallHead) -> Mapping[str, str]:
         """The metadata of a call that become parameters of its requests, in Triton's order. Raises
         InvalidArgument."""
         pattern = self.gateway.settings.grpc_header_forward_pattern
         if not pattern:
             return _NO_HEADERS
-        metadata = call.invocation_metadata() or ()
-        given = sorted((key, value) for key, value in metadata if type(value) is str)
+        given = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return forwarded_headers(pattern, given)
 
     def submit(
