@@ -8,8 +8,10 @@
     service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
     infer_calls.py           the inference RPCs as calls
     infer.py                 an inference request to its scheduler and back
+    placed_request.py        a large one, whose tensors go to the arena while they arrive
     stream_call.py           ModelStreamInfer: many requests in one call, and many responses
-    wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
+    wire/                    bytes to a request (fingerprint.py, request.py, arriving.py), a response
+                             to bytes
     admin.py, reflection.py  the other RPCs
 
 The engine is in gateway/http2, what it shares with the HTTP listener in gateway/inference and
