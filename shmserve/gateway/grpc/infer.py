@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.call_head import CallHead
-from shmserve.gateway.grpc.messages import Sink
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import Sink
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request

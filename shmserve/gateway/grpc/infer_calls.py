@@ -6,7 +6,7 @@ import logging
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls import Call, StreamCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of

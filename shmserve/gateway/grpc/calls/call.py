@@ -19,10 +19,10 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc import response_blocks
-from shmserve.gateway.grpc.call_head import CallHead, Metadata
-from shmserve.gateway.grpc.front import Carrier
-from shmserve.gateway.grpc.messages import (
+from shmserve.gateway.grpc.calls import response_blocks
+from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.head import CallHead, Metadata
+from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
     ArrivingMessage,
