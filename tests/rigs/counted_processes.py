@@ -173,6 +173,8 @@ def placed(region: worker_rig.Region) -> Case:
 
 def worker(folder: Path, case: Case) -> Calls:
     """The worker's: from the scheduler's batch to its end."""
+    import torch  # as every worker does
+
     calls = Calls()
     with worker_rig.rig(folder) as rig:
         backend = PythonBackend(rig.context)
@@ -192,6 +194,7 @@ def worker(folder: Path, case: Case) -> Calls:
                 (done,) = rig.said()
                 assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
         backend.unload()
+    torch.set_warn_always(False)
     return calls
 
 

@@ -20,7 +20,7 @@ _CEILINGS = {
     ("inline", "worker"): 79.0,
     ("placed", "gateway"): 91.3,
     ("placed", "scheduler"): 180.9,
-    ("placed", "worker"): 205.0,
+    ("placed", "worker"): 208.0,
 }
 _SLACK = 2.0  # what may be saved before the table has to say so
 _COUNTED_WITH = (3, 11)  # others call less here: comprehensions are no functions there
