@@ -12,6 +12,7 @@ import gc
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
@@ -56,12 +57,10 @@ class _Records:
     def typed(self, items: list[Any]) -> list[Any]:
         """The records; raises MalformedMessage where one has fields of other types."""
         cls, kinds = self._cls, self._kinds
-        records = []
         for item in items:
             if type(item) is not list or list(map(type, item)) != kinds:
                 raise MalformedMessage(f"no {cls.__name__}")
-            records.append(cls(*item))
-        return records
+        return list(starmap(cls, items))
 
 
 class _Document:

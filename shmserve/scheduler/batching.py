@@ -39,7 +39,6 @@ from shmserve.scheduler.requests.request import (
     NEVER,
     Event,
     Lookup,
-    Outcome,
     ScheduledRequest,
     State,
 )
@@ -111,7 +110,7 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
-        if self._pool.free and len(self._queue) and self._queue.full(submit.priority):
+        if self._pool.free and self._queue.full(submit.priority):
             self._dispatch.run(now_ns)
         sequence_key = self._dispatch.identify(client, submit)
         request = self._queue.enqueue(client, submit, now_ns)
@@ -127,7 +126,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request.lookup = lookup
         self._responses.enqueued(request)
         timing = Timing(now_ns, 0, 0, 0)
-        self._responses.finish(request, Outcome("", "", lookup.body, timing), now_ns)
+        self._responses.finish(request, "", "", lookup.body, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):
@@ -194,11 +193,16 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.give_up(message.index, message.reason)
             case RetireInstance():
                 self._pool.retire(message.index)
+                self._release_retired()  # now: another may be announced in its place next
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)
             case _:
                 assert_never(message)
+
+    def _release_retired(self) -> None:
+        for process in self._pool.take_retired(self._dispatch.needs):
+            self._to_control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         lost = self._dispatch.kept(self._pool.process_exited(pid))
@@ -237,8 +241,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._tickets is not None:
             self._tickets.end_turn()
         if self._pool.retiring:
-            for process in self._pool.take_retired(self._dispatch.needs):
-                self._to_control.post(InstanceRetired(process))
+            self._release_retired()
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()

@@ -13,4 +13,6 @@ SEEDS: dict[int, str] = {
     501203: "an instance with the number of a dead process was taken to have its cached blocks",
     600508: "a scheduler that died while it was moved to was replaced twice",
     601310: "as 501088, where the other step had a condition",
+    701974: "an instance that was announced where one was to retire was taken for that one",
+    703270: "a version that was no longer served was published again, since its scheduler had died",
 }

@@ -35,7 +35,6 @@ class Version:
         self.former: SchedulerProcess | None = None
         self.drained = False
         self.snapshot: list[Any] = []
-        self.serves = False
         self.retiring = False
 
     @property
@@ -200,10 +199,9 @@ class Supervisor(Process):
             self.world.after(MS, self._publish, version)
             return
         self.serving[model.name] = version
-        version.serves = True
         self._announce(version)
         if before is not None:
-            self._once_heard(before.scheduler, self._retire, before)
+            self._supersede(before)
 
     def _published(self, version: Version) -> supervision.ModelPublished:
         model = version.model
@@ -234,6 +232,15 @@ class Supervisor(Process):
             self.world.after(50 * US, self._once_heard, former, then, *arguments)
         else:
             then(*arguments)
+
+    def _supersede(self, version: Version, heard: SchedulerProcess | None = None) -> None:
+        """A version retires once everybody knows who serves instead, and what was sent to whoever
+        schedules it by now has come there."""
+        scheduler = version.scheduler
+        if heard is scheduler:
+            self._retire(version)
+        else:
+            self._once_heard(scheduler, self._supersede, version, scheduler)
 
     # --- moves ------------------------------------------------------------------------------------
 
@@ -463,7 +470,7 @@ class Supervisor(Process):
         self._attach(version)
         lost_news = supervision.SchedulerLost(lost, version.endpoint)
         self._broadcast(lost_news, clients_only=True)
-        if version.serves:
+        if self.serving.get(version.model.name) is version:
             self._announce(version)
 
     def _introduce(self, version: Version) -> None:

@@ -320,8 +320,9 @@ class Connection(Incoming[T]):
         if stream.ended:
             self.streams.pop(stream.id, None)
         else:
-            # Nobody wants the rest of the request (RFC 9113, 8.1).
-            self.reset(stream, ErrorCode.NO_ERROR)
+            # Nobody wants the rest of the request (RFC 9113, 8.1); a client that has not taken its
+            # response is told in a way that it hears without taking it.
+            self.reset(stream, ErrorCode.CANCEL if stream.cut else ErrorCode.NO_ERROR)
         if stream.on_sent is not None:
             stream.on_sent()
 

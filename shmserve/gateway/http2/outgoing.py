@@ -35,8 +35,8 @@ class Stream:
     """
 
     __slots__ = (
-        *("call", "ended", "finished", "id", "on_progress", "on_sent", "queued", "receive_window"),
-        *("padding", "said", "send_window", "sent", "tag", "trailers", "waiting"),
+        *("call", "cut", "ended", "finished", "id", "on_progress", "on_sent", "padding", "queued"),
+        *("receive_window", "said", "send_window", "sent", "tag", "trailers", "waiting"),
     )
 
     def __init__(self, number: int, receive_window: int, send_window: int) -> None:
@@ -45,6 +45,7 @@ class Stream:
         self.call: Any = None
         self.ended = False
         self.finished = False
+        self.cut = False  # not all of its data was sent
         self.said = -1  # bytes of its data that are still to come by its content-length; -1: any
         self.receive_window = receive_window
         self.padding = 0  # bytes of it that were padding, not granted again yet
@@ -147,13 +148,18 @@ class Outgoing:
         stream.finished = True
         self._sent_all(stream)
 
-    def drop(self, stream: Stream) -> None:
-        """Send nothing of this stream any more."""
+    def discard(self, stream: Stream) -> None:
+        """Forget the data of a stream that waits: it ends otherwise."""
+        stream.cut = stream.cut or bool(stream.queued)
         stream.waiting.clear()
         stream.queued = 0
+        self._blocked.pop(stream, None)
+
+    def drop(self, stream: Stream) -> None:
+        """Send nothing of this stream any more."""
+        self.discard(stream)
         stream.trailers = None
         stream.finished = True
-        self._blocked.pop(stream, None)
 
     # --- by the client
 

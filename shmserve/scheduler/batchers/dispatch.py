@@ -140,10 +140,9 @@ class Dispatch(Dispatcher):
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
         queue, tickets = self._queue, self._tickets
-        if not len(queue) and tickets is None:
-            return NEVER  # as most often
+        in_order, retries = queue.in_order, queue.retries
         executions, batcher, pool = self._executions, self._batcher, self._pool
-        while len(queue):
+        while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
                 depth = executions.service_time.pipeline_depth
@@ -155,7 +154,7 @@ class Dispatch(Dispatcher):
                 if slot is None and self._would_run(now_ns):
                     tickets.ask(pool.free, len(queue))
                     break
-            if queue.retries and not ahead:
+            if retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
             # What must run alone waits for an instance that has nothing else.

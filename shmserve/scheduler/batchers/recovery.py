@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import AT_WORK, Outcome, ScheduledRequest, State
+from shmserve.scheduler.requests.request import AT_WORK, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
@@ -80,7 +80,7 @@ class Recovery:
     def _lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
         """Fail a request lost with its worker, or close it if its fate was decided before."""
         if request.state in AT_WORK:
-            self._responses.finish(request, Outcome("INTERNAL", text, b"", None), now_ns)
+            self._responses.finish(request, "INTERNAL", text, b"", None, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 

@@ -31,7 +31,7 @@ from shmserve.scheduler.batchers.base import Batcher, Closed
 from shmserve.scheduler.batchers.recovery import Recovery
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
 from shmserve.scheduler.outboxes import Peers
-from shmserve.scheduler.requests.request import AT_WORK, Event, Outcome, ScheduledRequest, State
+from shmserve.scheduler.requests.request import AT_WORK, Event, ScheduledRequest, State
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Statistics
@@ -266,12 +266,12 @@ class Executions:
             logger.error("an instance returned a batch with replies that do not fit it")
             replies = [Reply(0, "INTERNAL", "internal error", b"")] * len(requests)
         for request, reply in zip(requests, replies, strict=True):
-            code, text, body = reply.code, reply.message, reply.body
+            code, body = reply.code, reply.body
             del slot.requests[request.key]
             if code == RESCHEDULED and request.state in AT_WORK and self.dispatcher.again(request):
                 continue
             if request.state is State.EXECUTING:
-                self._responses.finish(request, Outcome(code, text, body, timing), now_ns)
+                self._responses.finish(request, code, reply.message, body, timing, now_ns)
             else:
                 if not code:
                     self._responses.drop_outputs(request, body)

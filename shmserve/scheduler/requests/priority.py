@@ -42,13 +42,27 @@ class _Level:
         return self.delayed if request.delayed else self.in_time
 
 
+class _Levels(dict[int, _Level]):
+    """Levels by number. Who asks for one that has no requests makes it; `order` are those that are
+    there, the highest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+
+    def __missing__(self, number: int) -> _Level:
+        level = self[number] = _Level()
+        insort(self.order, number)
+        return level
+
+
 class PriorityQueue:
     """Requests in the order in which they are to run, by their `level`; `count` of them."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._levels = _Levels()
         # The levels that have requests, the highest first; one that is left alone may be empty.
-        self._order: list[int] = []
+        self._order = self._levels.order
         self.count = 0
 
     def __len__(self) -> int:
@@ -66,12 +80,12 @@ class PriorityQueue:
 
     def append(self, request: ScheduledRequest) -> None:
         """Enqueue a request behind those of its level that are in time."""
-        self._level(request.level).in_time[request.key] = request
+        self._levels[request.level].in_time[request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
         """Put a request before all others of its level, or of its delayed ones if it is one."""
-        part = self._level(request.level).part(request)
+        part = self._levels[request.level].part(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
         self.count += 1
@@ -100,18 +114,14 @@ class PriorityQueue:
             number = self._order[0]
             level = self._levels[number]
             part = level.in_time or level.delayed
+            if len(part) <= count - len(taken):
+                taken += part.values()
+                part.clear()
             while part and len(taken) < count:
                 taken.append(part.popitem(last=False)[1])
             if not (level.in_time or level.delayed):
                 self._forget(number)
         return taken
-
-    def _level(self, number: int) -> _Level:
-        level = self._levels.get(number)
-        if level is None:
-            level = self._levels[number] = _Level()
-            insort(self._order, number)
-        return level
 
     def _forget(self, number: int) -> None:
         """A level is empty; the only one is kept, since it is mostly the next one's, too."""

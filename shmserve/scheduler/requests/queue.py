@@ -34,26 +34,29 @@ _STALE_TIMERS = 1024
 
 class RequestQueue:
     """Requests that wait for an instance, and the timers of those that do not any more. `retries`
-    are those that must run alone, by key."""
+    are those that must run alone, by key; all others are `in_order`."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._queue = PriorityQueue()
+        self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self._timers: list[tuple[int, int, ScheduledRequest]] = []
-        self._keys = itertools.count(1)
+        self._next_key = itertools.count(1).__next__
         self._hold_until = settings.hold_until
+        policies = settings.policies
+        # What holds of all requests where there is one level.
+        self._only_level = None if policies.levels else (0, policies.default)
+        bounds = [each.max_queue_size for each in (policies.default, *policies.by_level.values())]
+        self._least_bound = min(filter(None, bounds), default=NEVER)  # with less, no level is full
 
     def __len__(self) -> int:
-        return self._queue.count + len(self.retries)
+        return self.in_order.count + len(self.retries)
 
     # --- admission --------------------------------------------------------------------------------
 
     def full(self, priority: int) -> bool:
         """Whether the level of requests with this priority has reached its bound."""
-        policies = self._settings.policies
-        level = policies.level(priority)
-        return 0 < policies.of(level).max_queue_size <= self._queue.size(level)
+        return self.in_order.count >= self._least_bound and self._is_full(*self._level(priority))
 
     def enqueue(
         self,
@@ -68,11 +71,12 @@ class RequestQueue:
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
         """
         level, policy, arrived, deadline, own = self._limits(message, now_ns)
-        if not cached and 0 < policy.max_queue_size <= self._queue.size(level):
+        crowded = not cached and self.in_order.count >= self._least_bound
+        if crowded and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout = (own or policy.default_timeout_microseconds) * _NS_PER_US
         request = ScheduledRequest(
-            next(self._keys),
+            self._next_key(),
             client,
             message.id,
             message.batch_size or 1,
@@ -91,10 +95,19 @@ class RequestQueue:
         if cached:
             request.meet(Event.DISPATCH)
             return request
-        self._queue.append(request)
+        self.in_order.append(request)
         if timeout:
             heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
         return request
+
+    def _level(self, priority: int) -> tuple[int, LevelPolicy]:
+        """The level of requests with this priority, and its policy."""
+        policies = self._settings.policies
+        level = policies.level(priority)
+        return level, policies.of(level)
+
+    def _is_full(self, level: int, policy: LevelPolicy) -> bool:
+        return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, message: Submit, now_ns: int) -> None:
         """Raise what `enqueue` does of a request that would be cached."""
@@ -109,10 +122,12 @@ class RequestQueue:
                 f"{id_prefix(message.request_id)}inference request batch-size must be <= "
                 f"{settings.max_batch_size} for '{settings.name}'"
             )
-        level = settings.policies.level(message.priority)
-        policy = settings.policies.of(level)
-        arrived = believable(message.arrived_ns, now_ns)
-        deadline = max(message.deadline_ns, 0)
+        level, policy = self._only_level or self._level(message.priority)
+        arrived, deadline = message.arrived_ns, message.deadline_ns
+        if not 0 < arrived < now_ns:
+            arrived = believable(arrived, now_ns)
+        if deadline < 0:
+            deadline = 0
         own = policy.own_timeout_us(message.timeout_us) if message.timeout_us else 0
         if own and policy.delays:
             # Its time over, it is to wait on: what is left is the limit of the server.
@@ -131,14 +146,14 @@ class RequestQueue:
     def waiting(self) -> Iterator[ScheduledRequest]:
         """The queue in order, without retries; nothing until it has filled once where that is
         waited for (a hook for tests)."""
-        if self._queue.count < self._hold_until:
+        if self.in_order.count < self._hold_until:
             return iter(())
         self._hold_until = 0
-        return iter(self._queue)
+        return iter(self.in_order)
 
     def all(self) -> list[ScheduledRequest]:
         """Everything that waits, retries first."""
-        return [*self.retries.values(), *self._queue]
+        return [*self.retries.values(), *self.in_order]
 
     def take_retry(self) -> ScheduledRequest:
         """Dispatch the first request that must run alone."""
@@ -148,7 +163,7 @@ class RequestQueue:
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Dispatch the first `count` requests of the queue."""
-        taken = self._queue.take(count)
+        taken = self.in_order.take(count)
         for request in taken:
             request.meet(Event.DISPATCH)
         return taken
@@ -162,11 +177,11 @@ class RequestQueue:
     def put_back(self, request: ScheduledRequest) -> None:
         """Take back a request that was dispatched and not begun: it comes before all others."""
         request.meet(Event.RETURN)
-        self._queue.prepend(request)
+        self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:
         """Take a queued request out; its state is the caller's to change."""
-        if not self._queue.remove(request):
+        if not self.in_order.remove(request):
             self.retries.pop(request.key, None)
 
     # --- time -------------------------------------------------------------------------------------
@@ -196,7 +211,7 @@ class RequestQueue:
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if self._settings.policies.of(request.level).delays:
                         request.queue_limit_ns = 0
-                        self._queue.delay(request)
+                        self.in_order.delay(request)
                     else:
                         over.append(request)
                 case State.EXECUTING | State.RESPONDING | State.HELD if late:

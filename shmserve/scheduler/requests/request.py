@@ -111,7 +111,8 @@ class Lookup(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request's execution: `code` "" is success, no `timing` a death."""
+    """The outcome of a request's execution whose turn is still to come: `code` "" is success, no
+    `timing` a death."""
 
     code: str
     message: str

@@ -34,6 +34,7 @@ from shmserve.scheduler.requests.request import (
 )
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
+from shmserve.scheduler.statistics.timing import Timing
 
 # Stale places in the order are swept when they outnumber the live requests by this much.
 _STALE_PLACES = 1024
@@ -91,17 +92,26 @@ class Responses:
         )
         self._forget(request)
 
-    def finish(self, request: ScheduledRequest, outcome: Outcome, now_ns: int) -> None:
-        """End an executing request with its outcome, as soon as its turn comes."""
+    def finish(
+        self,
+        request: ScheduledRequest,
+        code: str,
+        text: str,
+        body: bytes,
+        timing: Timing | None,
+        now_ns: int,
+    ) -> None:
+        """End an executing request with its outcome, as soon as its turn comes: `code` "" is
+        success, no `timing` a death."""
         lookup = request.lookup
-        if lookup is not None and lookup.key and self.cache is not None and not outcome.code:
-            insert_ns = self.cache.insert(lookup.key, outcome.body)
+        if lookup is not None and lookup.key and self.cache is not None and not code:
+            insert_ns = self.cache.insert(lookup.key, body)
             self._statistics.missed(lookup.ns, insert_ns, now_ns)
         if self._ordered:
             request.meet(Event.HOLD)
-            request.outcome = outcome
+            request.outcome = Outcome(code, text, body, timing)
         else:
-            self._deliver(request, outcome, now_ns)
+            self._deliver(request, code, text, body, timing, now_ns)
 
     def release(self, now_ns: int) -> None:
         """Deliver what is held and whose turn has come."""
@@ -111,7 +121,7 @@ class Responses:
             if request.state is State.HELD:
                 outcome, request.outcome = request.outcome, None
                 assert outcome is not None  # which is what it was held for
-                self._deliver(request, outcome, now_ns)
+                self._deliver(request, *outcome, now_ns)
 
     def sweep(self) -> None:
         """Forget the places of requests that are over when they are many: the first that is not
@@ -119,8 +129,15 @@ class Responses:
         if len(self._order) > 2 * self.live + _STALE_PLACES:
             self._order = deque([r for r in self._order if r.state in _IN_ORDER])
 
-    def _deliver(self, request: ScheduledRequest, outcome: Outcome, now_ns: int) -> None:
-        code, text, body, timing = outcome
+    def _deliver(
+        self,
+        request: ScheduledRequest,
+        code: str,
+        text: str,
+        body: bytes,
+        timing: Timing | None,
+        now_ns: int,
+    ) -> None:
         if code or timing is None:
             reason = Reason.CANCELED if code == "CANCELLED" else Reason.BACKEND
             self.fail(request, code, text, reason, now_ns)

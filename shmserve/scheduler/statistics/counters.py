@@ -17,10 +17,11 @@ from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, dura
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
-# Of a request that has ended: when, the time it took, its units. Of its execution: when it was
-# known, the time in the queue, and those of the three phases.
-_Ended = tuple[int, int, int]
-_Timed = tuple[int, int, int, int, int]
+# Of a request that has succeeded: when it ended and arrived, its units, when it was enqueued, and
+# its execution's phases, once they are known. Of one whose phases are known later: when that is,
+# when it was enqueued, and the phases.
+_Noted = tuple[int, int, int, int, Timing | None]
+_Timed = tuple[int, int, Timing]
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 _SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
 
@@ -69,8 +70,8 @@ class Statistics(Table):
         self.cache_hit, self.cache_hit_ns = 0, 0
         self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
-        self._ended: list[_Ended] = []
-        self._timed: list[_Timed] = []
+        self._noted: list[_Noted] = []
+        self._noted_late: list[_Timed] = []
 
     def set_base(self, base: dict[str, Any]) -> None:
         """Set the base: the counts of the version that this one replaces; raises KeyError,
@@ -83,47 +84,47 @@ class Statistics(Table):
     def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
         no `timing`, and `timed` follows."""
-        if len(self._ended) >= MOST_NOTED:
+        if len(self._noted) >= MOST_NOTED:
             self._count()
-        self._ended.append((now_ns, now_ns - request.arrived_ns, request.units))
         if timing is None:
             request.untimed = True
-        else:
-            self.timed(request, timing, now_ns)
+        self._noted.append((now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing))
 
     def timed(self, request: Counted, timing: Timing, now_ns: int) -> None:
         """The execution of a request that succeeded took this long."""
-        start_ns, input_ns, infer_ns, output_ns = timing
-        queued_ns = start_ns - request.enqueued_ns
-        self._timed.append((now_ns, queued_ns, input_ns, infer_ns, output_ns))
+        self._noted_late.append((now_ns, request.enqueued_ns, timing))
 
     def _count(self) -> None:
         """Count what was noted, before anything is read here."""
         self.executions.count()
-        ended, self._ended = self._ended, []
-        timed, self._timed = self._timed, []
-        if ended:
-            _, totals, units = zip(*ended, strict=True)
-            self.success += len(ended)
+        noted, self._noted = self._noted, []
+        late, self._noted_late = self._noted_late, []
+        if noted:
+            self.success += len(noted)
+            totals = [now_ns - arrived_ns for now_ns, arrived_ns, *_ in noted]
             self.success_ns += sum(totals)
-            self.inference_count += sum(units)
+            self.inference_count += sum([units for _, _, units, *_ in noted])
             self.request_seconds.observe(*totals)
+        timed = [(now_ns, at_ns, each) for now_ns, *_, at_ns, each in noted if each is not None]
+        timed += late
         if timed:
-            _, queued, inputs, infers, outputs = zip(*timed, strict=True)
+            times = [(start - at_ns, *phases) for _, at_ns, (start, *phases) in timed]
+            queued, inputs, infers, outputs = zip(*times, strict=True)
             self.queue_ns += sum(queued)
             self.compute_input_ns += sum(inputs)
             self.compute_infer_ns += sum(infers)
             self.compute_output_ns += sum(outputs)
             self.queue_seconds.observe(*queued)
         if self._quantiles:
-            self._summarise(ended, timed)
+            self._summarise(noted, timed)
 
-    def _summarise(self, ended: list[_Ended], timed: list[_Timed]) -> None:
-        for now_ns, took_ns, _ in ended:
-            self._quantiles["request"].observe(took_ns // _NS_PER_US, now_ns)
-        for now_ns, *times in timed:
-            for name, ns in zip(_SUMMARISED[1:], times, strict=True):
-                self._quantiles[name].observe(ns // _NS_PER_US, now_ns)
+    def _summarise(self, noted: list[_Noted], timed: list[_Timed]) -> None:
+        quantiles = self._quantiles
+        for now_ns, arrived_ns, *_ in noted:
+            quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)
+        for now_ns, at_ns, (start, *phases) in timed:
+            for name, ns in zip(_SUMMARISED[1:], (start - at_ns, *phases), strict=True):
+                quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
         """A request has ended with a cached response, which was found in `lookup_ns`."""

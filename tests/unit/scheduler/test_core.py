@@ -14,8 +14,10 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     InstanceExpected,
     InstanceGone,
+    InstanceRetired,
     KillInstance,
     ProcessExited,
+    RetireInstance,
     StatisticsSnapshot,
     Stop,
 )
@@ -241,6 +243,18 @@ def test_a_worker_that_is_still_to_offer_itself_hears_of_a_readers_end() -> None
     second = rig.start(1, 101)
     assert rig.workers.take() == [(second, m.ReaderExited(7000))]
     assert rig.core.executions._early == {}
+
+
+def test_an_instance_that_is_announced_where_one_retires_is_another() -> None:
+    """The one that was there had died, and its index is free again."""
+    rig = Rig()
+    rig.start(0, 100)
+    rig.start(1, 101)
+    rig.supervisor(ProcessExited(101, "killed"))
+    rig.supervisor(RetireInstance(1), InstanceExpected(1, 102))
+    assert rig.control.take() == [(b"", InstanceRetired(0))]
+    rig.worker(b"1.102", m.InstanceReady(1, 102))
+    assert rig.core.gauges()["instances"]["idle"] == 2
 
 
 # --- admission ------------------------------------------------------------------------------------
