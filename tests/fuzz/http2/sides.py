@@ -77,9 +77,10 @@ class Side(Protocol):
 
 
 class Ours:
-    """The engine of the gateway."""
+    """The engine of the gateway; it has so many bytes at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 1 << 20) -> None:
+        self._step = step
         self._engine = Engine(LIMITS)
         self._answered: set[int] = set()
         self.early: set[int] = set()  # streams that it has reset before the client was done
@@ -89,7 +90,8 @@ class Ours:
     def take(self, sent: bytes) -> None:
         engine = self._engine
         at = len(engine.sent)
-        engine.take(sent)
+        for start in range(0, len(sent), self._step):
+            engine.take(sent[start : start + self._step])
         assert not engine.http2.pending
         assert not engine.http2._buffer, "a whole frame is not handled"
         self._look(at)

@@ -16,12 +16,18 @@ MET: Counter[str] = Counter()
 
 
 def http2(data: bytes) -> None:
-    """A conversation; `h2` takes part in one of eight, as it is slow."""
+    """A conversation; as others cost more than ours, each has a part of them: `ngh2` half, `h2` one
+    of sixteen, ours with the bytes cut in another way the rest."""
     kind, rest = data[:1], data[1:]
-    ours = Ours()
-    others: dict[str, Side] = {"ngh2": Ngh2()}
-    if kind and kind[0] % 8 == 0:
+    others: dict[str, Side] = {}
+    number = kind[0] if kind else 0
+    if number % 16 == 0:
         others["h2"] = H2()
+    if number % 2 == 0:
+        others["ngh2"] = Ngh2()
+    else:
+        others["cut"] = Ours(1 + number // 16)
+    ours = Ours()
     for step in Conversation(rest).steps():
         for side in (ours, *others.values()):
             side.seen.fresh = None

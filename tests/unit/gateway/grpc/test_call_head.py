@@ -162,7 +162,7 @@ def test_the_encodings_that_a_client_accepts() -> None:
 
 def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
     decoder = Decoder()
-    found = list(decoder.decode(block, raw=True))
+    found: list[tuple[bytes, bytes]] = list(decoder.decode(block, raw=True))
     assert not decoder.header_table.dynamic_entries  # the same for every client
     return found
 

@@ -53,7 +53,7 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
 )
 def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) -> None:
     stream = b"".join(message(data, compressed=flag) for data, flag in sent)
-    pieces = []
+    pieces: list[bytes] = []
     at = 0
     while at < len(stream):
         step = steps[len(pieces) % len(steps)]
