@@ -43,23 +43,63 @@ def _load(name: str, title: str, load: Load, column: str, must: float, aim: floa
 _JSON = ("--input-tensor-format", "json", "--output-tensor-format", "json")
 
 
-def through_shm(elements: int, in_flight: int) -> Load:
+def through_shm(elements: int, in_flight: int, listener: str = "http") -> Load:
     """`elements` FP32 in and out through system shared memory; perf_analyzer makes the regions."""
     flags = ("--shared-memory", "system", "--output-shared-memory-size", str(4 * elements))
-    return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"))
+    return Load("identity", in_flight, (*flags, "--shape", f"INPUT0:{elements}"), listener)
 
+
+def _inline(elements: int, in_flight: int) -> Load:
+    """`elements` FP32 in and out in gRPC's messages."""
+    return Load("identity", in_flight, ("--shape", f"INPUT0:{elements}"), "grpc")
+
+
+_GRPC = tuple(
+    _load(name, title, load, column, must, aim)
+    for name, title, load, column, must, aim in (
+        (
+            "grpc",
+            "simple, gRPC, 16 in flight",
+            Load("simple", 16, (), "grpc"),
+            THROUGHPUT,
+            1.1,
+            1.3,
+        ),
+        (
+            "grpc-64",
+            "simple, gRPC, 64 in flight",
+            Load("simple", 64, (), "grpc"),
+            THROUGHPUT,
+            1.1,
+            1.3,
+        ),
+        (
+            "grpc-p50",
+            "simple, gRPC, 1 in flight: p50",
+            Load("simple", 1, (), "grpc"),
+            P50,
+            0.75,
+            0.7,
+        ),
+        (
+            *("grpc-shm600k", "identity, gRPC, 600 KB by shared memory, 8 in flight"),
+            *(through_shm(153_600, 8, "grpc"), THROUGHPUT, 1.2, 2.0),
+        ),
+        (
+            *("grpc-600k", "identity, gRPC, 600 KB in messages, 8 in flight"),
+            *(_inline(153_600, 8), THROUGHPUT, 1.0, 1.2),
+        ),
+        (
+            *("grpc-16m", "identity, gRPC, 16 MiB in messages, 1 in flight: p50"),
+            *(_inline(4_194_304, 1), P50, 1.0, 0.8),
+        ),
+    )
+)
 
 LOADS = (
     _load("binary", "simple, binary, 16 in flight", Load("simple", 16), THROUGHPUT, 0.8, 1.2),
     _load("json", "simple, JSON, 16 in flight", Load("simple", 16, _JSON), THROUGHPUT, 0.8, 1.5),
-    _load(
-        "grpc",
-        "simple, gRPC, 16 in flight",
-        Load("simple", 16, listener="grpc"),
-        THROUGHPUT,
-        0.7,
-        1.0,
-    ),
+    *_GRPC,
     _load("latency", "simple, binary, 1 in flight: p50", Load("simple", 1), P50, 1.2, 0.8),
     _load(
         "shm600k",

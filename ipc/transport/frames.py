@@ -152,8 +152,10 @@ def tags() -> dict[type[Any], str]:
 
 def pack(messages: Iterable[Any]) -> bytes:
     """One frame of `messages`, in order; what of their texts cannot be written is escaped."""
-    kinds = [(each, *_GETTERS[type(each)]) for each in messages]
-    items = [VERSION, *[(tag, *values(each)) for each, tag, values in kinds]]
+    items: list[Any] = [VERSION]
+    for each in messages:
+        tag, values = _GETTERS[type(each)]
+        items.append((tag, *values(each)))
     frame: bytes
     try:
         frame = _PACKER.pack(items)

@@ -1,30 +1,18 @@
-"""TLS files of gRPC: validated before gRPC takes them, so that what is wrong is said in one
-line that names the flag."""
+"""TLS of the gRPC listener: its files, validated, so that what is wrong is said in one line that
+names the flag."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidArgument
 
-# gRPC in a process of its own: the supervisor stays without its library and its threads.
-_ASK_GRPC = """
-import sys
-from pathlib import Path
-import grpc
-certificate, key, *root = (Path(path).read_bytes() for path in sys.argv[1:])
-pairs, asked = [(key, certificate)], bool(root)
-credentials = grpc.ssl_server_credentials(pairs, root[0] if root else None, asked)
-try:
-    grpc.server(None).add_secure_port("unix-abstract:shmserve-tls-check-%d", credentials)
-except RuntimeError:
-    sys.exit(9)
-"""
-_REFUSED = 9
+if TYPE_CHECKING:
+    import ssl
+
+_PROTOCOL = "h2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,60 +23,66 @@ class Tls:
     server_key: str
     root_cert: str | None = None
 
-    def check(self) -> None:
-        """Raises InvalidArgument naming the flag when a file cannot be read, or is not what it must
-        be."""
+    def context(self) -> ssl.SSLContext:
+        """What a server's connections need of them.
+
+        Raises InvalidArgument naming the flag when a file cannot be read, or is not what it must
+        be.
+        """
         import ssl  # only who uses TLS pays for it
 
         check_file("grpc-server-cert", self.server_cert)
         check_file("grpc-server-key", self.server_key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.set_ciphers("ALL:@SECLEVEL=0")  # how strong they must be is gRPC's to say
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([_PROTOCOL])
+        pair = (
+            f"--grpc-server-cert, --grpc-server-key: '{self.server_cert}' and '{self.server_key}'"
+        )
         try:
             context.load_cert_chain(self.server_cert, self.server_key, password=str)
         except OSError:
             raise InvalidArgument(
-                f"--grpc-server-cert, --grpc-server-key: '{self.server_cert}' and "
-                f"'{self.server_key}' are not a certificate and its private key in PEM"
+                f"{pair} are not a certificate and its private key in PEM"
             ) from None
-        if self.root_cert is None:
-            return
-        check_file("grpc-root-cert", self.root_cert)
-        try:
-            context.load_verify_locations(self.root_cert)
-        except OSError:
+        if not _can_shake_hands(context):
             raise InvalidArgument(
-                f"--grpc-root-cert: '{self.root_cert}' holds no certificate in PEM"
-            ) from None
+                f"{pair} are of a kind that clients do not take (RSA, P-256 and P-384 are taken)"
+            )
+        if self.root_cert is not None:
+            check_file("grpc-root-cert", self.root_cert)
+            try:
+                context.load_verify_locations(self.root_cert)
+            except OSError:
+                raise InvalidArgument(
+                    f"--grpc-root-cert: '{self.root_cert}' holds no certificate in PEM"
+                ) from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
-    def ask_grpc(self) -> None:
-        """Raises InvalidArgument naming the flags when gRPC, if it is installed, refuses files that
-        OpenSSL would take. It takes a fraction of a second."""
-        if importlib.util.find_spec("grpc") is None:
-            return
-        program = _ASK_GRPC.replace("%d", str(os.getpid()))
-        asked = subprocess.run(
-            [sys.executable, "-P", "-c", program, *self._files.values()],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=False,
-        )
-        if asked.returncode == _REFUSED:
-            raise self.refused()
 
-    def refused(self) -> InvalidArgument:
-        """The refusal of files that gRPC does not take."""
-        named, files = ", ".join(self._files), ", ".join(self._files.values())
-        return InvalidArgument(
-            f"{named}: gRPC refuses {files}: it knows fewer kinds of keys (RSA, P-256, P-384) and "
-            "of files than OpenSSL"
-        )
+def _can_shake_hands(context: ssl.SSLContext) -> bool:
+    """Whether a client that trusts everybody and demands what is usual comes to terms with it."""
+    import ssl
 
-    @property
-    def _files(self) -> dict[str, str]:
-        """By flag, those that there are."""
-        given = {"--grpc-server-cert": self.server_cert, "--grpc-server-key": self.server_key}
-        return given if self.root_cert is None else {**given, "--grpc-root-cert": self.root_cert}
+    theirs = ssl.create_default_context()
+    theirs.check_hostname = False
+    theirs.verify_mode = ssl.CERT_NONE
+    theirs.set_alpn_protocols([_PROTOCOL])
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    client = theirs.wrap_bio(to_client, to_server)
+    done: set[ssl.SSLObject] = set()
+    for _ in range(4):
+        for end in (client, server):
+            try:
+                end.do_handshake()
+                done.add(end)
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError:
+                return False
+    return len(done) == 2
 
 
 def check_file(flag: str, path: str) -> None:

@@ -7,52 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.common.tls import Tls, check_file
 
-# flag -> gRPC's own name of the setting
-_CHANNEL_OPTIONS = {
-    "grpc-keepalive-time": "grpc.keepalive_time_ms",
-    "grpc-keepalive-timeout": "grpc.keepalive_timeout_ms",
-    "grpc-keepalive-permit-without-calls": "grpc.keepalive_permit_without_calls",
-    "grpc-http2-max-pings-without-data": "grpc.http2.max_pings_without_data",
-    "grpc-http2-min-recv-ping-interval-without-data": (
-        "grpc.http2.min_ping_interval_without_data_ms"
-    ),
-    "grpc-http2-max-ping-strikes": "grpc.http2.max_ping_strikes",
+# Flag -> the setting of the same meaning.
+_SETTINGS = {
+    "grpc-keepalive-time": "keepalive_time_ms",
+    "grpc-keepalive-timeout": "keepalive_timeout_ms",
+    "grpc-keepalive-permit-without-calls": "keepalive_permit_without_calls",
+    "grpc-http2-max-pings-without-data": "max_pings_without_data",
+    "grpc-http2-min-recv-ping-interval-without-data": "min_ping_interval_ms",
+    "grpc-http2-max-ping-strikes": "max_ping_strikes",
+    "grpc-max-connection-age": "max_connection_age_ms",
+    "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
 }
-# These mean "no limit" when they are 0, which gRPC says by leaving them out.
-_AGES = {
-    "grpc-max-connection-age": "grpc.max_connection_age_ms",
-    "grpc-max-connection-age-grace": "grpc.max_connection_age_grace_ms",
-}
-
-# A level, not an algorithm: gRPC then picks one that the client says it takes, or none.
-_COMPRESSION_LEVEL = "grpc.default_compression_level"
-_COMPRESSION_LEVELS = {"low": 1, "medium": 2, "high": 3}
-
-_EXPERIMENTS = "GRPC_EXPERIMENTS"
-_OWN_THREADS = "event_engine_listener"
-
-
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, in which gRPC's core has no threads of its own that read connections.
-
-    It reads this setting when it is loaded. Who reads instead: gateway/grpc/core/readers.py.
-    """
-    named = [name for name in given.get(_EXPERIMENTS, "").split(",") if name]
-    if not any(name.removeprefix("-") == _OWN_THREADS for name in named):
-        named.append(f"-{_OWN_THREADS}")
-    return {**given, _EXPERIMENTS: ",".join(named)}
+_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # zlib's
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """The gRPC listener; `options` are (name, value) pairs for gRPC itself."""
+    """The gRPC listener: `workers` processes share its sockets, a unix socket among them if there
+    is a path for one."""
 
     address: str
     port: int
-    tls: Tls | None
-    options: tuple[tuple[str, int], ...]
+    unix_socket: Path | None
+    workers: int
+    settings: GrpcSettings
 
 
 def from_values(value: Mapping[str, Any]) -> GrpcConfig | None:
@@ -62,16 +43,15 @@ def from_values(value: Mapping[str, Any]) -> GrpcConfig | None:
     """
     if not value["allow-grpc"]:
         return None
-    options = [(name, int(value[flag])) for flag, name in _CHANNEL_OPTIONS.items()]
-    options += [(name, value[flag]) for flag, name in _AGES.items() if value[flag]]
-    level = _COMPRESSION_LEVELS.get(value["grpc-infer-response-compression-level"])
-    if level is not None:
-        options.append((_COMPRESSION_LEVEL, level))
+    level = _COMPRESSION_LEVELS[value["grpc-infer-response-compression-level"]]
+    settings = {setting: value[flag] for flag, setting in _SETTINGS.items()}
+    unix_socket = value["grpc-unix-socket"]
     return GrpcConfig(
         address=value["grpc-address"] or value["http-address"],
         port=value["grpc-port"],
-        tls=_tls(value),
-        options=tuple(options),
+        unix_socket=Path(unix_socket) if unix_socket else None,
+        workers=value["grpc-workers"],
+        settings=GrpcSettings(tls=_tls(value), compression_level=level, **settings),
     )
 
 
@@ -84,9 +64,8 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
         server_key=_file(value, "grpc-server-key"),
         root_cert=_file(value, "grpc-root-cert") if mutual else None,
     )
-    # gRPC would say it in the gateway, which would be started again and again.
-    tls.check()
-    tls.ask_grpc()
+    # A gateway would say it, and would be started again and again.
+    tls.context()
     return tls
 
 

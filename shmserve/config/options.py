@@ -201,9 +201,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "gRPC": (
-        Flag("allow-grpc", "serve gRPC, where the extra `grpc` is installed", bool, True),
+        Flag("allow-grpc", "serve gRPC", bool, True),
         Flag("grpc-address", "where gRPC listens (as --http-address)"),
         Flag("grpc-port", "0 picks a free port", int, 8001, high=65535),
+        Flag(
+            "grpc-unix-socket",
+            "serve gRPC on this unix socket too, without TLS; for the server's user, and for "
+            "--shm-group",
+        ),
+        Flag("grpc-workers", "gRPC processes that share the port", int, 1, low=1, high=64),
         Flag("grpc-use-ssl", "TLS", bool, False),
         Flag(
             "grpc-use-ssl-mutual",
@@ -231,9 +237,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
                     300_000,
                     "milliseconds between pings of a client that sends no data",
                 ),
-                # Not Triton's 2: past it, gRPC's core takes ever longer for each further ping, and
-                # a client that goes on has it busy for minutes. An acknowledgement costs next to
-                # nothing.
+                # Not Triton's 2: an acknowledgement costs next to nothing, and a flood is another
+                # limit's.
                 ("http2-max-ping-strikes", 0, "pings too many before a client is cut off; 0: any"),
                 ("max-connection-age", 0, "milliseconds that a connection may last; 0: any"),
                 ("max-connection-age-grace", 0, "milliseconds for its calls after that; 0: any"),

@@ -17,8 +17,8 @@ An HTTP request, file by file:
 
 A gRPC request:
 
-    grpc/core/core_call.py          calls taken from the core; direct_unary.py: without a task
-    grpc/infer_calls.py             authorised, handled, errors to a status; service.py: other RPCs
+    grpc/connection/protocol.py     bytes -> http2/, an engine without IO -> calls (grpc/calls/)
+    grpc/service.py                 the call authorised; grpc/infer_calls.py: errors to a status
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
     grpc/wire/fingerprint.py        a head that came before: its prepared request, else
     grpc/wire/request.py            protobuf -> inference/request.py, checked
@@ -27,6 +27,7 @@ A gRPC request:
 
     process.py, settings.py         a gateway's process, and what it is told at its start
     context.py                      what it holds (model_table.py, region_table.py)
+    compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     client_identity.py              who a client is, and what it may; connection_limits.py: how
                                     many connections there may be
     inference/, api/                inference and the other APIs, for any protocol; the page of

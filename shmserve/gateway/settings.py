@@ -6,20 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmserve.common.tls import Tls
+from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.logs import LogSettings
-
-
-@dataclass(frozen=True, slots=True)
-class GrpcSettings:
-    """The listening addresses of a gRPC gateway, and its server's options.
-
-    `options` are (name, value) pairs for gRPC itself.
-    """
-
-    addresses: tuple[tuple[str, int], ...]
-    tls: Tls | None = None
-    options: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +48,9 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewayStart:
-    """A gateway, which the supervisor knows as `name`. One for HTTP is given descriptors of sockets
-    that listen, the first `http_sockets` for HTTP, the others for metrics; one for gRPC has
-    `grpc`."""
+    """A gateway, which the supervisor knows as `name`. It is given descriptors of sockets that
+    listen: one for HTTP the first `http_sockets` for HTTP, the others for metrics; one for gRPC,
+    which has `grpc`, only those for gRPC."""
 
     name: str
     run_dir: Path

@@ -6,7 +6,6 @@ listening sockets -> run directory -> compose -> Supervisor.run -> the run direc
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import os
 import secrets
@@ -19,7 +18,6 @@ from typing import Any
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
 from shmserve.common.access.shm_access import ShmPolicy
-from shmserve.config import grpc
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
@@ -32,7 +30,7 @@ from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
-from shmserve.supervisor.host.listeners import Listeners, hold, listen, listen_unix
+from shmserve.supervisor.host.listeners import Listeners, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.kept.gateways import Gateways
 from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
@@ -58,7 +56,10 @@ from shmserve.supervisor.supervisor import ENDING, Supervisor
 
 logger = logging.getLogger(__name__)
 
-_FRONT_PRELOADS = ("shmserve.gateway.http.main", "shmserve.scheduler.main")
+_FRONT_PRELOADS = (
+    *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
+    "shmserve.scheduler.main",
+)
 _WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preloads.operations")
 _SCRIPTED = "shmserve.workers.preloads.scripted"
 _EXPORTED = "shmserve.workers.preloads.exported"
@@ -135,19 +136,12 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     if http.unix_socket is not None:
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if config.grpc is not None and _has_grpc():
-        listeners.grpc += hold(config.grpc.address, config.grpc.port, "--grpc-address", guarded)
-
-
-def _has_grpc() -> bool:
-    found = importlib.util.find_spec("grpc")
-    if found is None or found.origin is None:  # no origin: some folder of this name
-        logger.warning(
-            "gRPC is not served: the package is not installed (pip install 'shmserve[grpc]'; "
-            "--allow-grpc=false says that it is not wanted)"
-        )
-        return False
-    return True
+    if config.grpc is not None:
+        at = config.grpc
+        listeners.grpc += listen(at.address, at.port, "--grpc-address", guarded)
+        if at.unix_socket is not None:
+            unix = listen_unix(at.unix_socket, config.shm.group, "--grpc-unix-socket")
+            listeners.grpc.append(unix)
 
 
 def compose(
@@ -268,7 +262,7 @@ def _local_client_left(control: ControlSocket, memory: LocalMemory, number: int)
 
 def _front_zygote(processes: ProcessTable, run_dir: RunDirectory) -> Zygote:
     # numpy's BLAS starts threads on import, and here nobody multiplies matrices.
-    single = {**grpc.environment(os.environ), "OPENBLAS_NUM_THREADS": "1"}
+    single = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     return Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, single)
 
 

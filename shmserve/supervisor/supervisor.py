@@ -128,9 +128,8 @@ class Supervisor:
         context.front_zygote.start()
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
         grpc = context.config.grpc
-        self.listeners.publish(
-            endpoints.addresses(context.run_dir), tls=grpc is not None and grpc.tls is not None
-        )
+        tls = grpc is not None and grpc.settings.tls is not None
+        self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
 
     async def _start(self, began: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())

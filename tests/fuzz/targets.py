@@ -16,8 +16,8 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
+from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.http.body.read_request import header_size
-from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding
 from shmserve.gateway.http.handlers import shared_memory
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing

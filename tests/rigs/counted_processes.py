@@ -1,7 +1,7 @@
-"""The gateway, the scheduler and the worker of the model `simple`, each in turn in this process,
-with the real objects and sockets: how many calls of functions a request costs in each.
+"""The gateway, the scheduler and the worker of a model, each in turn in this process, with the real
+objects and sockets: how many calls of functions a request costs in each.
 
-Eight requests come at a time, as a batch of the model's.
+Eight requests come at a time: small ones, as a batch of the model's, or large ones in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Generator
+import socket
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, coroutine
@@ -43,10 +45,14 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
+from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.tensors.descriptors import TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     Inference,
+    Inferred,
+    RequestedOutput,
     pack_inference,
     pack_inferred,
     unpack_inference,
@@ -62,7 +68,9 @@ from tests.rigs.arrivals import arrived
 BATCH = 8
 _WARM_UPS = 4
 _NOT_COUNTED = (str(Path(__file__).parent), str(Path(uvloop.__file__).parent))
-_CONFIG = {**gateway_rig.SIMPLE, "dynamic_batching": {"max_queue_delay_microseconds": 100}}
+_REGION = "counted"
+_PLACE = 600_000
+REGION_SIZE = 2 * BATCH * _PLACE
 
 
 class Calls:
@@ -93,57 +101,111 @@ class Calls:
         return found
 
 
-def _work(step: int) -> bytes:
-    """A packed request, whose numbers differ from those of other steps."""
-    numbers = np.full((1, 16), step, np.int32)
+@dataclass(frozen=True)
+class Case:
+    """One kind of request for one model: `works` are packed, by step and request, and `http` is the
+    same from an HTTP client; `batch` of them are a batch."""
+
+    config: dict[str, Any]
+    batch: int
+    works: Callable[[int, int], bytes]
+    http: Callable[[int, int], dict[str, Any]]
+    response: Callable[[Inference], Inferred]
+
+    @property
+    def model(self) -> str:
+        """The name of one of the benchmark's models."""
+        return str(self.config["name"])
+
+    def respond(self, work: bytes) -> bytes:
+        """The packed response to a packed request."""
+        return pack_inferred(self.response(unpack_inference(work)))
+
+    def post(self, step: int, request: int) -> bytes:
+        """A request as an HTTP client sends it."""
+        body = json.dumps(self.http(step, request)).encode()
+        head = f"POST /v2/models/{self.model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+        return b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
+
+
+def inline() -> Case:
+    """Two small tensors in the message, with other numbers in each step."""
     names = ("INPUT0", "INPUT1")
-    return pack_inference(Inference(tuple(worker_rig.tensor(name, numbers) for name in names)))
+
+    def work(step: int, request: int) -> bytes:
+        numbers = np.full((1, 16), step, np.int32)
+        return pack_inference(Inference(tuple(worker_rig.tensor(name, numbers) for name in names)))
+
+    def http(step: int, request: int) -> dict[str, Any]:
+        shown = {"datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
+        return {"inputs": [{"name": name, **shown} for name in names]}
+
+    config = {**gateway_rig.SIMPLE, "dynamic_batching": {"max_queue_delay_microseconds": 100}}
+    return Case(config, BATCH, work, http, gateway_rig.add_sub)
 
 
-def _response(work: bytes) -> bytes:
-    return pack_inferred(gateway_rig.add_sub(unpack_inference(work)))
+def placed(region: worker_rig.Region) -> Case:
+    """An input and an output in a region, alone in its execution."""
+    shape = (_PLACE // 4,)
+
+    def work(step: int, request: int) -> bytes:
+        tensor = TensorRef("INPUT0", "FP32", shape, region.place(2 * request * _PLACE, _PLACE))
+        output = RequestedOutput("OUTPUT0", region.place((2 * request + 1) * _PLACE, _PLACE))
+        return pack_inference(Inference((tensor,), (output,)))
+
+    def http(step: int, request: int) -> dict[str, Any]:
+        def tensor(name: str, at: int, **more: Any) -> dict[str, Any]:
+            place = {"shared_memory_region": _REGION, "shared_memory_byte_size": _PLACE}
+            place["shared_memory_offset"] = at * _PLACE
+            return {"name": name, **more, "parameters": place}
+
+        given = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
+        return {"inputs": [given], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
+
+    def response(request: Inference) -> Inferred:
+        (output,) = request.outputs
+        assert output.place is not None
+        return Inferred((TensorRef("OUTPUT0", "FP32", shape, output.place),))
+
+    tensors = [[gateway_rig.tensor_config(name, "FP32", [-1])] for name in ("INPUT0", "OUTPUT0")]
+    return Case(gateway_rig.model_config("identity", 0, *tensors), 1, work, http, response)
 
 
-def _http(step: int) -> bytes:
-    """The same as a client sends it."""
-    inputs = [
-        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [10 + step] * 16}
-        for name in ("INPUT0", "INPUT1")
-    ]
-    body = json.dumps({"inputs": inputs}).encode()
-    head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
-    return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
-
-
-def worker(folder: Path) -> Calls:
+def worker(folder: Path, case: Case) -> Calls:
     """The worker's: from the scheduler's batch to its end."""
+    import torch  # as every worker does
+
     calls = Calls()
     with worker_rig.rig(folder) as rig:
         backend = PythonBackend(rig.context)
-        shutil.copy(BENCH / "models" / "simple" / "1" / "model.py", rig.context.version_dir)
-        rig.serve(backend, _CONFIG)
+        shutil.copy(BENCH / "models" / case.model / "1" / "model.py", rig.context.version_dir)
+        rig.serve(backend, case.config)
         link = rig.instance.link
+        numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
-            works = [m.Work(key, 4242, _work(step), "") for key in range(1, BATCH + 1)]
-            rig.scheduler.post(rig._peer, m.Execute(step + 1, works))
-            rig.scheduler.flush()
-            with calls if step == _WARM_UPS else MagicMock():
-                link.receive()
-                rig.instance.serve_commands()
-            (done,) = rig.said()
-            assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
+            for first in range(0, BATCH, case.batch):
+                together = range(first, first + case.batch)
+                works = [m.Work(at + 1, 4242, case.works(step, at), "") for at in together]
+                rig.scheduler.post(rig._peer, m.Execute(next(numbers), works))
+                rig.scheduler.flush()
+                with calls if step == _WARM_UPS else MagicMock():
+                    link.receive()
+                    rig.instance.serve_commands()
+                (done,) = rig.said()
+                assert isinstance(done, m.BatchFinished) and not any(r.code for r in done.replies)
         backend.unload()
+    torch.set_warn_always(False)
     return calls
 
 
-def scheduler(run_dir: Path) -> Calls:
-    """The scheduler's: a turn for the requests, with the batch that it sends, and one for its end,
-    with the responses."""
+def scheduler(run_dir: Path, case: Case) -> Calls:
+    """The scheduler's: a turn for the requests, with the batch that it sends, and one for the end
+    of each batch, with the responses."""
     calls = Calls()
     endpoints.local_client_folder(run_dir).mkdir()
     control = Router(endpoints.control(run_dir))
     host = Host(HostStart("counted", run_dir))
-    spec = ModelSpec.of(_CONFIG)
+    spec = ModelSpec.of(case.config)
     start = SchedulerStart("scheduler", 1, "1", spec, run_dir, bytes(KEY_SIZE))
     ((peer, _),) = arrived(control)
     control.post(peer, supervision.OpenScheduler(encode(start)))
@@ -158,21 +220,27 @@ def scheduler(run_dir: Path) -> Calls:
     worker.send(m.InstanceReady(0, pid))
     while host._schedulers[0]._core.gauges()["instances"]["idle"] == 0:
         _turn(host)
-    body = _response(_work(0))
+    body = case.respond(case.works(0, 0))
     numbers = itertools.count(1)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
-        for _ in range(BATCH):
-            client.post(m.Submit(next(numbers), 1, b"key", 1, 0, 0, 0, _work(step)))
+        for at in range(BATCH):
+            work, rows = case.works(step, at), int(case.batch > 1)
+            client.post(m.Submit(next(numbers), rows, b"key", 1, 0, 0, 0, work))
         client.flush()
         with counted:
             _turn(host)
-        (batch,) = arrived(worker)
-        replies = [m.Reply(work.key, "", "", body) for work in batch.requests]
-        worker.send(m.BatchFinished(batch.batch, 1, 2, 3, 4, replies))
-        with counted:
-            _turn(host)
-        assert [type(each) for each in arrived(client)] == [m.Finished] * BATCH
+        batches: list[m.Execute] = []
+        responses: list[m.Finished] = []
+        while len(responses) < BATCH:
+            batches += [] if batches else arrived(worker)
+            batch = batches.pop(0)
+            replies = [m.Reply(work.key, "", "", body) for work in batch.requests]
+            worker.send(m.BatchFinished(batch.batch, 1, 2, 3, 4, replies))
+            with counted:
+                _turn(host)
+            responses += arrived(client)
+        assert {type(each) for each in responses} == {m.Finished}
     for scheduler in host._schedulers:
         scheduler.close()
     for link in (client, worker, control, host._control):
@@ -189,15 +257,16 @@ def _turn(host: Host) -> None:
 
 
 class _Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """Keeps what is written to a unix socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         super().__init__()
+        self._sock = sock
         self.written: list[bytes] = []
         self.write = self.written.append  # type: ignore[assignment]
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        return self._sock if name == "socket" else default
 
     def is_closing(self) -> bool:
         return False
@@ -215,13 +284,13 @@ def _loop_turn() -> Generator[None]:
     yield
 
 
-def gateway(run_dir: Path) -> Calls:
+def gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Calls:
     """The gateway's: from the bytes of the requests to those of the responses, as many connections
     as requests."""
-    return uvloop.run(_gateway(run_dir))
+    return uvloop.run(_gateway(run_dir, case, region))
 
 
-async def _gateway(run_dir: Path) -> Calls:
+async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Calls:
     calls = Calls()
     schedulers = Router(endpoints.scheduler(run_dir, 1))
     dispatcher = RequestDispatcher()
@@ -240,27 +309,30 @@ async def _gateway(run_dir: Path) -> Calls:
         health=supervision.HealthChanged(live=True, ready=True, exiting=False),
     )
     published = MagicMock(endpoint=schedulers.endpoint)
-    made.models.publish(gateway_rig.publication(_CONFIG, published))
-    rules = ListenerRules(ListenerKind.LOOPBACK, Authorisation(None, {}), None)
+    made.models.publish(gateway_rig.publication(case.config, published))
+    place = pack_place(region.place(0, region.memory.byte_size))
+    made.regions.publish(RegionPublished(_REGION, "/key", list(place), os.getuid(), -1, 0))
+    rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
     make = partial(HttpConnection, handle=App(made, ROUTES).handle, settings=settings)
     server = Acceptor(make, rules, 1000)
-    connections = [(server(), _Transport()) for _ in range(BATCH)]
+    ends = socket.socketpair()
+    connections = [(server(), _Transport(ends[0])) for _ in range(BATCH)]
     for connection, transport in connections:
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
-        data = _http(step)
+        requests = [case.post(step, at) for at in range(BATCH)]
         with counted:
-            for connection, _ in connections:
-                connection.data_received(data)
+            for (connection, _), request in zip(connections, requests, strict=True):
+                connection.data_received(request)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())
         while len(submits) < BATCH:
             submits += arrived(schedulers)
         for peer, submit in submits:
-            schedulers.post(peer, m.Finished(submit.id, _response(submit.work), 1, 2, 3))
+            schedulers.post(peer, m.Finished(submit.id, case.respond(submit.work), 1, 2, 3))
         schedulers.flush()
         with counted:
             for _ in range(3):
@@ -271,6 +343,8 @@ async def _gateway(run_dir: Path) -> Calls:
             transport.written.clear()
     for connection, _ in connections:
         connection.connection_lost(None)
+    for end in ends:
+        end.close()
     dispatcher.close()
     schedulers.close()
     await asyncio.sleep(0)

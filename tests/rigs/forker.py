@@ -24,6 +24,7 @@ import msgpack
 
 ROOT = Path(__file__).resolve().parents[2]
 GATEWAY = "shmserve.gateway.http.main:run"
+GRPC = "shmserve.gateway.grpc.main:run"
 WORKER = "shmserve.workers.main:run"
 _LARGEST = 1 << 16
 _MOST_FDS = 16

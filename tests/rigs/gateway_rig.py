@@ -6,8 +6,6 @@ import contextlib
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.start import encode
@@ -32,11 +31,10 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.models.registry import describe
-from tests.rigs.forker import ROOT, Forked, forker
+from tests.rigs.forker import GATEWAY, GRPC, Forked, forker
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
-_GRPC = "import sys; from shmserve.gateway.grpc.main import run; run(sys.stdin.buffer.read())"
 Compute = Callable[[Inference], Inferred]
 
 
@@ -149,16 +147,6 @@ class Scheduler:
         self.puppet.close()
 
 
-def _grpc_gateway(start: GatewayStart, stderr: int) -> subprocess.Popen[bytes]:
-    """A gateway that is not forked: gRPC is loaded once its process is there, as in the server."""
-    command = [sys.executable, "-W", "error", "-c", _GRPC]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, cwd=ROOT)
-    assert process.stdin is not None
-    process.stdin.write(encode(start))
-    process.stdin.close()
-    return process
-
-
 class Rig:
     """A gateway on free ports, its supervisor (`tell`, `heard`) and its schedulers.
 
@@ -186,21 +174,16 @@ class Rig:
         self.port = 0 if self._http.family == socket.AF_UNIX else self._http.getsockname()[1]
         self.http = Http(self.port)
         self.metrics_port = self._scrapes.getsockname()[1]
-        fds = [] if grpc else [self._http.fileno(), self._scrapes.fileno()]
-        ours = GrpcSettings((("127.0.0.1", self.port),)) if grpc else None
-        if grpc:
-            self._http.close()  # gRPC makes a socket of its own
+        fds = [self._http.fileno()] if grpc else [self._http.fileno(), self._scrapes.fileno()]
         start = GatewayStart(
             name="grpc" if grpc else "0",
             run_dir=run_dir,
             settings=GatewaySettings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
             http_sockets=0 if grpc else 1,
-            grpc=ours,
+            grpc=GrpcSettings() if grpc else None,
         )
         said, stderr = os.pipe()
-        self.process: subprocess.Popen[bytes] | Forked = (
-            _grpc_gateway(start, stderr) if grpc else forker().fork(encode(start), stderr, fds)
-        )
+        self.process: Forked = forker(GRPC if grpc else GATEWAY).fork(encode(start), stderr, fds)
         os.close(stderr)
         self._said = open(said, "rb")  # noqa: SIM115 - the reader closes it
         self._log = b""

@@ -102,10 +102,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("gateway.api.*", "gateway.http.*"),
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
-    "gateway.grpc.core": ("common.*", "gateway", "gateway.inference"),
+    "gateway.http2": (),
+    "gateway.grpc.calls": (
+        *("common", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.wire"),
+        "gateway.http2",
+    ),
+    "gateway.grpc.connection": (
+        *("gateway", "gateway.inference", "gateway.grpc.calls", "gateway.http2"),
+    ),
     "gateway.grpc": (
         *("ipc.*", "common.*", "proto", "gateway", "gateway.links", "gateway.inference"),
-        *("gateway.api", "gateway.grpc.*"),
+        *("gateway.api", "gateway.grpc.*", "gateway.http2"),
     ),
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),

@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
@@ -39,6 +40,8 @@ class Executor:
     _decoupled: bool
     _padder: Padder | None
 
+    _passes_over_cancelled: ClassVar[bool] = True  # the model does not see them
+
     def __post_init__(self) -> None:
         self._link = self._writer.link
         self._failures = self._writer.failures
@@ -63,7 +66,8 @@ class Executor:
         byte_size = 0
         ran = False
         for opened in requests:
-            unpacked = _CANCELLED if self._passes_over(opened) else self._unpack(opened)
+            passed_over = opened.cancelled and self._passes_over_cancelled
+            unpacked = _CANCELLED if passed_over else self._unpack(opened)
             if not isinstance(unpacked, Request):
                 replies.append(self._failed(opened, unpacked))
                 continue
@@ -105,10 +109,6 @@ class Executor:
         return [response.error for response in responses if response.error is not None]
 
     # --- batches
-
-    def _passes_over(self, opened: WorkerRequest) -> bool:
-        """Whether the model is not to see it."""
-        return opened.cancelled
 
     def _unpack(self, opened: WorkerRequest, copies: bool = False) -> Request | ShmserveError:
         try:
@@ -192,11 +192,14 @@ class Executor:
                 self._writer.scatterer.settle()
         ended = [reply for reply in replies if reply is not None]
         if len(ended) == len(replies):
+            self._link.close(*[opened for opened, _ in part])
             return ended
+        answered = list(zip(part, replies, strict=True))
+        self._link.close(*[opened for (opened, _), reply in answered if reply is not None])
         self._link.pump()
         return [
             self._run_again(opened, copies=alone) if reply is None else reply
-            for (opened, _), reply in zip(part, replies, strict=True)
+            for (opened, _), reply in answered
         ]
 
     def _run_again(self, opened: WorkerRequest, copies: bool) -> Reply:
@@ -237,7 +240,7 @@ class Executor:
         return responses
 
     def _scatter(self, opened: WorkerRequest, request: Request, response: Response) -> Reply | None:
-        """The reply; None where the request is to be run again."""
+        """The reply to a request, which is to be closed then; None where it is to run again."""
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         if response.error is not None:
@@ -248,5 +251,4 @@ class Executor:
             body = self._writer.scatterer.write(request, response)
         except BaseException as error:
             return self._failed(opened, self._explain(error, request))
-        self._link.close(opened)
         return Reply(opened.key, "", "", body)

@@ -36,8 +36,8 @@ class ResponsePacker:
     def __init__(self, copied: Copied) -> None:
         self._copied = copied
         self._templates: dict[Any, PackedTemplate | None] = {}  # None: seen once
-        # By `_array_key`; with what the request wanted.
-        self._inline: dict[Any, tuple[Any, PackedTemplate]] = {}
+        # By `_array_key`: what the request wanted, the template, and the bytes that go into it.
+        self._inline: dict[Any, tuple[Any, PackedTemplate, int]] = {}
 
     def known(self, request: Request, response: Response) -> bytes | None:
         """The packed response, where one to such a request, of arrays of the same types and shapes,
@@ -47,9 +47,9 @@ class ResponsePacker:
         known = self._inline.get(_array_key(request, response))
         if known is None or known[0] is not request.requested:
             return None
-        datas = [output.data.tobytes() for output in response.outputs]
-        self._copied.outputs += sum(map(len, datas))
-        return known[1].fill(datas)
+        _, template, byte_size = known
+        self._copied.outputs += byte_size
+        return template.fill([output.data.tobytes() for output in response.outputs])
 
     def pack(
         self, ready: list[Ready], data: list[bytes | Place], request: Request, response: Response
@@ -88,7 +88,8 @@ class ResponsePacker:
         ):
             if len(self._inline) >= _MOST_TEMPLATES:
                 self._inline.clear()
-            self._inline[key] = request.requested, template
+            byte_size = sum([item.byte_size for item in ready])
+            self._inline[key] = request.requested, template, byte_size
 
     def _filled(self, key: Any, inline: list[bytes], ready: list[Ready]) -> bytes:
         template = self._templates.get(key)

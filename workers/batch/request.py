@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Copied:
         return taken
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Input:
     """One input of one request. `shape`: as the model sees it, batch dimension and `reshape` done.
@@ -83,22 +84,19 @@ class Input:
         patterns. Raises InvalidArgument for BYTES whose lengths do not add up.
         """
         if self._array is None:
-            self._array = self._decode()
+            if not ITEM_SIZE[self.datatype]:
+                self._array = decode_bytes(self.raw, self.shape, self.name, self.model)
+                return self._array
+            array: Array = np.ndarray(self.shape, STORED[self.datatype], self.raw)
+            if self.place is not None:
+                # A client may choose any offset; unaligned arrays are slow, and undefined for
+                # compiled code.
+                if not array.flags.aligned:
+                    array = array.copy()
+                else:
+                    array.flags.writeable = False
+            self._array = array
         return self._array
-
-    def _decode(self) -> Array:
-        if not ITEM_SIZE[self.datatype]:
-            return decode_bytes(self.raw, self.shape, self.name, self.model)
-        kind = STORED[self.datatype]
-        array: Array = np.ndarray(self.shape, kind, self.raw)
-        if self.place is None:
-            return array
-        # A client may choose any offset; unaligned arrays are slow, and undefined for compiled
-        # code.
-        if not array.flags.aligned:
-            return array.copy()
-        array.flags.writeable = False
-        return array
 
     def torch(self) -> torch.Tensor:
         """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Request, Response
@@ -75,8 +74,7 @@ class ResponseStream:
         self._closed = False
         self._overran = False
         self.rescheduled = False
-        if any(output.place is not None for output in request.inference.outputs):
-            opened.window = SendWindow(placed=True)
+        opened.open_window(any(output.place is not None for output in request.inference.outputs))
 
     @property
     def closed(self) -> bool:

@@ -34,11 +34,12 @@ def reshape(
 
 
 class _Template(NamedTuple):
-    """A packed request that was read: its inputs with the shapes that the model sees, and what
-    responses to such requests were packed to (see `Request.bodies`)."""
+    """A packed request that was read: its inputs with the shapes that the model sees and where they
+    lie (None: inline), and what responses to such requests were packed to (see `Request.bodies`).
+    """
 
     inference: Inference
-    tensors: list[tuple[TensorRef, tuple[int, ...]]]
+    tensors: list[tuple[TensorRef, tuple[int, ...], Place | None]]
     batch_size: int
     requested: dict[str, RequestedOutput]
     bodies: dict[Any, bytes]
@@ -77,13 +78,17 @@ class Unpacker:
         """
         inputs: dict[str, Input] = {}
         packed = work.work
-        template, inline = self._templates.find(packed) or (self._read(packed), None)
-        datas = iter(inline or ())
-        for tensor, shape in template.tensors:
-            data = tensor.data
-            if inline and type(data) is bytes:
-                data = next(datas)
-            inputs[tensor.name] = self._input(tensor, shape, data)
+        template, inline = self._templates.find(packed) or self._read(packed)
+        datas, model = iter(inline), self._signature.name
+        for tensor, shape, place in template.tensors:
+            name = tensor.name
+            if place is not None:
+                inputs[name] = self._placed(tensor, shape, place)
+                continue
+            # A copy of a few bytes that the model may write into.
+            raw = memoryview(bytearray(next(datas)))
+            self._copied.inputs += raw.nbytes
+            inputs[name] = Input(name, tensor.datatype, shape, raw, None, model)
         if template.strings:
             _check_elements(inputs, template.strings, work.request_id)
         return Request(
@@ -99,14 +104,21 @@ class Unpacker:
             template.placed,
         )
 
-    def _read(self, packed: bytes) -> _Template:
+    def _read(self, packed: bytes) -> tuple[_Template, list[bytes]]:
+        """The template of a packed request, and the bytes of its inline tensors."""
         inference = unpack_inference(packed)
-        tensors: list[tuple[TensorRef, tuple[int, ...]]] = []
+        tensors: list[tuple[TensorRef, tuple[int, ...], Place | None]] = []
+        inline: list[bytes] = []
         batch_size = byte_size = 0
         for tensor in inference.inputs:
-            tensors.append((tensor, self._checked_shape(tensor)))
-            data = tensor.data
-            byte_size += len(data) if isinstance(data, bytes) else data.byte_size
+            shape, data = self._checked_shape(tensor), tensor.data
+            if isinstance(data, bytes):
+                tensors.append((tensor, shape, None))
+                inline.append(data)
+                byte_size += len(data)
+            else:
+                tensors.append((tensor, shape, data))
+                byte_size += data.byte_size
             if self._batched:
                 batch_size = tensor.shape[0]
         if not inference.outputs:
@@ -115,12 +127,12 @@ class Unpacker:
             requested = {output.name: output for output in inference.outputs}
         in_place = inference.aliased
         placed = any(output.place is not None for output in inference.outputs)
-        strings = [tensor.name for tensor, _ in tensors if tensor.datatype == "BYTES"]
+        strings = [tensor.name for tensor in inference.inputs if tensor.datatype == "BYTES"]
         template = _Template(
             inference, tensors, batch_size, requested, {}, in_place, byte_size, placed, strings
         )
         self._templates.learn(packed, inference, template)
-        return template
+        return template, inline
 
     def _checked_shape(self, tensor: TensorRef) -> tuple[int, ...]:
         """The shape that the model sees; raises InvalidArgument for what is no input of it."""
@@ -139,14 +151,11 @@ class Unpacker:
             )
         return shape if spec.reshape is None else self._model_shape(shape, spec)
 
-    def _input(self, tensor: TensorRef, shape: tuple[int, ...], data: bytes | Place) -> Input:
+    def _placed(self, tensor: TensorRef, shape: tuple[int, ...], data: Place) -> Input:
+        """The input that lies in memory."""
         place: Place | None = None
         on_device = shared = False
-        if isinstance(data, bytes):
-            # A copy of a few bytes that the model may write into.
-            raw = memoryview(bytearray(data))
-            self._copied.inputs += len(raw)
-        elif data.memory.copied:
+        if data.memory.copied:
             raw = self._mappings.read(data)
             self._copied.inputs += len(raw)
         else:

@@ -86,11 +86,11 @@ class Timer:
 class WorkerRequest:
     """A request that this worker has, its `work`, and what its scheduler has said of it since.
 
-    `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `window`:
-    the responses that its client takes now; `on_credit` is called when these may be more.
+    `cancelled`: its model should end it; `dropped`: nobody takes what it sends, either. `on_credit`
+    is called when its `window` may have become larger.
     """
 
-    __slots__ = ("cancelled", "dropped", "key", "on_cancel", "on_credit", "window", "work")
+    __slots__ = ("_window", "cancelled", "dropped", "key", "on_cancel", "on_credit", "work")
 
     def __init__(self, work: Work) -> None:
         self.key = work.key
@@ -99,7 +99,18 @@ class WorkerRequest:
         self.dropped = False
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
-        self.window = SendWindow()
+        self._window: SendWindow | None = None
+
+    @property
+    def window(self) -> SendWindow:
+        """The responses that its client takes now. Where there is one response, nobody asks."""
+        if self._window is None:
+            self._window = SendWindow()
+        return self._window
+
+    def open_window(self, placed: bool) -> None:
+        """Before its first response: these go to places of its client's, or not."""
+        self._window = SendWindow(placed)
 
     def cancel(self, listening: bool = False) -> None:
         """Cancel it: nobody waits any more, unless somebody is `listening` for what comes yet;
@@ -277,11 +288,12 @@ class InstanceLink:
                 self._open[request.key] = request
         return Command(message, requests)
 
-    def close(self, request: WorkerRequest) -> None:
-        """Forget a request that has ended: another one may get its key."""
+    def close(self, *requests: WorkerRequest) -> None:
+        """Forget requests that have ended: others may get their keys."""
         with self.lock:
-            if self._open.get(request.key) is request:
-                del self._open[request.key]
+            for request in requests:
+                if self._open.get(request.key) is request:
+                    del self._open[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
         """Whether the scheduler that gave us the request waits for its end."""

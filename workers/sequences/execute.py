@@ -41,6 +41,8 @@ class SequenceExecutor(Executor):
 
     _config: ModelSpec
 
+    _passes_over_cancelled = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self._config
@@ -89,9 +91,6 @@ class SequenceExecutor(Executor):
             return super().rehearse(requests)
         finally:
             self._states.clear()
-
-    def _passes_over(self, opened: WorkerRequest) -> bool:
-        return False
 
     def _run(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
         known = {opened.key: _Row(opened, request) for opened, request in part}
@@ -146,10 +145,11 @@ class SequenceExecutor(Executor):
         opened, request = each.opened, each.request
         self._states.keep(each.row, response, self._returned)
         if response.rescheduled:
-            self._link.close(opened)
-            return Reply(opened.key, RESCHEDULED, "", b"")
-        reply = self._scatter(opened, request, response)
+            reply: Reply | None = Reply(opened.key, RESCHEDULED, "", b"")
+        else:
+            reply = self._scatter(opened, request, response)
         assert reply is not None  # which would have it run again
+        self._link.close(opened)
         return reply
 
 

@@ -1,27 +1,43 @@
-"""The table of RPCs, and the dispatch of the calls that grpc.aio accepts: look up, authorise,
-handle, errors mapped to a status. Most inferences do not come this way: infer_calls.py takes them
-from gRPC's core, and authorises them itself.
+"""The table of RPCs, and the beginning of each call: looked up, authorised, handled, errors mapped
+to a status. Inferences are handled by infer_calls.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError, Message
 
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, serving
-from shmserve.gateway.grpc.client_identity import Access
-from shmserve.gateway.grpc.core.call_watchdog import Calls, Reading
+from shmserve.gateway.grpc.calls.call import (
+    Call,
+    StreamCall,
+    StreamHandler,
+    UnaryCall,
+    UnaryHandler,
+)
+from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.infer_calls import InferenceCalls
-from shmserve.gateway.grpc.status import INTERNAL, Ending, ending_of
+from shmserve.gateway.grpc.reflection import reflect
+from shmserve.gateway.grpc.status import (
+    INTERNAL,
+    MISSING,
+    UNKNOWN_METHOD,
+    Ending,
+    ending_of,
+)
+from shmserve.gateway.http2.outgoing import Stream
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
@@ -70,11 +86,16 @@ _HEALTH = "/grpc.health.v1.Health/"
 MODEL_INFER = _TRITON + "ModelInfer"
 MODEL_STREAM_INFER = _TRITON + "ModelStreamInfer"
 HEALTH_WATCH = _HEALTH + "Watch"
+REFLECTIONS = tuple(
+    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+    for version in ("v1", "v1alpha")
+)
 
 RPCS: dict[str, Rpc] = {
     MODEL_INFER: Rpc("inference"),
     MODEL_STREAM_INFER: Rpc("inference"),
     HEALTH_WATCH: Rpc("health"),
+    **dict.fromkeys(REFLECTIONS, Rpc("metadata")),
     _HEALTH + "Check": Rpc("health", HealthCheckRequest, AdminCall.check),
     **{
         _TRITON + request.__name__.removesuffix("Request"): Rpc(scope, request, handler)
@@ -82,121 +103,131 @@ RPCS: dict[str, Rpc] = {
     },
 }
 
+Begin = Callable[[Carrier, Stream, CallHead], Call]
 
-class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """The dispatcher of grpc.aio's calls: finds the handler of each, if the listener's rules allow
-    it.
+
+class Service:
+    """The dispatcher of calls: begins each with its handler, if the listener's rules allow it.
 
     Messages go through as bytes: the handlers know best how to read and write theirs.
     """
 
-    def __init__(
-        self, gateway: Gateway, inferences: Inferences, access: Access, calls: Calls
-    ) -> None:
+    def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
         self._inferences = inferences
-        self._access = access
-        self._calls = calls
         self._health_changed = asyncio.Event()
-        self.inference = InferenceCalls(gateway, inferences, access, calls)
-        self._handlers: dict[str, Any] = {
-            path: self._unary(self._plain(path, rpc))
+        self._handling: set[asyncio.Task[None]] = set()
+        inference = InferenceCalls(gateway, inferences)
+        self._begins: dict[str, Begin] = {
+            path: _unary(self._plain(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._handlers[MODEL_INFER] = self._unary(self.inference.infer)
-        self._handlers[MODEL_STREAM_INFER] = self.inference.stream_handler
-        self._handlers[HEALTH_WATCH] = grpc.stream_stream_rpc_method_handler(self._watch)
+        self._begins[MODEL_INFER] = _unary(inference.infer, inferences.sink)
+        self._begins[MODEL_STREAM_INFER] = _stream(inference.stream, sinks=inferences.sink)
+        self._begins[HEALTH_WATCH] = _stream(self._watch, awaited=True)
+        for path in REFLECTIONS:
+            self._begins[path] = _stream(reflect)
 
-    def service(self, call: grpc.HandlerCallDetails) -> Any:
-        """The handler for a call, or one that refuses it; None for an unknown method. Calls of the
-        methods that are registered with gRPC's core (core_call.py) do not pass here."""
-        handler = self._handlers.get(call.method)
-        if handler is None:
-            return None
-        error = self._access.refuse(RPCS[call.method].scope, lambda: call.invocation_metadata)
-        return handler if error is None else _refusal(error)
-
-    @property
-    def infer_handler(self) -> Any:
-        """grpc.aio's handler of ModelInfer where its calls do not pass `service`."""
-        return self._unary(self.inference.infer, self.inference.refusal)
+    def begin(self, connection: Carrier, stream: Stream, head: CallHead) -> Call:
+        """A call that has begun; one that is refused has ended already: of that no message is
+        taken, for they can be large."""
+        begin = self._begins.get(head.path)
+        ending = head.refusal
+        if ending is None and begin is None:
+            ending = UNKNOWN_METHOD
+        elif ending is None:
+            error = _refusal(connection.client, RPCS[head.path].scope, head)
+            ending = None if error is None else ending_of(error)
+        if ending is not None or begin is None:
+            call = UnaryCall(connection, stream, head, _never)
+            call.fail(*(ending or UNKNOWN_METHOD))
+            return call
+        return begin(connection, stream, head)
 
     def health_changed(self) -> None:
         """Wake the Watch calls."""
         self._health_changed.set()
         self._health_changed = asyncio.Event()
 
-    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, Any], Awaitable[bytes | Ending]]:
+    def _plain(self, path: str, rpc: Rpc) -> Callable[[bytes, UnaryCall], None]:
+        """The handler of an RPC of `AdminCall`, each call in a task of its own."""
         assert rpc.handler is not None and rpc.request is not None
         handle, parse = rpc.handler, rpc.request.FromString
 
-        async def respond(raw: bytes, context: Any) -> bytes | Ending:
+        async def respond(raw: bytes, call: UnaryCall) -> None:
             try:
                 try:
                     request = parse(raw)
                 except DecodeError:
                     raise InvalidArgument("malformed request") from None
-                call = AdminCall(self._gateway, self._access.client(context))
-                response = await handle(call, request)
-                return b"" if response is None else response.SerializeToString()
+                response = await handle(AdminCall(self._gateway, call.client), request)
+                call.finish(b"" if response is None else response.SerializeToString())
             except ShmserveError as error:
-                return ending_of(error)
+                call.fail(*ending_of(error))
             except Exception:
                 logger.exception("%s failed", path)
-                return INTERNAL
+                call.fail(*INTERNAL)
 
-        return respond
+        def begin(raw: bytes, call: UnaryCall) -> None:
+            if self._inferences.came():
+                call.on_over = self._inferences.left
+            task = asyncio.ensure_future(respond(raw, call))
+            self._handling.add(task)
+            task.add_done_callback(self._handling.discard)
+            call.on_gone = partial(_cancel, task)
 
-    def _unary(
-        self,
-        respond: Callable[[bytes, Any], Awaitable[bytes | Ending]],
-        refuse: Callable[[Any], Ending | None] = lambda _: None,
-    ) -> Any:
-        """grpc.aio's handler of a call with one request, whose response `respond` gives, unless
-        `refuse` gives what the call ends with.
+        return begin
 
-        To gRPC it is one with many, so that it begins before its request is here.
-
-        gRPC keeps the exception that `abort` raises for as long as the call's context lives, and
-        that is in a cycle with it: no frame that it goes through may hold the request, which can be
-        large.
-        """
-
-        async def run(_: Any, context: Any) -> bytes:
-            if (ending := refuse(context)) is not None:
-                await context.abort(*ending)
-            with Reading(self._calls, context) as reading:
-                raw = await reading.request()
-                if self._inferences.came():
-                    context.add_done_callback(lambda _: self._inferences.left())
-                responding = respond(raw, context)
-                del raw
-                outcome = await responding
-            if type(outcome) is bytes:
-                return outcome
-            await context.abort(*outcome)
-            raise AssertionError("abort raises")
-
-        return grpc.stream_unary_rpc_method_handler(run)
-
-    async def _watch(self, _: Any, context: Any) -> AsyncIterator[bytes]:
-        with Reading(self._calls, context) as reading:
-            await reading.request()
-            said = None
-            while True:
-                changed = self._health_changed
-                status = serving(self._gateway)
-                if status != said:
-                    said = status
-                    yield status.SerializeToString()
-                await changed.wait()
+    async def _watch(self, call: StreamCall) -> Ending | None:
+        async for _ in call.requests():
+            break
+        else:
+            return MISSING
+        said = None
+        while True:
+            changed = self._health_changed
+            status = serving(self._gateway)
+            if status != said:
+                said = status
+                await call.write_all([status.SerializeToString()])
+            await changed.wait()
 
 
-def _refusal(error: ShmserveError) -> Any:
-    """A handler that ends a call of any kind with this error."""
+def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
+    """Why a client's call to an API of `scope` is refused; None when it is not."""
+    rules = client.listener.authorisation
+    if not (rules.asks_for_tokens or rules.restrictions):
+        return None
+    given = {key: value for key, value in head.metadata if type(value) is str}
+    if client.known:
+        return rules.refuse_restricted(scope, given)
+    return rules.authorise(scope, given)
 
-    async def refuse(requests: Any, context: Any) -> None:
-        await context.abort(*ending_of(error))
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+def _never(_: bytes, call: UnaryCall) -> None:
+    """The handler of a call that has ended before its message came."""
+
+
+def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
+    def begin(connection: Carrier, stream: Stream, head: CallHead) -> UnaryCall:
+        return UnaryCall(connection, stream, head, on_message, sinks)
+
+    return begin
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
+    """`awaited`: its first message must come in time, as that of a unary call."""
+
+    def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamCall:
+        call = StreamCall(connection, stream, head, sinks)
+        if awaited:
+            call.await_message()
+        call.run(handler)
+        return call
+
+    return begin

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from urllib.parse import quote
-
-import grpc
 
 from shmserve.errors import QueueFull, ShmserveError
 
-Ending = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 
-DONE: Ending = (grpc.StatusCode.OK, "", ())
-INTERNAL: Ending = (grpc.StatusCode.INTERNAL, "internal error", ())
-OVER: Ending = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+class StatusCode(IntEnum):
+    """gRPC's own codes."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
+
+DONE: Ending = (StatusCode.OK, "", ())
+INTERNAL: Ending = (StatusCode.INTERNAL, "internal error", ())
+# How a call ends whose request does not come, or is none.
+LATE: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
+MISSING: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())  # as from Triton
+UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
+OVER: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 _STATUS = {
-    "INVALID_ARG": grpc.StatusCode.INVALID_ARGUMENT,
-    "ALREADY_EXISTS": grpc.StatusCode.ALREADY_EXISTS,
-    "CANCELLED": grpc.StatusCode.CANCELLED,
-    "UNKNOWN": grpc.StatusCode.UNKNOWN,
-    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "UNSUPPORTED": grpc.StatusCode.UNIMPLEMENTED,
-    "UNAUTHENTICATED": grpc.StatusCode.UNAUTHENTICATED,
-    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
-    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
-    "INTERNAL": grpc.StatusCode.INTERNAL,
+    "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
+    "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
+    "CANCELLED": StatusCode.CANCELLED,
+    "UNKNOWN": StatusCode.UNKNOWN,
+    "NOT_FOUND": StatusCode.NOT_FOUND,
+    "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
+    "UNAUTHENTICATED": StatusCode.UNAUTHENTICATED,
+    "PERMISSION_DENIED": StatusCode.PERMISSION_DENIED,
+    "UNAVAILABLE": StatusCode.UNAVAILABLE,
+    "INTERNAL": StatusCode.INTERNAL,
 }
 _MOST_DETAILS = 7000  # bytes, as they are sent
 _WRITTEN_PLAINLY = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -37,6 +59,11 @@ def ending_of(error: ShmserveError) -> Ending:
         # gRPC's own word for Retry-After.
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
     return _STATUS[error.code], _fitting(error.message), metadata
+
+
+def percent_encoded(text: str) -> bytes:
+    """A status's text as it is sent."""
+    return quote(text, safe=_WRITTEN_PLAINLY).encode()
 
 
 def _fitting(text: str) -> str:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.core.call_watchdog import client_left
+from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.wire.response import (
     StreamedTemplate,
     streamed,
@@ -121,32 +121,22 @@ class StreamEntry:
             self._inferences.left()
 
 
-async def stream_infer(
-    inferences: Inferences,
-    client: ClientIdentity,
-    requests: AsyncIterator[bytes],
-    context: Any,
-    write_all: Callable[[Sequence[bytes]], Awaitable[None]],
-    stall_s: float,
-) -> None:
-    """Handle a call until the client has its last response, or is gone; `write_all` writes some.
+async def stream_infer(inferences: Inferences, call: StreamCall, stall_s: float) -> None:
+    """Handle a call until the client has its last response, or is gone.
 
     Raises the first error in strict mode, and Unavailable when a response is not taken within
     `stall_s` seconds: others need the memory of those behind it.
     """
-    stream = _Stream(inferences, client, context, write_all)
-    # Until the call is over gRPC holds the response that is not taken, and what it has received of
-    # further requests.
-    context.add_done_callback(lambda _: stream.trim.soon(stream.total))
-    reader = asyncio.create_task(stream.read(requests))
+    stream = _Stream(inferences, call)
+    # Until the call is over it holds the response that is not taken, and what has come of further
+    # requests.
+    call.on_over = lambda: stream.trim.soon(stream.total)
+    reader = asyncio.create_task(stream.read())
     try:
         await stream.write(stall_s)
         await reader  # it has ended: what it failed with is what the call fails with
     except TimeoutError:
         raise Unavailable("the responses are not read") from None
-    except Exception as error:
-        if not client_left(error):
-            raise
     finally:
         # Nothing is awaited before all is given up: a call may be cancelled twice.
         reader.cancel()
@@ -160,14 +150,12 @@ class _Stream:
     bytes have gone either way."""
 
     _inferences: Inferences
-    _client: ClientIdentity
-    _context: Any
-    _write_all: Callable[[Sequence[bytes]], Awaitable[None]]
+    _call: StreamCall
 
     def __post_init__(self) -> None:
-        inferences, context = self._inferences, self._context
-        self._headers = inferences.headers(context)
-        self._strict = ("triton_grpc_error", "true") in (context.invocation_metadata() or ())
+        inferences, head = self._inferences, self._call.head
+        self._headers = inferences.headers(head)
+        self._strict = ("triton_grpc_error", "true") in head.metadata
         self._window = _Window(_WINDOW)
         self._ordered: deque[tuple[_Ordered, int]] = deque()  # each with its size
         self._open: dict[StreamingRequest, StreamEntry] = {}
@@ -178,12 +166,16 @@ class _Stream:
         self.total = 0
         self.trim = inferences.gateway.malloc_trim
 
-    async def read(self, requests: AsyncIterator[bytes]) -> None:
+    async def read(self) -> None:
         """Take requests, as far as the window allows."""
         try:
-            async for raw in requests:
+            async for raw in self._call.requests():
                 size = max(len(raw), _LEAST)
-                await self._window.take(size)
+                try:
+                    await self._window.take(size)
+                except BaseException:
+                    release(raw)
+                    raise
                 self._take(raw, size)
                 self.total += len(raw)
                 self.trim.soon(len(raw))
@@ -191,11 +183,11 @@ class _Stream:
             self._ended = True
             self._news.set()
 
-    def _take(self, raw: bytes, size: int) -> None:
-        inferences = self._inferences
+    def _take(self, raw: bytes | PlacedRequest, size: int) -> None:
+        inferences, call = self._inferences, self._call
         try:
             item: Submitted | StreamingRequest | RequestRefused = inferences.stream(
-                raw, self._client, self._context.time_remaining(), self._responded, self._headers
+                raw, call.client, call.time_remaining(), self._responded, self._headers
             )
         except RequestRefused as refused:
             item = refused.bare()
@@ -292,7 +284,7 @@ class _Stream:
             return
         self.total += sum(map(len, responses))
         async with asyncio.timeout(stall_s):
-            await self._write_all(responses)
+            await self._call.write_all(responses)
 
     def cancel(self) -> None:
         """Cancel all that is in flight: the client is gone, or the call ends with an error."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from shmserve.errors import ShmserveError, Unsupported
+from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
-from shmserve.gateway.http.compression import accepted_encoding, deflated
 from shmserve.gateway.http.json.events import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
 from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, HttpRequest

@@ -48,9 +48,8 @@ class HttpResponse:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
-        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % (
-            *(_STATUS_LINES[self.status], size, connection, self.headers),
-        )
+        values = (_STATUS_LINES[self.status], size, connection, self.headers)
+        return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
     async def send(self, request: HttpRequest, stall_s: float) -> None:
         """Write it; a client that reads nothing for `stall_s` seconds is cut off.

@@ -19,9 +19,9 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
+from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import BrokenBody
-from shmserve.gateway.http.compression import UnsupportedEncoding
 from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
 from shmserve.gateway.http.response import (
     ErrorForm,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 
 from shmserve.scheduler.requests.request import ScheduledRequest
 
@@ -110,16 +110,15 @@ class PriorityQueue:
         """Take the first `count` requests out."""
         taken: list[ScheduledRequest] = []
         self.count -= count
-        while (missing := count - len(taken)) > 0:
+        while len(taken) < count:
             number = self._order[0]
             level = self._levels[number]
             part = level.in_time or level.delayed
-            if missing >= len(part):
+            if len(part) <= count - len(taken):
                 taken += part.values()
                 part.clear()
-            else:
-                first = list(islice(part, missing))
-                taken += [part.pop(key) for key in first]
+            while part and len(taken) < count:
+                taken.append(part.popitem(last=False)[1])
             if not (level.in_time or level.delayed):
                 self._forget(number)
         return taken

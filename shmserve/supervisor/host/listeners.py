@@ -10,7 +10,6 @@ import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ from shmserve.ipc.transport.untrusted_router import refuse_descriptors
 
 # Of the addresses that a name has, those of a family that this host does without.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+_BACKLOG = 1024
 
 
 def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
@@ -41,11 +43,8 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     return found
 
 
-def listen(
-    address: str, port: int, flag: str, guarded: bool, backlog: int | None = 1024
-) -> list[socket.socket]:
-    """Listening TCP sockets on every address that `address` names; port 0 picks one. Without a
-    `backlog` they are only bound: they keep the port for one that listens.
+def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+    """Listening TCP sockets on every address that `address` names; port 0 picks one.
 
     Raises InvalidArgument naming `flag` when the address cannot be had, or other hosts reach it and
     it is not `guarded`.
@@ -54,7 +53,7 @@ def listen(
     missing: OSError | None = None
     for family, _, _, _, where in resolve(address, port, flag, guarded):
         try:
-            made.append(_bound_to(family, where, backlog))
+            made.append(_bound_to(family, where))
         except OSError as error:
             missing = error
             if error.errno not in _NOT_HERE:
@@ -69,21 +68,14 @@ def listen(
     return made
 
 
-# gRPC takes no listening socket, it makes its own. Linux lets it bind to the same address as long
-# as the holder does not listen (both with SO_REUSEADDR), and when it dies with its gateway the port
-# is still held for the next one. A port where somebody listens cannot be held.
-hold = partial(listen, backlog=None)
-
-
-def _bound_to(family: int, where: Any, backlog: int | None) -> socket.socket:
+def _bound_to(family: int, where: Any) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(where)
-        if backlog is not None:
-            sock.listen(backlog)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError:
         sock.close()
@@ -110,7 +102,7 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
             os.chown(path, -1, group)
             path.chmod(0o660)
         refuse_descriptors(sock)
-        sock.listen(1024)
+        sock.listen(_BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -138,7 +130,7 @@ def close(sock: socket.socket) -> None:
 
 @dataclass(slots=True)
 class Listeners:
-    """The listening sockets of a server; gRPC's only hold its port."""
+    """The listening sockets of a server."""
 
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
@@ -163,7 +155,8 @@ class Listeners:
         """Write the URLs of HTTP, and those of gRPC, which may have TLS, for programs on this host;
         where there is no room for them, these find none."""
         urls = [_address(sock, "http://") for sock in self.http]
-        urls += [_address(sock, "grpcs://" if tls else "grpc://") for sock in self.grpc]
+        start = "grpcs://" if tls else "grpc://"
+        urls += [_address(sock, start) for sock in self.grpc if sock.family != socket.AF_UNIX]
         with contextlib.suppress(OSError):
             file.write_text("".join(f"{url}\n" for url in urls))
 

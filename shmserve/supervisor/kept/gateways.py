@@ -11,7 +11,7 @@ from shmserve.common.accelerators import cuda_devices
 from shmserve.common.access.auth_tokens import encode_restrictions
 from shmserve.common.tasks import either, settle
 from shmserve.config.server import ServerConfig
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from shmserve.supervisor.context import SupervisorContext
@@ -28,7 +28,8 @@ _GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
 
 
 class Gateways(KeptProcesses):
-    """All of them: "0", "1", ..., "grpc". `snapshot()` gives what a new one must know."""
+    """All of them: "0", "1", ... for HTTP, "grpc", "grpc1", ... for gRPC. `snapshot()` gives what a
+    new one must know."""
 
     role = "gateway"
 
@@ -38,32 +39,29 @@ class Gateways(KeptProcesses):
         listeners: Listeners,
         snapshot: Callable[[], Iterable[Any]],
     ) -> None:
-        grpc = [_GRPC] if listeners.grpc else []
-        super().__init__(context, [*map(str, range(context.config.gateways)), *grpc])
+        config = context.config
+        workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
+        grpc = [f"{_GRPC}{number or ''}" for number in range(workers)]
+        super().__init__(context, [*map(str, range(config.gateways)), *grpc])
         self._listeners = listeners
         self._snapshot = snapshot
         self._drained: dict[int, asyncio.Future[None]] = {}
 
     async def _spawn(self, name: str, title: str) -> Child:
-        http = [] if name == _GRPC else self._listeners.http
-        sockets = [*http, *self._listeners.metrics] if name != _GRPC else []
+        config, listeners = self._context.config, self._listeners
+        is_grpc = name.startswith(_GRPC)
+        sockets = listeners.grpc if is_grpc else [*listeners.http, *listeners.metrics]
         start = GatewayStart(
             name=name,
             run_dir=self._context.run_dir,
-            settings=_settings(self._context.config),
-            http_sockets=len(http),
-            grpc=self._grpc_settings() if name == _GRPC else None,
+            settings=_settings(config),
+            http_sockets=len(listeners.http),
+            grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
             log=self._context.log,
         )
-        entry = _GRPC_ENTRY if name == _GRPC else _HTTP_ENTRY
+        entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
         fds = [sock.fileno() for sock in sockets]
         return await self._context.front_zygote.spawn(title, entry, encode(start), fds)
-
-    def _grpc_settings(self) -> GrpcSettings:
-        config = self._context.config.grpc
-        assert config is not None
-        addresses = tuple(sock.getsockname()[:2] for sock in self._listeners.grpc)
-        return GrpcSettings(addresses, config.tls, config.options)
 
     def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
         match message:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -19,13 +18,12 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
-from shmserve.config.grpc import environment
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
-from tests.support.servers import hold_ports, port_of
 from tests.support.waiting import until
 from tests.support.wire.http2 import (
     ACK,
@@ -41,7 +39,10 @@ from tests.support.wire.http2 import (
     post,
 )
 
-_BOOT = "import sys; from shmserve.gateway.grpc.main import run; run(sys.stdin.buffer.read())"
+_BOOT = (
+    "import sys; from shmserve.gateway.grpc.main import run;"
+    "run(sys.stdin.buffer.read(), int(sys.argv[1]))"
+)
 _PATIENCE_S = 1.0
 
 
@@ -66,18 +67,19 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         opened.extend([peer] if type(message) is m.GatewayReady else [])
 
     puppet = Puppet(endpoints.control(tmp_path), take)
-    (held,) = hold_ports(1)
-    number = port_of(held)
+    listener = socket.create_server((host, 0))
+    number = listener.getsockname()[1]
     told = {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings}
     start = GatewayStart(
         name="grpc",
         run_dir=tmp_path,
         settings=GatewaySettings(**told),
         http_sockets=0,
-        grpc=GrpcSettings(((host, number),)),
+        grpc=GrpcSettings(),
     )
+    fd = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT], stdin=subprocess.PIPE, env=environment(os.environ)
+        [sys.executable, "-c", _BOOT, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,)
     )
     try:
         assert process.stdin is not None
@@ -93,7 +95,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         process.kill()
         process.wait()
         puppet.close()
-        held.close()
+        listener.close()
 
 
 def is_served(port: int) -> bool:

@@ -1,20 +1,37 @@
-"""The environment that gRPC's core is started in."""
+"""The settings of the gRPC listener, from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
-from shmserve.config.grpc import environment
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.config import command_line, server
 
 
 @pytest.mark.parametrize(
-    ("given", "made"),
+    ("flags", "settings"),
     [
-        ("", "-event_engine_listener"),
-        ("tcp_rcv_lowat", "tcp_rcv_lowat,-event_engine_listener"),
-        ("event_engine_listener", "event_engine_listener"),
-        ("a,-event_engine_listener", "a,-event_engine_listener"),
+        ([], GrpcSettings()),
+        (["--grpc-infer-response-compression-level=low"], GrpcSettings(compression_level=1)),
+        (
+            [
+                "--grpc-keepalive-time=1",
+                "--grpc-keepalive-timeout=2",
+                "--grpc-keepalive-permit-without-calls=true",
+                "--grpc-http2-max-pings-without-data=3",
+                "--grpc-http2-min-recv-ping-interval-without-data=4",
+                "--grpc-http2-max-ping-strikes=5",
+                "--grpc-max-connection-age=6",
+                "--grpc-max-connection-age-grace=7",
+            ],
+            GrpcSettings(None, 0, 1, 2, True, 3, 4, 5, 6, 7),
+        ),
     ],
 )
-def test_gRPC_has_no_threads_that_read_unless_somebody_decided(given: str, made: str) -> None:
-    before = {"HOME": "/root", "GRPC_EXPERIMENTS": given}
-    assert environment(before) == {"HOME": "/root", "GRPC_EXPERIMENTS": made}
-    assert environment({}) == {"GRPC_EXPERIMENTS": "-event_engine_listener"}
+def test_every_flag_is_a_setting(flags: list[str], settings: GrpcSettings) -> None:
+    config = server.from_flags(
+        command_line.parse([f"--model-repository={Path(__file__).parent}", *flags]), {}
+    )
+    assert config.grpc is not None and config.grpc.settings == settings

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.common.tls import Tls
-from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages.start import (
     HostStart,
     SchedulerStart,
@@ -56,7 +57,7 @@ STARTS = [
         name="grpc",
         run_dir=RUN_DIR,
         settings=GatewaySettings(tokens={"ab": ("admin", "infer")}, allow_client_shm=False),
-        grpc=GrpcSettings((("::1", 8001), ("127.0.0.1", 8001)), TLS, (("grpc.x", 1),)),
+        grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1),
         log=LOG,
     ),
     GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.host.listeners import close, hold, listen, listen_unix
+from shmserve.supervisor.host.listeners import close, listen, listen_unix
 
 NOBODYS = "192.0.2.1"  # RFC 5737: for documentation only
 
@@ -22,13 +21,10 @@ def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
 
-@pytest.mark.parametrize("make", [listen, hold])
-def test_an_address_that_this_host_does_without(
-    monkeypatch: pytest.MonkeyPatch, make: Callable[..., list[socket.socket]]
-) -> None:
+def test_an_address_that_this_host_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """`localhost` is 127.0.0.1 and ::1 also where there is no IPv6."""
     named(monkeypatch, NOBODYS, "127.0.0.1")
-    (sock,) = make("localhost", 0, "--http-address", True)
+    (sock,) = listen("localhost", 0, "--http-address", True)
     with sock:
         assert sock.getsockname()[0] == "127.0.0.1"
 

@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from operator import attrgetter
 from typing import Any
 
 from shmserve.errors import Internal
@@ -24,7 +23,6 @@ _NOT_ITERATIVE = (
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not "
     "configured to handle such a flag."
 )
-_SHARED = attrgetter("shared")
 # How the count of an object looks that only a list refers to.
 _LISTED = (lambda items: sys.getrefcount(items[0]))([object()])
 
@@ -208,7 +206,10 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
 def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """The memory of the inputs is used again: what the model keeps of them becomes its own."""
     for index, request in enumerate(requests):
-        if not any(map(_SHARED, request.inputs.values())):
+        for item in request.inputs.values():
+            if item.shared:
+                break
+        else:
             continue
         kept = sys.getrefcount(received[index]) > _LISTED
         tensors = received[index].tensors

@@ -6,7 +6,7 @@ import asyncio
 import json
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -111,7 +111,7 @@ class InferenceRequest:
         self._request_id = request_id
         self._correlation_id = _correlation_id(correlation_id)
         self._inputs = given
-        self._outputs = dict.fromkeys(names)
+        self._outputs: Mapping[str, Any] = dict.fromkeys(names)
         self._model_name = model_name
         self._model_version = whole(model_version, "model_version", -(2**63))
         self._flags = whole(flags, "flags", bits=32)
@@ -271,23 +271,25 @@ async def _iterator(
 class ReceivedRequest(InferenceRequest):
     """A request as `execute` gets it."""
 
+    # What most requests never have otherwise.
+    _model_name = ""
+    _model_version = -1
+    _release_flags = 0
+    _trace = _NO_TRACE
+    _sender: weakref.ref[InferenceResponseSender] | None = None
+    outbox: SingleResponse | None = None
+
     def __init__(self, origin: Request, lender: Lender | None) -> None:
         work = origin.work
         self._origin = origin
         self._request_id = work.request_id
-        self._correlation_id = work.sequence
+        self._correlation_id = work.correlation_text or work.correlation_id
         self._flags = work.flags
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = origin.inference.parameters
-        self._outputs = dict.fromkeys(origin.requested)
-        self._model_name = ""
-        self._model_version = -1
-        self._release_flags = 0
-        self._trace = _NO_TRACE
+        self._outputs = origin.requested
         self.tensors = {name: Tensor.of_input(item, lender) for name, item in origin.inputs.items()}
-        self.outbox: SingleResponse | None = None
-        self._sender: weakref.ref[InferenceResponseSender] | None = None
 
     @property
     def is_rescheduled(self) -> bool:

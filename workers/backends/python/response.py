@@ -42,7 +42,7 @@ class InferenceResponse:
                 raise TritonModelException(
                     "Output tensor for inference response should not be empty."
                 )
-            if not isinstance(tensor, Tensor):
+            if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
                 raise TypeError(f"an output of a response must be a Tensor, not {type(tensor)}")
         if error is not None and not isinstance(error, TritonError):
             raise TypeError(f"the error of a response must be a TritonError, not {type(error)}")

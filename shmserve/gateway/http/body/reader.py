@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.compression import Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.http.request import (

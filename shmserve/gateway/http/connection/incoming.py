@@ -49,7 +49,7 @@ class Incoming(LimitedConnection):
         # The queue; an error ends it, behind which nothing is parsed. A request is one whose head
         # was cached: it is alone, and its body is here.
         self._messages: deque[HttpRequest | HttpProcessingError | Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None  # of the task, for a request
+        self._waiter: asyncio.Future[None] | None = None  # of the task, while it awaits a request
         self._parsing = True  # not behind an error, or in another protocol
         # --- what is missing
         self._timer: asyncio.TimerHandle | None = None
@@ -60,6 +60,7 @@ class Incoming(LimitedConnection):
         self._awaiting = False  # it is small, and awaited
         # --- the cached head
         self._cached_head = b""  # of the last request with a small body
+        self._cached_body_at = 0  # where in that request its body begins
         self._cached_size = 0  # of that request, with its body
         self._cached_request: HttpRequest | None = None
         self._cached_body = WholeBody()  # of each such request: one is here at a time
@@ -85,6 +86,7 @@ class Incoming(LimitedConnection):
         self._ended = True
         if self._waiter is not None:
             self._waiter.cancel()
+            self._waiter = None
         self._close()
         self.transport = None
 
@@ -130,15 +132,16 @@ class Incoming(LimitedConnection):
         between = not (self._missing or self._busy or self._messages)
         waiter = self._waiter
         size = len(data)
-        if waiter is None or waiter.done():
-            pass  # the task has not begun, or has ended
+        if waiter is None:
+            pass  # the task has not begun, handles a request, or has ended
         elif between and size <= self._cached_size and data.startswith(self._cached_head):
             if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
                 body = request.content = self._cached_body
-                body.data = data[len(self._cached_head) :]
+                body.data = data[self._cached_body_at :]
                 self._messages.append(request)
+                self._waiter = None
                 waiter.set_result(None)
                 return
             if not held:
@@ -163,7 +166,8 @@ class Incoming(LimitedConnection):
             self._messages += messages
             self._parsing = not upgraded
         waiter = self._waiter
-        if self._messages and waiter is not None and not waiter.done():
+        if self._messages and waiter is not None:
+            self._waiter = None
             waiter.set_result(None)
         if len(self._messages) >= _MOST_QUEUED:
             self._too_many = True
@@ -201,7 +205,8 @@ class Incoming(LimitedConnection):
             return
         self._missing = size - len(data)
         if not message.should_close and EXPECT not in message.headers and int(said) <= SMALL_BODY:
-            self._cached_head, self._cached_size = data[:head_size], size
+            self._cached_head, self._cached_body_at = data[:head_size], head_size
+            self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)
 
     def _start_timeout(self, timeout_s: float) -> None:

@@ -93,7 +93,6 @@ class HttpConnection(Incoming):
                 if not messages:
                     self._waiter = self._loop.create_future()
                     await self._waiter
-                    self._waiter = None
                 request = self._next_request()
                 if request is None or not await self._serve(request):
                     break

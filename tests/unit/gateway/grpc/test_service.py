@@ -1,18 +1,17 @@
-"""What the gRPC listener decides without a call: whose each RPC is, what a request is known by, and
-who a peer is.
-"""
+"""What the gRPC listener decides without a call: whose each RPC is, what identifies a request."""
 
 from __future__ import annotations
-
-import os
-import socket
 
 import pytest
 
 from shmserve.common.access.auth_tokens import RESTRICTABLE
-from shmserve.gateway.grpc.client_identity import Users
-from shmserve.gateway.grpc.core.sockets import address_of
-from shmserve.gateway.grpc.service import HEALTH_WATCH, MODEL_INFER, MODEL_STREAM_INFER, RPCS
+from shmserve.gateway.grpc.service import (
+    HEALTH_WATCH,
+    MODEL_INFER,
+    MODEL_STREAM_INFER,
+    REFLECTIONS,
+    RPCS,
+)
 from shmserve.gateway.grpc.wire.fingerprint import split
 from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.proto import grpc_service_pb2 as pb
@@ -29,51 +28,15 @@ ALL = {f"/{service.full_name}/{method.name}" for service in SERVICES for method 
 def test_every_rpc_has_a_scope() -> None:
     """R17: what the protocol has is what the table has, and each belongs to an API."""
     assert len(ALL) == 22
-    assert set(RPCS) == ALL
+    assert set(RPCS) == {*ALL, *REFLECTIONS}
     for path, rpc in RPCS.items():
         assert rpc.scope in RESTRICTABLE, path
 
 
 def test_every_rpc_has_a_handler() -> None:
     own = {path for path, rpc in RPCS.items() if rpc.handler is None}
-    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH}
+    assert own == {MODEL_INFER, MODEL_STREAM_INFER, HEALTH_WATCH, *REFLECTIONS}
     assert all(rpc.request is not None for path, rpc in RPCS.items() if path not in own)
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:127.0.0.1:4242", ("127.0.0.1", 4242)),
-        ("ipv6:%5B::1%5D:4242", ("::1", 4242)),
-        ("ipv6:[::1]:4242", ("::1", 4242)),
-        ("unix:/tmp/socket", None),
-        ("unix:", None),
-        ("ipv4:127.0.0.1", None),
-        ("", None),
-    ],
-)
-def test_a_peer_is_an_address(peer: str, address: tuple[str, int] | None) -> None:
-    assert address_of(peer) == address
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_user_is_known_as_long_as_the_connection_lasts(host: str) -> None:
-    users = Users()
-    # As gRPC binds: a socket of the newer family for both kinds of addresses.
-    with socket.socket(socket.AF_INET6) as listener:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((f"::ffff:{host}" if "." in host else host, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with socket.create_connection((host, port)) as client:
-            name = client.getsockname()[:2]
-            assert users.at(name) is None
-            accepted, _ = listener.accept()
-            with accepted:
-                for _ in range(2):
-                    peer = users.at(name)
-                    assert peer is not None and peer.uid == os.geteuid()
-            assert users.at(name) is None
 
 
 def request(ident: str = "one") -> pb.ModelInferRequest:

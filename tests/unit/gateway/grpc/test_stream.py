@@ -50,15 +50,13 @@ class Taking:
 class Deaf:
     """The call of a client that takes one response."""
 
-    def __init__(self) -> None:
+    client: Any = None
+    head = SimpleNamespace(metadata=())
+
+    def __init__(self, requests: AsyncIterator[bytes]) -> None:
+        self.requests = lambda: requests
         self.taken = 0
-        self.over: list[Callable[[Any], None]] = []
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self.over.append(callback)
-
-    def invocation_metadata(self) -> None:
-        return None
+        self.on_over: Callable[[], None] | None = None
 
     def time_remaining(self) -> None:
         return None
@@ -70,12 +68,9 @@ class Deaf:
             self.taken += 1
 
 
-def streaming(
-    inferences: Any, requests: AsyncIterator[bytes], call: Deaf, patience_s: float
-) -> Coroutine[Any, Any, None]:
+def streaming(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
     """The stream on this call."""
-    client: Any = None
-    return stream_infer(inferences, client, requests, call, call.write_all, patience_s)
+    return stream_infer(inferences, call, patience_s)
 
 
 def test_a_refusal_that_waits_holds_nothing() -> None:
@@ -109,11 +104,11 @@ def test_who_does_not_read_is_cut_off() -> None:
 
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, requests(), Deaf(), 0.05))
+        asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
     assert cancelled == ["behind", "further behind"]
 
     async def cancelled_twice() -> None:
-        stream = streaming(inferences, requests(), Deaf(), 60.0)
+        stream = streaming(inferences, Deaf(requests()), 60.0)
         call = asyncio.create_task(stream)
         for _ in range(100):  # until it is stuck
             await asyncio.sleep(0)
@@ -149,12 +144,12 @@ def test_what_waits_is_bounded_in_bytes_and_in_number(size: int, most: int) -> N
 
     inferences: Any = Inferences()
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, requests(), Deaf(), 0.05))
+        asyncio.run(streaming(inferences, Deaf(requests()), 0.05))
     assert asked == most + 1  # one was answered
 
 
 def test_memory_is_given_back_when_the_call_is_over() -> None:
-    """gRPC may hold much of it until then, long after the stream was given up."""
+    """The call may hold much of it until then, long after the stream was given up."""
 
     class Inferences(Taking):
         def stream(self, raw: bytes, caller: Any, remaining_s: Any, *_: Any) -> Submitted:
@@ -165,12 +160,12 @@ def test_memory_is_given_back_when_the_call_is_over() -> None:
             yield bytes(1000)
 
     inferences: Any = Inferences()
-    call = Deaf()
+    call = Deaf(requests())
     with pytest.raises(Unavailable):
-        asyncio.run(streaming(inferences, requests(), call, 0.05))
+        asyncio.run(streaming(inferences, call, 0.05))
     inferences.large.clear()
-    for callback in call.over:
-        callback(call)
+    assert call.on_over is not None
+    call.on_over()
     (byte_size,) = inferences.large
     assert byte_size >= 3000
 
@@ -189,7 +184,7 @@ def test_a_request_that_cannot_be_taken_fails_the_call() -> None:
         yield b"bad"
 
     inferences: Any = Inferences()
-    call = Deaf()
+    call = Deaf(requests())
     with pytest.raises(KeyError):
-        asyncio.run(streaming(inferences, requests(), call, 10))
+        asyncio.run(streaming(inferences, call, 10))
     assert call.taken == 1

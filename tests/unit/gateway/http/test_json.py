@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
+from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.http.body import read_request
 from shmserve.gateway.http.body.read_request import header_size
-from shmserve.gateway.http.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.http.json import large_arrays, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate

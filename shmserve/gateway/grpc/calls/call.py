@@ -1,0 +1,427 @@
+"""Calls: what their handlers see of them. A unary call has one message and one response, a stream
+call any number of each.
+
+    begun ──> its message is here ──> `on_message` ──> finish or fail ──> `on_over`: all is sent
+      ├──> the client has left, or its time is over ──> `on_gone`, `on_over`
+      └──> late: its message does not come
+
+A unary call has no task: what happens to it goes on where its event is handled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from shmserve.errors import ShmserveError
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.grpc.calls import response_blocks
+from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.head import CallHead, Metadata
+from shmserve.gateway.grpc.calls.messages import (
+    LARGE,
+    PREFIX,
+    ArrivingMessage,
+    Assembly,
+    BrokenMessage,
+    Received,
+    Sinks,
+    framed,
+    inflated,
+    release,
+)
+from shmserve.gateway.grpc.status import DONE, INTERNAL, LATE, MISSING, OVER, Ending, StatusCode
+from shmserve.gateway.http2.outgoing import Stream
+
+logger = logging.getLogger(__name__)
+
+UnaryHandler = Callable[[Any, "UnaryCall"], None]
+StreamHandler = Callable[["StreamCall"], Coroutine[Any, Any, Ending | None]]
+
+_TOGETHER = 64 * 1024  # bytes of small messages that are sent in one frame
+_OVER_S = 0.005  # a call with less time left is over
+
+
+class Call:
+    """A call of a client; `done` once nothing more is sent but what is queued."""
+
+    __slots__ = (
+        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
+        *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
+    )
+
+    def __init__(
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self.head = head
+        self._sinks = sinks
+        self.done = False
+        self.on_gone: Callable[[], None] | None = None
+        self.on_over: Callable[[], None] | None = None
+        self._assembly: Assembly | None = None
+        self._arriving: ArrivingMessage | None = None
+        self._begun = False  # the head of its response is sent
+        self._compression: str | None = None
+        self._ends = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        deflater = connection.front.deflater
+        if deflater is not None:
+            self._compression = deflater.encoding(head.accepts)
+        if head.timeout_s is not None:
+            self._ends = time.monotonic() + head.timeout_s
+            self._timer = connection.loop.call_later(head.timeout_s, self._expired)
+
+    # --- for its handler
+
+    @property
+    def client(self) -> ClientIdentity:
+        """Whose it is."""
+        return self._connection.client
+
+    @property
+    def metadata(self) -> Metadata:
+        """What the client sent with it."""
+        return self.head.metadata
+
+    def time_remaining(self) -> float | None:
+        """Until its deadline, in seconds; None: it has none."""
+        return self._ends - time.monotonic() if self._ends else None
+
+    def is_out_of_time(self) -> bool:
+        """Whether its deadline is now, or so soon that no response would be in time."""
+        return bool(self._ends) and self._ends - time.monotonic() < _OVER_S
+
+    def fail(
+        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """End it with a status; of what was written before, an error overtakes what waits for the
+        client to take it."""
+        if self.done:
+            return
+        self._end()
+        self._send_status(code, details, metadata)
+
+    def _send_status(
+        self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
+    ) -> None:
+        sending = self._connection.http2.sending
+        block = response_blocks.status(code, details, metadata)
+        self._stream.on_sent = self._over
+        if self._begun:
+            if code is not StatusCode.OK:
+                sending.discard(self._stream)
+            sending.trailers(self._stream, block)
+        else:
+            head = response_blocks.start(self.head.status)
+            sending.head(self._stream, head + block, end=True)
+        self._connection.flush()
+
+    # --- for its connection
+
+    def data(self, piece: memoryview, ended: bool) -> None:
+        """A piece of its data is here; `ended`: the last."""
+        if self.done:
+            return
+        try:
+            size = len(piece)
+            if size >= PREFIX.size and self._assembly is None:
+                flag, length = PREFIX.unpack_from(piece)
+                if not flag and length == size - PREFIX.size and size < LARGE:
+                    self._received(Received(bytes(piece[PREFIX.size :]), False, 0))
+                    if ended:
+                        self._half_closed()
+                    return
+            if size:
+                self._assemble(piece)
+            if ended and not self.done:
+                self._half_closed()
+        except BrokenMessage as broken:
+            self.fail(*broken.ending)
+        except ShmserveError as error:  # there is no memory for it
+            self.fail(StatusCode.UNAVAILABLE, error.message)
+        except Exception:
+            logger.exception("a call failed")
+            self.fail(*INTERNAL)
+
+    def _assemble(self, piece: memoryview) -> None:
+        assembly = self._assembly
+        if assembly is None:
+            window = self._connection.front.limits.window
+            assembly = self._assembly = Assembly(window, self.head, self._sinks)
+        for message in assembly.feed(piece):
+            self._arrived()
+            self._received(message)
+            if self.done:
+                return
+        if assembly.empty:
+            return
+        arriving = self.await_message()
+        arriving.received += len(piece)
+        if assembly.sink is None:
+            arriving.hold(len(piece))
+        else:
+            arriving.keep(assembly.sink.drop)
+        self._wants(assembly)
+
+    def _wants(self, assembly: Assembly) -> None:
+        """Have the client send what is missing, however much it is."""
+        extra, assembly.extra = assembly.extra, 0
+        self._connection.http2.grant(self._stream, extra)
+
+    def check_message(self) -> None:
+        """All is handled that came with its beginning."""
+
+    def await_message(self) -> ArrivingMessage:
+        """Watch that its message comes: it has begun, or there is none yet."""
+        if self._arriving is None:
+            front = self._connection.front
+            self._arriving = ArrivingMessage(front.body_timeout_s, front.budget, self.late)
+            self._connection.watch(self, self._arriving)
+        return self._arriving
+
+    def _arrived(self) -> None:
+        if self._arriving is not None:
+            self._arriving.give_back()
+            self._arriving = None
+            self._connection.unwatch(self)
+
+    def late(self) -> None:
+        """End it: its message does not come in time."""
+        self.fail(*LATE)
+
+    def gone(self) -> None:
+        """The client has left, or has broken a rule."""
+        if not self.done:
+            self._end()
+            self._leave()
+        self._over()
+
+    def _expired(self) -> None:
+        """Its time is over."""
+        if not self.done:
+            self._end()
+            self._leave()
+            self._send_status(*OVER)
+
+    def _leave(self) -> None:
+        left, self.on_gone = self.on_gone, None
+        if left is not None:
+            left()
+
+    def _end(self) -> None:
+        self.done = True
+        self._arrived()
+        if self._assembly is not None:
+            self._assembly.drop()
+            self._assembly = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _over(self) -> None:
+        self._stream.on_sent = None
+        over, self.on_over = self.on_over, None
+        if over is not None:
+            over()
+        self._connection.over()
+
+    # --- for its kinds
+
+    def _received(self, message: Received) -> None:
+        raise NotImplementedError
+
+    def _half_closed(self) -> None:
+        raise NotImplementedError
+
+    async def _inflated(self, message: Received) -> bytes:
+        assert isinstance(message.data, bytes)
+        front = self._connection.front
+        return await inflated(message.data, self.head.encoding, front.largest_inflated)
+
+    def _framed(self, data: bytes) -> tuple[bytes, bytes]:
+        deflater = self._connection.front.deflater
+        if self._compression is None or deflater is None:
+            return framed(data)
+        return deflater.framed(data, self._compression)
+
+
+class UnaryCall(Call):
+    """A call with one message, for which `on_message` is called, and one response: `finish` or
+    `fail` it once."""
+
+    __slots__ = ("_asked", "_task", "on_message")
+
+    def __init__(
+        self,
+        connection: Carrier,
+        stream: Stream,
+        head: CallHead,
+        on_message: UnaryHandler,
+        sinks: Sinks | None = None,
+    ) -> None:
+        super().__init__(connection, stream, head, sinks)
+        self.on_message = on_message
+        self._asked = False
+        self._task: asyncio.Task[None] | None = None
+
+    def check_message(self) -> None:
+        """Watch that its message comes, if it is not here yet."""
+        if not (self._asked or self.done):
+            self.await_message()
+
+    def finish(self, response: bytes) -> None:
+        """End it with its response."""
+        if self.done:
+            return
+        self._end()
+        self._stream.on_sent = self._over
+        head = response_blocks.head(self._compression)
+        sending = self._connection.http2.sending
+        sending.respond(self._stream, head, self._framed(response), response_blocks.OK)
+        self._connection.flush()
+
+    def _received(self, message: Received) -> None:
+        if self._asked:
+            release(message.data)
+            self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
+            return
+        self._asked = True
+        if message.compressed:
+            self._task = asyncio.ensure_future(self._inflate(message))
+        else:
+            self.on_message(message.data, self)
+
+    async def _inflate(self, message: Received) -> None:
+        try:
+            data = await self._inflated(message)
+        except BrokenMessage as broken:
+            self.fail(*broken.ending)
+            return
+        if not self.done:
+            self.on_message(data, self)
+
+    def _half_closed(self) -> None:
+        if not self._asked:
+            self.fail(*MISSING)
+
+
+class StreamCall(Call):
+    """A call with any number of messages and responses, which a task handles; that is cancelled
+    when the client has left."""
+
+    __slots__ = ("_closed", "_consumed", "_news", "_queue", "_task", "_written")
+
+    def __init__(
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+    ) -> None:
+        super().__init__(connection, stream, head, sinks)
+        self._queue: deque[Received] = deque()
+        self._closed = False  # the client sends no more
+        self._news: asyncio.Future[None] | None = None
+        self._written: asyncio.Future[None] | None = None
+        self._consumed = 0  # bytes that the client may send in the place of those taken
+        self._task: asyncio.Task[None] | None = None
+
+    def run(self, handler: StreamHandler) -> None:
+        """Serve it with this; what the handler returns is how it ends."""
+        self.on_gone = self._cancel
+        self._task = asyncio.ensure_future(self._run(handler))
+
+    async def _run(self, handler: StreamHandler) -> None:
+        try:
+            ending = await handler(self)
+        except BrokenMessage as broken:
+            ending = broken.ending
+        except Exception:
+            logger.exception("a stream failed")
+            ending = INTERNAL
+        if not self.done:
+            code, details, metadata = ending or DONE
+            if not self._begun and code is StatusCode.OK:
+                self._begin()
+            self.fail(code, details, metadata)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self) -> None:
+        super()._end()
+        while self._queue:
+            release(self._queue.popleft().data)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """Its messages, each when it is asked for, and then its asker's to release; raises
+        BrokenMessage."""
+        while True:
+            while not self._queue:
+                if self._closed or self.done:
+                    return
+                self._grant(0)
+                self._news = self._connection.loop.create_future()
+                await self._news
+                self._news = None
+            message = self._queue.popleft()
+            self._consumed += len(message.data) + PREFIX.size - message.extra
+            self._grant(self._connection.front.limits.window // 4)
+            yield await self._inflated(message) if message.compressed else message.data
+
+    def _grant(self, least: int) -> None:
+        if self._consumed > least:
+            consumed, self._consumed = self._consumed, 0
+            self._connection.http2.grant(self._stream, consumed)
+            self._connection.flush()
+        if not self._queue and self._assembly is not None:
+            self._wants(self._assembly)
+            self._connection.flush()
+
+    def _wants(self, assembly: Assembly) -> None:
+        if not self._queue:  # what was asked for before is to be taken first
+            extra, assembly.extra = assembly.extra, 0
+            self._connection.http2.grant(self._stream, extra)
+
+    def _received(self, message: Received) -> None:
+        self._queue.append(message)
+        self._wake()
+
+    def _half_closed(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _begin(self) -> None:
+        self._begun = True
+        sending = self._connection.http2.sending
+        sending.head(self._stream, response_blocks.head(self._compression))
+
+    async def write_all(self, responses: Sequence[bytes]) -> None:
+        """Write these; returns when the client takes the last of them, or has left."""
+        if self.done or not responses:
+            return
+        if not self._begun:
+            self._begin()
+        pieces = [part for response in responses for part in self._framed(response)]
+        sending = self._connection.http2.sending
+        if sum(map(len, pieces)) <= _TOGETHER:
+            sending.data(self._stream, b"".join(pieces))
+        else:
+            for piece in pieces:
+                sending.data(self._stream, piece)
+        self._connection.flush()
+        if self._stream.queued:
+            self._stream.on_progress = self._progress
+            self._written = self._connection.loop.create_future()
+            await self._written
+
+    def _progress(self) -> None:
+        if not self._stream.queued and self._written is not None and not self._written.done():
+            self._written.set_result(None)

@@ -1,0 +1,62 @@
+"""What the connections of a gateway share, and what a connection is to the calls on it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import ArrivingMessage, Deflater
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.inference.body_arrival import BodyBudget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrpcFront:
+    """What all connections of a gateway share. `begin` makes a call of a stream and its head;
+    `body_timeout_s` is a client's time to send a message or to take one, `largest_inflated` bounds
+    compressed messages, in bytes."""
+
+    settings: GrpcSettings
+    begin: Callable[[Carrier, Stream, CallHead], Any]
+    budget: BodyBudget
+    header_timeout_s: float
+    body_timeout_s: float
+    largest_inflated: int
+    tls: ssl.SSLContext | None
+    deflater: Deflater | None
+    limits: Limits = field(default_factory=Limits)
+
+
+class Carrier(Protocol):
+    """A connection, as the calls on it see it."""
+
+    front: GrpcFront
+    loop: asyncio.AbstractEventLoop
+    client: ClientIdentity
+    http2: Connection[CallHead]
+
+    def flush(self) -> None:
+        """Write what is ready."""
+
+    def watch(self, call: Any, arriving: ArrivingMessage) -> None:
+        """Have an eye on a call whose message is not here."""
+
+    def unwatch(self, call: Any) -> None:
+        """Its message is here, or it is over."""
+
+    def over(self) -> None:
+        """A call is over, and all of it is sent."""
+
+    def abort(self) -> None:
+        """End it now, whatever is not flushed."""
+
+    def force_close(self) -> None:
+        """End it; what is written already may still be flushed."""

@@ -1,0 +1,234 @@
+"""gRPC's messages in a stream of data: a byte that says whether it is compressed, four of its size,
+its bytes. Assembled from pieces of any size, inflated within limits; framed and deflated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+from shmserve.errors import InvalidArgument
+from shmserve.gateway.compression import Inflater
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.status import Ending, StatusCode
+from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+
+LARGE = 64 * 1024  # bytes of a message that is placed where it is to be, if it can
+PREFIX = struct.Struct(">BI")
+_KEPT_AS_IT_IS = 4096  # bytes of a piece; a smaller one would keep a whole buffer that it is in
+
+_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+class BrokenMessage(Exception):
+    """What comes is no message that can be taken; `ending` is how its call ends."""
+
+    def __init__(self, code: StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.ending: Ending = (code, text, ())
+
+
+class Placed(Protocol):
+    """A message whose large parts are where they are to be already; of `len` bytes."""
+
+    def __len__(self) -> int: ...
+
+    def release(self) -> None:
+        """Nobody needs it."""
+
+
+Message = bytes | Placed
+
+
+class Sink(Protocol):
+    """A message that goes where it is to be while it arrives."""
+
+    def feed(self, piece: memoryview) -> None:
+        """The next bytes."""
+
+    def whole(self) -> Message:
+        """All of it is here."""
+
+    def drop(self) -> None:
+        """Nobody needs it any more."""
+
+
+# For a call with this head, whose next message has so many bytes; None: it is assembled.
+Sinks = Callable[[CallHead, int], Sink | None]
+
+
+def release(message: Message) -> None:
+    """Nobody needs this message."""
+    if not isinstance(message, bytes):
+        message.release()
+
+
+class Received(NamedTuple):
+    """A whole message; `extra` is what of its size was granted to the client beyond the window."""
+
+    data: Message
+    compressed: bool
+    extra: int
+
+
+class ArrivingMessage(Arrival):
+    """A message of which a part is here, as long as its client may take for the rest; `on_evicted`
+    is told when others need its memory."""
+
+    def __init__(
+        self, patience_s: float, budget: BodyBudget, on_evicted: Callable[[], None]
+    ) -> None:
+        super().__init__(patience_s, budget)
+        self._on_evicted = on_evicted
+        self.patience_s = patience_s
+        self.began = time.monotonic()
+
+    def overdue(self, now: float) -> bool:
+        """Whether it has taken too long."""
+        return now > self.began + self.patience_s + self.received / SLOWEST_RATE
+
+    def _waited(self, now: float) -> float:
+        return now - self.began
+
+    def evict(self) -> None:
+        """Give its memory back now; its call ends."""
+        super().evict()
+        self._on_evicted()
+
+
+class Assembly:
+    """Assembles the messages of one call; `ahead` is how many bytes of them come unasked."""
+
+    __slots__ = (
+        *("_compressed", "_head", "_pieces", "_prefix", "_sinks", "_window"),
+        *("extra", "missing", "sink"),
+    )
+
+    def __init__(self, window: int, head: CallHead, sinks: Sinks | None) -> None:
+        self._window = window
+        self._head = head
+        self._sinks = sinks
+        self.sink: Sink | None = None
+        self._prefix = b""
+        self._pieces: list[bytearray | memoryview] = []
+        self._compressed = False
+        self.missing = 0  # bytes of the message that has begun
+        self.extra = 0  # bytes of it that the client may not send unasked
+
+    @property
+    def empty(self) -> bool:
+        """Whether no part of a message is here."""
+        return not (self._prefix or self.missing)
+
+    def feed(self, piece: memoryview) -> Iterator[Received]:
+        """The messages that are whole with this piece; raises BrokenMessage."""
+        at, end = 0, len(piece)
+        while at < end:
+            if not self.missing:
+                taken = PREFIX.size - len(self._prefix)
+                self._prefix += piece[at : at + taken]
+                at += taken
+                if len(self._prefix) < PREFIX.size:
+                    return
+                if not self._begin():
+                    yield Received(b"", self._compressed, 0)
+                    continue
+            part = piece[at : at + self.missing]
+            at += len(part)
+            self.missing -= len(part)
+            if self.sink is None:
+                self._keep(part)
+            else:
+                self.sink.feed(part)
+            if not self.missing:
+                data = self._whole()
+                extra, self.extra = self.extra, 0
+                yield Received(data, self._compressed, extra)
+
+    def _whole(self) -> Message:
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            return sink.whole()
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        return data
+
+    def drop(self) -> None:
+        """Nothing of what is here is needed."""
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            sink.drop()
+
+    def _keep(self, part: memoryview) -> None:
+        pieces = self._pieces
+        if len(part) >= _KEPT_AS_IT_IS:
+            pieces.append(part)
+        elif pieces and type(pieces[-1]) is bytearray:
+            pieces[-1] += part  # an object for each would be larger than what is in it
+        else:
+            pieces.append(bytearray(part))
+
+    def _begin(self) -> bool:
+        flag, size = PREFIX.unpack(self._prefix)
+        self._prefix = b""
+        if flag > 1:
+            raise BrokenMessage(StatusCode.INTERNAL, "malformed message")
+        if size > LARGEST_MESSAGE:
+            raise BrokenMessage(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})",
+            )
+        self._compressed = bool(flag)
+        self.missing = size
+        self.extra = max(0, size + PREFIX.size - self._window // 2)
+        if size >= LARGE and not flag and self._sinks is not None:
+            self.sink = self._sinks(self._head, size)
+        return bool(size)
+
+
+async def inflated(data: bytes, encoding: str, limit: int) -> bytes:
+    """A compressed message as it was, in turns of the loop; raises BrokenMessage."""
+    if encoding == "identity":
+        raise BrokenMessage(
+            StatusCode.INTERNAL, "a compressed message in a call without grpc-encoding"
+        )
+    inflater = Inflater(limit)
+    pieces: list[bytes] = []
+    try:
+        for piece in inflater.feed(data):
+            pieces.append(piece)
+            if len(pieces) % 4 == 0:
+                await asyncio.sleep(0)  # others have their turn
+        inflater.finish()
+    except InvalidArgument as error:
+        raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, error.message) from None
+    return b"".join(pieces)
+
+
+def framed(data: bytes) -> tuple[bytes, bytes]:
+    """A message as it is sent."""
+    return PREFIX.pack(0, len(data)), data
+
+
+class Deflater:
+    """Compresses the messages of calls whose clients take that, with zlib's `level`."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+
+    def encoding(self, accepts: frozenset[str]) -> str | None:
+        """The encoding for a client that accepts these."""
+        return next((name for name in _WBITS if name in accepts), None)
+
+    def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
+        """A message as it is sent; as it is where that is shorter."""
+        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        small = stream.compress(data) + stream.flush()
+        if len(small) >= len(data):
+            return framed(data)
+        return PREFIX.pack(1, len(small)), small

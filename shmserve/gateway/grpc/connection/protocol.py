@@ -1,0 +1,279 @@
+"""A client's connection: bytes to and from the HTTP/2 engine, what its events mean for calls, and
+patience with a client that sends or reads too slowly.
+
+Whoever floods one has the others wait no longer than for a turn: what is left over is handled in
+the next, and nothing is read meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from typing import cast
+
+from shmserve.gateway.client_identity import ClientIdentity
+from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
+from shmserve.gateway.grpc.calls.call import Call
+from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import ArrivingMessage
+from shmserve.gateway.grpc.connection.lifetime import Lifetime
+from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.events import Begun, Cancelled, Data
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
+
+logger = logging.getLogger(__name__)
+
+_LARGE = 64 * 1024  # of what is larger the pieces are handed to the socket as they are
+_HIGH_WATER = 256 * 1024  # bytes that the socket has not taken, above which data waits
+_LOOKS = 4  # at a call that waits, while its client has patience left
+
+
+class GrpcConnection(LimitedConnection):
+    """One client's connection, whose identity is `client`."""
+
+    def __init__(self, owner: Acceptor, front: GrpcFront) -> None:
+        self._owner = owner
+        self.front = front
+        self.loop = asyncio.get_running_loop()
+        self.transport = None
+        self.client: ClientIdentity
+        self.http2: Connection[CallHead] = Connection(CallHead, _data_size, front.limits)
+        self.lifetime = Lifetime(self)
+        self._handling = False
+        self._since = self.loop.time()  # something came, or a call was over
+        self._tls = None if front.tls is None else TlsLayer(front.tls)
+        self._opening: asyncio.TimerHandle | None = None
+        # --- patience
+        self._looking: asyncio.TimerHandle | None = None
+        self._arriving: dict[Call, ArrivingMessage] = {}
+        self._stalled: dict[Stream, tuple[float, int]] = {}  # since when, and what it had sent
+
+    # --- the connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Register it; a client that says nothing is shown out."""
+        self.transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it has ended already
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        self.client = self._owner.connection_made(self)
+        self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
+        self.transport.set_write_buffer_limits(high=_HIGH_WATER)
+        self.lifetime.begin()
+        self.flush()
+
+    def _not_opened(self) -> None:
+        self._opening = None
+        if not self.http2.acknowledged:
+            self.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client is gone, and with it what it has asked for."""
+        self.transport = None
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+        self.lifetime.end()
+        streams = list(self.http2.streams.values())
+        self.http2.streams.clear()
+        for stream in streams:
+            self.http2.sending.drop(stream)
+            if stream.call is not None:
+                stream.call.gone()
+        self._owner.connection_lost(self)
+        self.client.gone()
+
+    @property
+    def open(self) -> bool:
+        """Whether it is not on its way out."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when no call is on it, by the loop's time; None when there is one."""
+        return None if self.http2.streams else self._since
+
+    @property
+    def sending_since(self) -> float | None:
+        """Since when the rest of a message is missing; None when none is."""
+        return self._since if self._arriving else None
+
+    def abort(self) -> None:
+        """End it now, whatever is not flushed."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def leave(self) -> None:
+        """Have the client go when its calls are over."""
+        self.lifetime.leave()
+
+    def force_close(self) -> None:
+        """End it; what is written already may still be flushed."""
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            if self._tls is not None:
+                self._tls.close()
+                transport.write(self._tls.outgoing())
+            transport.close()
+            if transport.get_write_buffer_size():
+                self.loop.call_later(self.front.body_timeout_s, transport.abort)
+
+    # --- bytes
+
+    def data_received(self, data: bytes) -> None:
+        """Handle what came, as far as it has its turn."""
+        self._since = self.loop.time()
+        if self._tls is not None and data:
+            try:
+                data = self._tls.receive(data)
+            except BrokenTls as broken:
+                logger.debug("no TLS with a client: %s", broken)
+                self.force_close()
+                return
+        self._handling = True
+        http2 = self.http2
+        fresh: list[Call] = []
+        for event in http2.receive(data):
+            if isinstance(event, Data):
+                if event.stream.call is not None:
+                    event.stream.call.data(event.piece, event.ended)
+            elif isinstance(event, Begun):
+                self._begin(event.stream, event.head, fresh)
+            elif isinstance(event, Cancelled):
+                if event.stream.call is not None:
+                    event.stream.call.gone()
+            else:
+                self.lifetime.acknowledged(event.payload)
+        for call in fresh:
+            call.check_message()
+        self._handling = False
+        self.lifetime.received()
+        self.flush()
+        if http2.closing:
+            self.force_close()
+        elif http2.pending and self.transport is not None:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.data_received(b"")
+            if not self.http2.pending and self.transport is not None:
+                self.transport.resume_reading()
+
+    def _begin(self, stream: Stream, head: CallHead, fresh: list[Call]) -> None:
+        try:
+            call = stream.call = self.front.begin(self, stream, head)
+        except Exception:
+            logger.exception("a call could not begin")
+            self.http2.reset(stream, ErrorCode.INTERNAL_ERROR)
+        else:
+            fresh.append(call)
+
+    def flush(self) -> None:
+        """Write what is ready, unless that happens soon in any case."""
+        if self._handling:
+            return
+        sending = self.http2.sending
+        ready, transport = sending.ready, self.transport
+        if transport is None or not (ready or self._tls is not None):
+            return
+        if self._tls is not None:
+            self._flush_encrypted(self._tls, transport)
+        else:
+            sending.ready = []
+            if len(ready) == 1:
+                transport.write(ready[0])
+            elif sum(map(len, ready)) <= _LARGE:
+                transport.write(b"".join(ready))
+            else:
+                transport.writelines(ready)
+        if sending.has_blocked:
+            self._look_soon()
+
+    def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
+        sending = self.http2.sending
+        if tls.ready and sending.ready:
+            ready, sending.ready = sending.ready, []
+            for piece in (b"".join(ready),) if sum(map(len, ready)) <= _LARGE else ready:
+                tls.send(piece)
+        if encrypted := tls.outgoing():
+            transport.write(encrypted)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write: data waits."""
+        self.http2.sending.paused = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        sending = self.http2.sending
+        sending.paused = False
+        sending.resume()
+        self.flush()
+
+    # --- patience
+
+    def watch(self, call: Call, arriving: ArrivingMessage) -> None:
+        """Have an eye on a call whose message is not here."""
+        self._arriving[call] = arriving
+        self._look_soon()
+
+    def unwatch(self, call: Call) -> None:
+        """Its message is here, or it is over."""
+        self._arriving.pop(call, None)
+
+    def over(self) -> None:
+        """A call is over, and all of it is sent."""
+        self._since = self.loop.time()
+        self.lifetime.over()
+
+    def _look_soon(self) -> None:
+        if self._looking is None:
+            self._looking = self.loop.call_later(self.front.body_timeout_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        now = time.monotonic()
+        for call, arriving in list(self._arriving.items()):
+            if arriving.overdue(now):
+                call.late()
+        blocked = self.http2.sending.blocked
+        patience_s = self.front.body_timeout_s
+        self._stalled = {
+            stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
+        }
+        for stream, (since, sent) in list(self._stalled.items()):
+            if now - since < patience_s:
+                continue
+            if stream.sent - sent >= patience_s * SLOWEST_RATE:
+                self._stalled[stream] = now, stream.sent
+            else:
+                self._give_up(stream)
+        self.flush()
+        if self._arriving or self._stalled:
+            self._look_soon()
+
+    def _give_up(self, stream: Stream) -> None:
+        """The client does not take this stream's data."""
+        if self.http2.sending.paused:
+            logger.info("a client that does not read its responses was disconnected")
+            self.abort()
+            return
+        del self._stalled[stream]
+        self.http2.reset(stream, ErrorCode.CANCEL)
+        if stream.call is not None:
+            stream.call.gone()
+
+
+def _data_size(head: CallHead) -> int:
+    return head.data_size

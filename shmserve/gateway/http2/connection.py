@@ -1,0 +1,365 @@
+"""A server's HTTP/2 connection without IO: bytes in, events out (RFC 9113).
+
+`receive` takes bytes and gives what they mean to whoever handles streams; what is to be sent is in
+`sending.ready`. It does no more at once than others can wait for: the rest it has `pending`, and
+goes on with `receive(b"")`.
+
+A stream's life:
+
+    HEADERS ──> open ── its END_STREAM ──> ended ──┐
+                 └──── all of ours is sent ────────┴──> closed
+    RST_STREAM of either side ──────────────────────────> closed at once
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data, Event
+from shmserve.gateway.http2.frames import (
+    ACK,
+    CONTINUATION,
+    DEFAULT_WINDOW,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    LARGEST_WINDOW,
+    PING,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    STREAM_BITS,
+    WINDOW_UPDATE,
+    ConnectionFault,
+    ErrorCode,
+    StreamFault,
+)
+from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
+from shmserve.gateway.http2.incoming import Incoming
+from shmserve.gateway.http2.limits import Budget, Limits
+from shmserve.gateway.http2.outgoing import Outgoing, Stream
+
+T = TypeVar("T")
+
+_MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
+_EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
+_NOTHING = memoryview(b"")
+
+
+class Connection(Incoming[T]):
+    """One connection. `read_head` makes of a request's fields what its receiver wants to know;
+    `content_length` says how many bytes of data those promise, -1 for any.
+    """
+
+    def __init__(
+        self,
+        read_head: Callable[[Fields], T],
+        content_length: Callable[[T], int],
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(limits)
+        self._content_length = content_length
+        self._headers = HeaderDecoder(read_head, limits.header_list)
+        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
+        self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
+        self.sending = Outgoing(self._finished)
+        self.streams: dict[int, Stream] = {}
+        self.last = 0  # the highest stream that the client has begun
+        self.acknowledged = False  # the client has acknowledged ours
+        self._paid_for = 0  # frames of data that have earned what they earn
+        self.pings = 0  # of the client, in all
+        self._refusing = False  # no new streams: we have said so
+        self._promised = STREAM_BITS  # the highest stream that may be served, as the client knows
+        self._left: dict[int, None] = {}  # ended by us while the client was not done
+        self._window = LARGEST_WINDOW  # of all streams together
+        self.sending.ready.append(
+            frames.settings(
+                {
+                    frames.MAX_CONCURRENT_STREAMS: limits.streams,
+                    frames.INITIAL_WINDOW_SIZE: limits.window,
+                    frames.MAX_FRAME_SIZE: limits.frame,
+                    frames.MAX_HEADER_LIST_SIZE: limits.header_list,
+                }
+            )
+            + frames.frame(WINDOW_UPDATE, 0, 0, frames.long(LARGEST_WINDOW - DEFAULT_WINDOW))
+        )
+
+    def receive(self, data: bytes) -> Sequence[Event[T]]:
+        """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
+        the connection is `closing`."""
+        events = super().receive(data)
+        if self.sending.grown:
+            self.sending.resume()
+        return events
+
+    # --- data
+
+    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
+        self._window -= size
+        if self._window < 0:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
+        if self._window < LARGEST_WINDOW // 2:
+            more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
+            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, frames.long(more)))
+        stream = self.streams.get(number)
+        if stream is None or stream.ended:
+            self._check_closed(number, stream)
+            stream = None
+            self._control.spend()
+        else:
+            stream.receive_window -= size
+            if stream.receive_window < 0:
+                self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
+                stream = None
+            elif padding:
+                self._pad(stream, padding)
+        self._piece_stream = stream
+        if not self._piece_left:
+            if not self._piece_ends:
+                self._control.spend()
+            if stream is not None:
+                self._give(stream, _NOTHING, events)
+
+    def _pad(self, stream: Stream, size: int) -> None:
+        """Padding used up so much of a stream's window, which its receiver knows nothing of."""
+        stream.padding += size
+        if stream.padding > self._limits.window // 4:
+            padding, stream.padding = stream.padding, 0
+            self.grant(stream, padding)
+
+    def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
+        last = self._piece_ends and not self._piece_left
+        if stream.said >= 0:
+            stream.said -= len(piece)
+            if stream.said < 0 or (last and stream.said):
+                self._piece_stream = None
+                self._fail_stream(stream.id, ErrorCode.PROTOCOL_ERROR, events)
+                return
+        if last:
+            stream.ended = True
+        events.append(Data(stream, piece, last))
+
+    # --- other frames
+
+    def _frame(
+        self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
+    ) -> None:
+        if self._block is not None and (kind != CONTINUATION or number != self._block_stream):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
+        if not self.ready and (kind != SETTINGS or flags & ACK):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS must come first")
+        if kind == HEADERS:
+            self._begin_block(flags, number, payload, events)
+        elif kind == CONTINUATION:
+            self._continue_block(flags, payload, events)
+        elif kind == WINDOW_UPDATE:
+            self._window_update(number, payload)
+        elif kind == RST_STREAM:
+            self._reset_by_client(number, payload, events)
+        elif kind == SETTINGS:
+            self._control.spend()
+            self._settings(flags, number, payload)
+        elif kind == PING:
+            self._control.spend()
+            self._ping(flags, number, payload, events)
+        elif kind == GOAWAY:
+            self._control.spend()
+            if number:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "GOAWAY of a stream")
+            if len(payload) < 8:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+        elif kind == PUSH_PROMISE:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+        else:
+            self._control.spend()
+            if kind == PRIORITY:
+                _check_priority(number, payload)
+
+    def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
+        if number <= self.last:
+            self._trailers(number, flags, block, events)
+            return
+        self.last = number
+        ended = bool(flags & END_STREAM)
+        if self._refusing or len(self.streams) >= self._limits.streams:
+            self._headers.skip(block)
+            raise StreamFault(ErrorCode.REFUSED_STREAM)
+        head = self._headers.request(block)
+        stream = Stream(number, self._limits.window, self.sending.initial_window)
+        stream.said = self._content_length(head)
+        self.streams[number] = stream
+        self._control.earn(_EARNED)
+        events.append(Begun(stream, head))
+        if ended:
+            if stream.said > 0:
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+            stream.ended = True
+            events.append(Data(stream, _NOTHING, True))
+
+    def _trailers(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
+        stream = self.streams.get(number)
+        if stream is None or stream.ended:
+            self._headers.skip(block)
+            self._check_closed(number, stream)
+            self._control.spend()
+            return
+        self._headers.trailers(block)
+        if not flags & END_STREAM or stream.said > 0:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        stream.ended = True
+        events.append(Data(stream, _NOTHING, True))
+
+    def _check_closed(self, number: int, stream: Stream | None) -> None:
+        """Data or a header block for a stream that takes none: fine if we have ended it, and the
+        client may not have known."""
+        if number > self.last or not number & 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a frame of a stream not begun")
+        if stream is not None or number not in self._left:
+            raise ConnectionFault(ErrorCode.STREAM_CLOSED, "a frame of a stream that has ended")
+
+    def _window_update(self, number: int, payload: bytes) -> None:
+        more = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
+        stream = self.streams.get(number)
+        if number and stream is None:
+            self._check_begun(number, "WINDOW_UPDATE")
+        if not more:
+            if not number:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        self._earn_for_data()
+        self._control.spend()
+        if not number or stream is not None:
+            self.sending.grant(stream, more)
+
+    def _earn_for_data(self) -> None:
+        sent, self._paid_for = self.sending.frames - self._paid_for, self.sending.frames
+        self._control.earn(_EARNED * sent)
+
+    def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
+        frames.parse_long(payload, "RST_STREAM")
+        self._check_begun(number, "RST_STREAM")
+        self._resets.spend()
+        stream = self.streams.get(number)
+        if stream is not None:
+            self._forget(stream)
+            events.append(Cancelled(stream))
+
+    def _check_begun(self, number: int, what: str) -> None:
+        if number > self.last or not number & 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
+
+    def _settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+        if flags & ACK:
+            if payload:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
+            self.acknowledged = True
+            return
+        settings = dict(frames.parse_settings(payload))  # the last of each is what holds
+        window = settings.get(frames.INITIAL_WINDOW_SIZE)
+        if window is not None:
+            self.sending.change_initial_window(window, self.streams.values())
+        self.sending.largest_frame = settings.get(frames.MAX_FRAME_SIZE, self.sending.largest_frame)
+        self.ready = True
+        self.sending.ready.append(_SETTINGS_ACK)
+
+    def _ping(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
+        if number:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
+        if len(payload) != 8:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "PING of a wrong size")
+        if flags & ACK:
+            events.append(Acknowledged(payload))
+            return
+        self.pings += 1
+        self.sending.ready.append(frames.frame(PING, ACK, 0, payload))
+
+    # --- ends
+
+    def _fail_stream(self, number: int, code: ErrorCode, events: list[Event[T]]) -> None:
+        """The client has broken a rule on this stream."""
+        self._resets.spend()
+        stream = self.streams.get(number)
+        if number > self.last:
+            raise ConnectionFault(code, "a broken frame of a stream not begun")
+        if stream is None:
+            self._remember(number)
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, number, frames.long(code)))
+        else:
+            self.reset(stream, code)
+            events.append(Cancelled(stream))
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        """End a stream at once, in both directions."""
+        if self.streams.get(stream.id) is stream:
+            if not stream.ended:
+                self._remember(stream.id)
+            self._forget(stream)
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, frames.long(code)))
+
+    def _forget(self, stream: Stream) -> None:
+        stream.ended = True
+        self.sending.drop(stream)
+        self.streams.pop(stream.id, None)
+        if self._piece_stream is stream:
+            self._piece_stream = None
+
+    def _remember(self, number: int) -> None:
+        self._left[number] = None
+        if len(self._left) > _MOST_REMEMBERED:
+            del self._left[next(iter(self._left))]
+
+    def _finished(self, stream: Stream) -> None:
+        """All of ours is sent."""
+        if stream.ended:
+            self.streams.pop(stream.id, None)
+        else:
+            # Nobody wants the rest of the request (RFC 9113, 8.1); a client that has not taken its
+            # response is told in a way that it hears without taking it.
+            self.reset(stream, ErrorCode.CANCEL if stream.cut else ErrorCode.NO_ERROR)
+        if stream.on_sent is not None:
+            stream.on_sent()
+
+    def grant(self, stream: Stream, more: int) -> None:
+        """Let the client send so many bytes more of a stream's data."""
+        if more > 0 and not stream.ended:
+            stream.receive_window += more
+            update = frames.frame(WINDOW_UPDATE, 0, stream.id, frames.long(more))
+            self.sending.ready.append(update)
+
+    def fail(self, code: ErrorCode, text: str = "") -> None:
+        """Tell the client to go, and end."""
+        if not self.closing:
+            super().fail(code, text)
+            last = min(self.last, self._promised)
+            self.sending.ready.append(frames.goaway(last, code, text))
+
+    def refuse_more(self, *, finally_: bool) -> None:
+        """Tell the client to begin no more streams: first those that are on their way are still
+        served, then, finally, none above the last that came."""
+        if finally_ and not self._refusing:
+            self._refusing = True
+            self._promised = self.last
+        self.sending.ready.append(frames.goaway(self._promised, ErrorCode.NO_ERROR))
+
+    def ping(self, payload: bytes) -> None:
+        """Ask for a sign of life, of eight bytes; it comes as `Acknowledged`."""
+        self.sending.ready.append(frames.frame(PING, 0, 0, payload))
+
+
+_SETTINGS_ACK = frames.frame(SETTINGS, ACK, 0)
+
+
+def _check_priority(number: int, payload: bytes) -> None:
+    if not number:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+    if len(payload) != 5:
+        raise StreamFault(ErrorCode.FRAME_SIZE_ERROR)
+    if int.from_bytes(payload[:4], "big") & STREAM_BITS == number:
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)

@@ -1,0 +1,115 @@
+"""The layout of HTTP/2 frames (RFC 9113, 4 and 6): kinds, flags, error codes, settings."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+# Kinds of frames.
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE = range(6)
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
+
+# Flags.
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+HAS_PRIORITY = 0x20
+
+HEAD_SIZE = 9
+# Of a frame: the upper two bytes of its size, the lowest one, its kind, its flags, its stream.
+HEAD = struct.Struct(">HBBBI")
+STREAM_BITS = 0x7FFFFFFF
+LARGEST_WINDOW = 2**31 - 1
+DEFAULT_WINDOW = 65535
+SMALLEST_FRAME, LARGEST_FRAME = 16384, 2**24 - 1
+
+# Settings.
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 1, 2, 3
+INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 4, 5, 6
+_SETTING = struct.Struct(">HI")
+_LONG = struct.Struct(">I")
+
+
+class ErrorCode(IntEnum):
+    """Why a stream or a connection ends (RFC 9113, 7)."""
+
+    NO_ERROR = 0x0
+    PROTOCOL_ERROR = 0x1
+    INTERNAL_ERROR = 0x2
+    FLOW_CONTROL_ERROR = 0x3
+    SETTINGS_TIMEOUT = 0x4
+    STREAM_CLOSED = 0x5
+    FRAME_SIZE_ERROR = 0x6
+    REFUSED_STREAM = 0x7
+    CANCEL = 0x8
+    COMPRESSION_ERROR = 0x9
+    ENHANCE_YOUR_CALM = 0xB
+
+
+class ConnectionFault(Exception):
+    """The client breaks a rule that the whole connection stands on: it ends with this code."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class StreamFault(Exception):
+    """The client breaks a rule on one stream: that ends with this code."""
+
+    def __init__(self, code: ErrorCode) -> None:
+        super().__init__(code.name)
+        self.code = code
+
+
+def head(size: int, kind: int, flags: int, stream: int) -> bytes:
+    """The first nine bytes of a frame whose payload has `size` bytes."""
+    return HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame."""
+    return head(len(payload), kind, flags, stream) + payload
+
+
+def long(value: int) -> bytes:
+    """A number of 32 bits, as windows and error codes are."""
+    return _LONG.pack(value)
+
+
+def goaway(last: int, code: ErrorCode, text: str = "") -> bytes:
+    """GOAWAY: streams above `last` are not served, for this reason."""
+    return frame(GOAWAY, 0, 0, long(last) + long(code) + text.encode())
+
+
+def settings(values: dict[int, int]) -> bytes:
+    """SETTINGS."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*item) for item in values.items()))
+
+
+def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+    """The values of a SETTINGS frame; raises ConnectionFault for one that is out of range."""
+    if len(payload) % _SETTING.size:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a broken size")
+    for key, value in _SETTING.iter_unpack(payload):
+        if key == ENABLE_PUSH and value > 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
+        if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
+            raise ConnectionFault(
+                ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE out of range"
+            )
+        if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
+        yield key, value
+
+
+def parse_long(payload: bytes, what: str) -> int:
+    """The number that is a frame's whole payload; raises ConnectionFault."""
+    if len(payload) != _LONG.size:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"{what} of a wrong size")
+    number: int = _LONG.unpack(payload)[0]
+    return number

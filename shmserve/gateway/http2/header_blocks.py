@@ -1,0 +1,170 @@
+"""Header blocks (HPACK, RFC 7541): a cached decoder of requests, and literal blocks for responses.
+
+Programs send the same head again and again, which a client's encoder writes in the same few bytes
+once its table knows the fields. So what a block means is kept, as long as the table stays as it is.
+
+This stands on `dynamic_entries` of the table of the package `hpack`, which is not in its
+documentation: without it nothing is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from hpack import Decoder, HPACKError, OversizedHeaderListError
+
+from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
+
+T = TypeVar("T")
+Fields = Sequence[tuple[bytes, bytes]]
+
+_MOST_KNOWN = 64
+_LONGEST_KNOWN = 512
+_SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
+_LONG_UPDATE = 0x1F  # in its first byte: more of its number follow
+_MOST_UPDATES = 2  # of the table's size in a block
+_LONGEST_LENGTH = 19  # digits
+
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+_NEEDED = frozenset((b":method", b":scheme", b":path"))
+_OF_CONNECTIONS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+_is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
+_is_broken = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
+
+
+class HeaderDecoder(Generic[T]):
+    """The decoder of a connection's header blocks. `read` makes of a request's fields, which are
+    checked, what its receiver wants to know of them."""
+
+    def __init__(self, read: Callable[[Fields], T], largest: int) -> None:
+        self._decoder = Decoder(largest)
+        self._read = read
+        self._known: dict[bytes, T] = {}
+        self._keeps = hasattr(self._decoder.header_table, "dynamic_entries")
+
+    def request(self, block: bytes) -> T:
+        """The head of a request; raises StreamFault for a malformed one, and ConnectionFault."""
+        known = self._known.get(block)
+        if known is not None:
+            return known
+        fields, keeps = self._decode(block)
+        check_request(fields)
+        found = self._read(fields)
+        if keeps and len(block) <= _LONGEST_KNOWN:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[block] = found
+        return found
+
+    def trailers(self, block: bytes) -> None:
+        """Decode the trailers of a request, of which only that they are well-formed matters; raises
+        as `request`."""
+        check_trailers(self._decode(block)[0])
+
+    def skip(self, block: bytes) -> None:
+        """Decode a block that nobody wants, for the table's sake; raises ConnectionFault."""
+        self._decode(block)
+
+    def _decode(self, block: bytes) -> tuple[Fields, bool]:
+        """The fields of a block, and whether it means the same the next time. Raises
+        ConnectionFault, behind which no block can be decoded."""
+        table = self._decoder.header_table
+        entries: Sequence[object] = table.dynamic_entries if self._keeps else ()
+        count, newest = len(entries), entries[0] if entries else None
+        is_update = bool(block) and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
+        if is_update:
+            _check_updates(block)
+        try:
+            fields: Fields = list(self._decoder.decode(block, raw=True))
+        except OversizedHeaderListError:
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header list") from None
+        except HPACKError:
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block") from None
+        if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
+            self._known.clear()
+            return fields, False
+        return fields, self._keeps
+
+
+def _check_updates(block: bytes) -> None:
+    """Raise ConnectionFault for more updates of the table's size than mean anything (RFC 7541,
+    4.2): no limit on header lists counts them."""
+    at = count = 0
+    while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
+        count += 1
+        if count > _MOST_UPDATES:
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block")
+        goes_on = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
+        at += 1
+        while goes_on and at < len(block):
+            goes_on = block[at] >= 128
+            at += 1
+
+
+def check_request(fields: Fields) -> None:
+    """Raise StreamFault for the head of a request that is malformed (RFC 9113, 8.2 and 8.3)."""
+    pseudo: set[bytes] = set()
+    for at, (name, value) in enumerate(fields):
+        if name[:1] == b":":
+            if name not in _PSEUDO or name in pseudo or len(pseudo) != at:
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+            pseudo.add(name)
+            if _is_broken(value) or not (value or name == b":authority"):
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        else:
+            _check_field(name, value)
+    if not pseudo >= _NEEDED:
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+
+
+def check_trailers(fields: Fields) -> None:
+    """Raise StreamFault for malformed trailers."""
+    for name, value in fields:
+        _check_field(name, value)
+
+
+def _check_field(name: bytes, value: bytes) -> None:
+    if not _is_name(name) or name in _OF_CONNECTIONS or _is_broken(value):
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+    if name == b"te" and value != b"trailers":
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+
+
+def content_length(fields: Fields) -> int:
+    """The size in bytes that a request says its data has, -1 if it does not; raises StreamFault for
+    what is no number, or more than one."""
+    found = {value for name, value in fields if name == b"content-length"}
+    if not found:
+        return -1
+    said = found.pop()
+    if found or not said.isdigit() or len(said) > _LONGEST_LENGTH:
+        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+    return int(said)
+
+
+def encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A block of literal fields, which no table keeps: it is the same for every client."""
+    return b"".join(
+        b"\0%b%b%b%b" % (_integer(len(name)), name, _integer(len(value)), value)
+        for name, value in fields
+    )
+
+
+STATUS_200 = b"\x88"  # ":status: 200", which is in the table that never changes
+
+
+def _integer(value: int) -> bytes:
+    """With a prefix of seven bits (RFC 7541, 5.1)."""
+    if value < 127:
+        return bytes((value,))
+    rest = value - 127
+    parts = bytearray((127,))
+    while rest >= 128:
+        parts.append(rest & 127 | 128)
+        rest >>= 7
+    parts.append(rest)
+    return bytes(parts)

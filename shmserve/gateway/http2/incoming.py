@@ -1,0 +1,265 @@
+"""Frames out of bytes: how what comes is cut, whatever it means (RFC 9113, 3.4, 4 and 6.10).
+
+Data is given piece by piece as it comes, never collected here; everything else is handled when the
+whole frame is here, a header block when all its frames are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from shmserve.gateway.http2.events import Event
+from shmserve.gateway.http2.frames import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HAS_PRIORITY,
+    HEAD,
+    HEAD_SIZE,
+    HEADERS,
+    PADDED,
+    PREFACE,
+    STREAM_BITS,
+    ConnectionFault,
+    ErrorCode,
+    StreamFault,
+)
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.outgoing import Stream
+
+T = TypeVar("T")
+
+_LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
+_BLOCK_SHIFT = 4  # so many bytes of a header block, as a power of two, are as much work as a frame
+
+
+class Incoming(Generic[T]):
+    """The reading half of a connection; what frames mean is for its kinds.
+
+    `closing`: it is over but for what is to be written. `frames_in`: what came, to see silence.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.closing = False
+        self.ready = False  # the client's SETTINGS are here
+        self.frames_in = 0
+        self._buffer = bytearray()  # the start of what is not handled yet
+        self._needed = 0  # bytes of it, before it is worth a look
+        self._opened = False  # the preface is here
+        self._block: bytearray | None = None  # a header block whose rest is to come
+        self._block_stream = 0
+        self._block_flags = 0
+        self._block_frames = 0
+        self._piece_left = 0  # bytes of a DATA frame that is arriving; of one of no use, too
+        self._padding_left = 0
+        self._piece_stream: Stream | None = None
+        self._piece_ends = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is more to be handled of what came."""
+        return not self.closing and len(self._buffer) >= self._needed > 0
+
+    def receive(self, data: bytes) -> Sequence[Event[T]]:
+        """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
+        the connection is `closing`."""
+        if self.closing:
+            return ()
+        if self._buffer:
+            self._buffer += data
+            if len(self._buffer) < self._needed:
+                return ()
+            data = bytes(self._buffer)
+            self._buffer.clear()
+        events: list[Event[T]] = []
+        try:
+            at = self._handle(data, events)
+        except ConnectionFault as fault:
+            self.fail(fault.code, fault.text)
+            return events
+        if at < len(data):
+            self._buffer += memoryview(data)[at:]
+        else:
+            self._needed = 0
+        return events
+
+    def fail(self, code: ErrorCode, text: str = "") -> None:
+        """Tell the client to go, and end."""
+        self.closing = True
+        self._buffer.clear()
+
+    def _handle(self, data: bytes, events: list[Event[T]]) -> int:
+        """Handle the frames in `data`, as many as have their turn; how far it came."""
+        at, end = 0, len(data)
+        if not self._opened:
+            at = self._open(data)
+            if not self._opened:
+                return at
+        view = memoryview(data)
+        work = self._limits.frames
+        unpack = HEAD.unpack_from
+        while True:
+            if self._piece_left or self._padding_left:
+                if at == end:
+                    break
+                at = self._take_piece(view, at, end, events)
+                continue
+            if work <= 0:
+                self._needed = 1
+                break
+            if end - at < HEAD_SIZE:
+                self._needed = HEAD_SIZE
+                break
+            high, low, kind, flags, number = unpack(data, at)
+            size = high << 8 | low
+            number &= STREAM_BITS
+            work -= 1
+            if kind == DATA and self._block is None and self.ready:
+                if flags & PADDED and size and end - at == HEAD_SIZE:
+                    self._needed = HEAD_SIZE + 1
+                    break
+                at += HEAD_SIZE
+                self.frames_in += 1
+                at += self._begin_data(number, flags, size, data, at, events)
+                continue
+            self._check_size(kind, size)
+            if end - at < HEAD_SIZE + size:
+                self._needed = HEAD_SIZE + size
+                break
+            at += HEAD_SIZE
+            self.frames_in += 1
+            if kind == HEADERS:
+                work -= self._limits.begin + (size >> _BLOCK_SHIFT)
+            elif kind == CONTINUATION:
+                work -= size >> _BLOCK_SHIFT
+            try:
+                self._frame(kind, flags, number, data[at : at + size], events)
+            except StreamFault as fault:
+                self._fail_stream(number, fault.code, events)
+            at += size
+        return at
+
+    def _open(self, data: bytes) -> int:
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "not HTTP/2")
+        if len(data) < len(PREFACE):
+            self._needed = len(PREFACE)
+            return 0
+        self._opened = True
+        return len(PREFACE)
+
+    def _check_size(self, kind: int, size: int) -> None:
+        if size > self._limits.frame:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+        if kind in (HEADERS, CONTINUATION):
+            if size > self._limits.header_block:
+                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
+        elif size > _LARGEST_CONTROL:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+
+    # --- data
+
+    def _begin_data(
+        self, number: int, flags: int, size: int, data: bytes, at: int, events: list[Event[T]]
+    ) -> int:
+        """The head of a DATA frame is here; how many bytes of padding's length were behind it."""
+        if size > self._limits.frame:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+        padding = taken = 0
+        if flags & PADDED:
+            if not size:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
+            padding, taken = data[at], 1
+            if padding >= size:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+        self._piece_left = size - taken - padding
+        self._padding_left = padding
+        self._piece_ends = bool(flags & END_STREAM)
+        self._data_begins(number, size, padding + taken, events)
+        return taken
+
+    def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
+        """Take what is here of a DATA frame; returns where that ends."""
+        if self._piece_left:
+            size = min(self._piece_left, end - at)
+            self._piece_left -= size
+            if self._piece_stream is not None:
+                self._give(self._piece_stream, view[at : at + size], events)
+            return at + size
+        size = min(self._padding_left, end - at)
+        self._padding_left -= size
+        return at + size
+
+    # --- header blocks
+
+    def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
+        if not number & 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
+        if flags & (PADDED | HAS_PRIORITY):
+            payload = _block_of(flags, number, payload)
+        if flags & END_HEADERS:
+            self._headers_came(number, flags, payload, events)
+        else:
+            self._block = bytearray(payload)
+            self._block_stream, self._block_flags, self._block_frames = number, flags, 0
+
+    def _continue_block(self, flags: int, payload: bytes, events: list[Event[T]]) -> None:
+        if self._block is None:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        self._block += payload
+        self._block_frames += 1
+        if (
+            self._block_frames > self._limits.continuations
+            or len(self._block) > self._limits.header_block
+        ):
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
+        if flags & END_HEADERS:
+            block, self._block = bytes(self._block), None
+            self._headers_came(self._block_stream, self._block_flags, block, events)
+
+    # --- for its kinds
+
+    def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
+        """A DATA frame of so many bytes begins, some of them padding; its pieces are for
+        `_piece_stream`."""
+        raise NotImplementedError
+
+    def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
+        """A piece of data is here."""
+        raise NotImplementedError
+
+    def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
+        """A whole header block is here."""
+        raise NotImplementedError
+
+    def _frame(
+        self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
+    ) -> None:
+        """A whole frame is here that is not data."""
+        raise NotImplementedError
+
+    def _fail_stream(self, number: int, code: ErrorCode, events: list[Event[T]]) -> None:
+        """The client has broken a rule on this stream."""
+        raise NotImplementedError
+
+
+def _block_of(flags: int, number: int, payload: bytes) -> bytes:
+    """The header block in a HEADERS frame with padding or a priority."""
+    start, end = 0, len(payload)
+    if flags & PADDED:
+        if not payload:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+        start, end = 1, end - payload[0]
+    if flags & HAS_PRIORITY:
+        if len(payload) - start < 5:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+        depends_on = int.from_bytes(payload[start : start + 4], "big") & STREAM_BITS
+        if depends_on == number:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a stream that depends on itself")
+        start += 5
+    if end < start:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+    return payload[start:end]

@@ -1,0 +1,73 @@
+"""Limits on what costs a server more than its client: budgets that time refills.
+
+A budget is generous to programs and lets a flood run out of it at once. What each is for:
+
+    resets      streams begun and given up: by the client (rapid reset), or by us because it broke a
+                rule on purpose (MadeYouReset)
+    control     frames that carry nothing: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA,
+                frames of unknown kinds; calls and data that is sent earn some back
+
+A client that exceeds one is told to go with ENHANCE_YOUR_CALM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a connection.
+
+    `header_list` is in bytes as HPACK counts them, `header_block` in bytes on the wire. `frames` is
+    how much work is done before others have their turn, in frames; one that begins a stream counts
+    as `begin`. `window` is how many bytes of a stream's data may come unasked, `frame` how many in
+    one frame.
+    """
+
+    streams: int = 512
+    header_list: int = 64 * 1024
+    header_block: int = 64 * 1024
+    continuations: int = 8
+    resets: int = 1024
+    resets_per_s: float = 64.0
+    control: int = 2048
+    control_per_s: float = 256.0
+    frames: int = 256
+    begin: int = 8
+    window: int = 1024 * 1024
+    frame: int = 1024 * 1024
+
+
+class Budget:
+    """So many of something at once, and so many more a second."""
+
+    __slots__ = ("_at", "_clock", "_left", "_most", "_per_s", "_what")
+
+    def __init__(self, most: int, per_s: float, clock: Callable[[], float], what: str) -> None:
+        self._most = most
+        self._left = most
+        self._per_s = per_s
+        self._clock = clock
+        self._at = clock()
+        self._what = what
+
+    def spend(self) -> None:
+        """One more; raises ConnectionFault when that is too many."""
+        self._left -= 1
+        if self._left < 0:
+            now = self._clock()
+            earned = int((now - self._at) * self._per_s)
+            if earned:
+                self._at = now
+                self._left = min(self._left + earned, self._most)
+            if self._left < 0:
+                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
+
+    def earn(self, count: int) -> None:
+        """The client did what it is here for."""
+        if self._left < self._most:
+            self._left = min(self._left + count, self._most)

@@ -1,0 +1,280 @@
+"""What a connection sends: frames, within the windows that its client gives (RFC 9113, 5.2).
+
+Bytes are collected in `ready`, to be written together. Data waits at its stream while a window is
+used up, or while the socket takes no more (`paused`); streams that wait take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    LARGEST_WINDOW,
+    SMALLEST_FRAME,
+    ConnectionFault,
+    ErrorCode,
+    StreamFault,
+)
+
+_OVERFLOW = "a window of more than 2^31-1"
+_TURN = 256 * 1024  # bytes of one stream before others that wait have their turn
+
+
+class Stream:
+    """A stream that is open, at least in one direction. `call` is its receiver's.
+
+    `ended`: the client sends no more. `finished`: all is queued that we send, `on_sent` is called
+    once it has been handed to the socket.
+    """
+
+    __slots__ = (
+        *("call", "cut", "ended", "finished", "id", "on_progress", "on_sent", "padding", "queued"),
+        *("receive_window", "said", "send_window", "sent", "tag", "trailers", "waiting"),
+    )
+
+    def __init__(self, number: int, receive_window: int, send_window: int) -> None:
+        self.id = number
+        self.tag = frames.long(number)
+        self.call: Any = None
+        self.ended = False
+        self.finished = False
+        self.cut = False  # not all of its data was sent
+        self.said = -1  # bytes of its data that are still to come by its content-length; -1: any
+        self.receive_window = receive_window
+        self.padding = 0  # bytes of it that were padding, not granted again yet
+        # --- what is to be sent
+        self.send_window = send_window
+        self.waiting: deque[memoryview] = deque()
+        self.queued = 0  # bytes of it
+        self.sent = 0  # bytes, in all
+        self.trailers: bytes | None = None  # to be sent behind it
+        self.on_progress: Callable[[], None] | None = None
+        self.on_sent: Callable[[], None] | None = None
+
+
+class Outgoing:
+    """The sending half of a connection."""
+
+    def __init__(self, close: Callable[[Stream], None]) -> None:
+        self._close = close  # a stream of which all is sent
+        self.ready: list[bytes | memoryview] = []
+        self.paused = False
+        self.window = frames.DEFAULT_WINDOW
+        self.initial_window = frames.DEFAULT_WINDOW
+        self.largest_frame = SMALLEST_FRAME
+        self._blocked: dict[Stream, None] = {}  # in the order of their turns
+        self.frames = 0  # of data, in all
+        self.grown = False  # a window is larger: `resume` is to be called
+
+    # --- by the receiver of calls
+
+    def head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
+        """Send a header block."""
+        if stream.finished:
+            return
+        if end:
+            self.trailers(stream, block)
+        else:
+            self._block(stream, block, END_HEADERS)
+
+    def data(self, stream: Stream, piece: bytes | memoryview) -> None:
+        """Queue data, and send as much of it as can be."""
+        size = len(piece)
+        if stream.finished or not size:
+            return
+        if (
+            not stream.queued
+            and size <= self.largest_frame
+            and size <= stream.send_window
+            and size <= self.window
+            and not self.paused
+        ):
+            self._frame(stream, piece, size)
+            return
+        stream.waiting.append(memoryview(piece))
+        stream.queued += size
+        self._blocked[stream] = None
+        while self._pump(stream):
+            pass
+
+    def trailers(self, stream: Stream, block: bytes) -> None:
+        """Send a header block that ends the stream, behind its data; not before the socket takes
+        more, so that whoever does not read has no more streams than it may."""
+        if stream.finished:
+            return
+        stream.finished = True
+        if stream.queued or self.paused:
+            stream.trailers = block
+            self._blocked[stream] = None
+            return
+        self._block(stream, block, END_HEADERS | END_STREAM)
+        self._sent_all(stream)
+
+    def respond(
+        self, stream: Stream, head: bytes, pieces: Sequence[bytes], trailers: bytes
+    ) -> None:
+        """Send a whole response: `head` and `trailers` are header blocks, `pieces` its data."""
+        size = sum(map(len, pieces))
+        if stream.finished:
+            return
+        if (
+            size > self.largest_frame
+            or size > stream.send_window
+            or size > self.window
+            or self.paused
+            or len(head) > SMALLEST_FRAME
+            or len(trailers) > SMALLEST_FRAME
+        ):
+            self.head(stream, head)
+            for piece in pieces:
+                self.data(stream, piece)
+            self.trailers(stream, trailers)
+            return
+        self.window -= size
+        self.frames += 1
+        tag = stream.tag
+        self.ready += (
+            _start(len(head), HEADERS, END_HEADERS) + tag + head + _start(size, DATA, 0) + tag,
+            *pieces,
+            _start(len(trailers), HEADERS, END_HEADERS | END_STREAM) + tag + trailers,
+        )
+        stream.finished = True
+        self._sent_all(stream)
+
+    def discard(self, stream: Stream) -> None:
+        """Forget the data of a stream that waits: it ends otherwise."""
+        stream.cut = stream.cut or bool(stream.queued)
+        stream.waiting.clear()
+        stream.queued = 0
+        self._blocked.pop(stream, None)
+
+    def drop(self, stream: Stream) -> None:
+        """Send nothing of this stream any more."""
+        self.discard(stream)
+        stream.trailers = None
+        stream.finished = True
+
+    # --- by the client
+
+    def grant(self, stream: Stream | None, more: int) -> None:
+        """The client takes `more` bytes of a stream, or of all together; raises StreamFault or
+        ConnectionFault when that is too much."""
+        if stream is None:
+            self.window += more
+            if self.window > LARGEST_WINDOW:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+            self.grown = True
+            return
+        stream.send_window += more
+        if stream.send_window > LARGEST_WINDOW:
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR)
+        while self._pump(stream):
+            pass
+
+    def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
+        """The client's SETTINGS change what every stream has; raises ConnectionFault."""
+        more = size - self.initial_window
+        self.initial_window = size
+        for stream in streams:
+            stream.send_window += more
+            if stream.send_window > LARGEST_WINDOW:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+        if more > 0:
+            self.grown = True
+
+    def resume(self) -> None:
+        """Send what can be sent now, of one stream after the other."""
+        self.grown = False
+        going = list(self._blocked)
+        while going and not self.paused:
+            # Who has nothing because the window of all is used up is not moved behind the others.
+            going = [
+                stream
+                for stream in going
+                if (self.window > 0 or not stream.queued) and self._pump(stream)
+            ]
+
+    @property
+    def has_blocked(self) -> bool:
+        """Whether data waits."""
+        return bool(self._blocked)
+
+    @property
+    def blocked(self) -> Sequence[Stream]:
+        """The streams with data that cannot be sent yet."""
+        return tuple(self._blocked)
+
+    # --- frames
+
+    def _pump(self, stream: Stream) -> bool:
+        """Send of a stream's data what its turn allows; whether more could be sent now."""
+        if stream not in self._blocked:
+            return False
+        turn = _TURN
+        room = 0
+        while stream.queued and turn > 0 and not self.paused:
+            room = min(self.largest_frame, stream.send_window, self.window)
+            if room <= 0:
+                break
+            piece = stream.waiting.popleft()
+            if len(piece) > room:
+                stream.waiting.appendleft(piece[room:])
+                piece = piece[:room]
+            size = len(piece)
+            stream.queued -= size
+            turn -= size
+            self._frame(stream, piece, size)
+        del self._blocked[stream]
+        if stream.queued or self.paused:
+            self._blocked[stream] = None  # behind the others
+        elif stream.trailers is not None:
+            self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
+            self._sent_all(stream)
+        if stream.on_progress is not None:
+            stream.on_progress()
+        return bool(stream.queued) and turn <= 0
+
+    def _frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
+        stream.send_window -= size
+        stream.sent += size
+        self.window -= size
+        self.frames += 1
+        self.ready += (_start(size, DATA, 0) + stream.tag, piece)
+
+    def _block(self, stream: Stream, block: bytes, flags: int) -> None:
+        if len(block) <= SMALLEST_FRAME:
+            self.ready.append(_start(len(block), HEADERS, flags) + stream.tag + block)
+            return
+        first, rest = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
+        self.ready.append(frames.frame(HEADERS, flags & ~END_HEADERS, stream.id, first))
+        while rest:
+            piece, rest = rest[:SMALLEST_FRAME], rest[SMALLEST_FRAME:]
+            last = 0 if rest else END_HEADERS
+            self.ready.append(frames.frame(frames.CONTINUATION, last, stream.id, piece))
+
+    def _sent_all(self, stream: Stream) -> None:
+        stream.finished = True
+        self._close(stream)
+
+
+def _start(size: int, kind: int, flags: int) -> bytes:
+    """The head of a frame up to its stream's number."""
+    if size < _SMALL:
+        known = _STARTS.get((size, kind, flags))
+        if known is not None:
+            return known
+    made = frames.head(size, kind, flags, 0)[:5]
+    if size < _SMALL:
+        _STARTS[size, kind, flags] = made
+    return made
+
+
+_SMALL = 1024
+_STARTS: dict[tuple[int, int, int], bytes] = {}
