@@ -111,7 +111,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         if self._pool.free and self._queue.full(submit.priority):
-            self._expire(now_ns)
+            for late in self._queue.expired(now_ns):
+                self._expire(late, now_ns)
             self._dispatch.run(now_ns)
         sequence_key = self._dispatch.identify(client, submit)
         request = self._queue.enqueue(client, submit, now_ns)
@@ -231,7 +232,8 @@ class BatchingCore(Core[ScheduledRequest]):
     # --- time -------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        self._expire(now_ns)
+        for request in self._queue.expired(now_ns):
+            self._expire(request, now_ns)
         if now_ns >= self._limit_ns:
             for slot in self._pool.overdue(now_ns):
                 self._recovery.overrun(slot, now_ns)
@@ -251,11 +253,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._limit_ns = self._pool.next_limit_ns()
         return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
 
-    def _expire(self, now_ns: int) -> None:
-        for request in self._queue.expired(now_ns):
-            self._end_late(request, now_ns)
-
-    def _end_late(self, request: ScheduledRequest, now_ns: int) -> None:
+    def _expire(self, request: ScheduledRequest, now_ns: int) -> None:
         early, reason, text = False, Reason.OTHER, EXPIRED
         match request.state:
             case State.QUEUED:
