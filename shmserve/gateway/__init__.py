@@ -17,7 +17,7 @@ An HTTP request, file by file:
 
 A gRPC request:
 
-    grpc/connection.py              bytes -> http2/, an engine without IO -> calls (grpc/calls.py)
+    grpc/connection/protocol.py     bytes -> http2/, an engine without IO -> calls (grpc/calls/)
     grpc/service.py                 the call authorised; grpc/infer_calls.py: errors to a status
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
     grpc/wire/fingerprint.py        a head that came before: its prepared request, else

@@ -103,6 +103,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.http2": (),
+    "gateway.grpc.calls": (
+        *("common", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.wire"),
+        "gateway.http2",
+    ),
+    "gateway.grpc.connection": (
+        *("gateway", "gateway.inference", "gateway.grpc.calls", "gateway.http2"),
+    ),
     "gateway.grpc": (
         *("ipc.*", "common.*", "proto", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*", "gateway.http2"),

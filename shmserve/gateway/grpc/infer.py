@@ -14,7 +14,9 @@ from google.protobuf.message import DecodeError
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.call_head import CallHead
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import Sink
+from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
@@ -179,9 +181,13 @@ class Inferences(ActiveCount):
         given = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return forwarded_headers(pattern, given)
 
+    def sink(self, head: CallHead, size: int) -> Sink:
+        """Where a large request of a call with this head goes while it arrives."""
+        return RequestSink(self.gateway, size, lambda: self.headers(head))
+
     def submit(
         self,
-        raw: bytes,
+        raw: bytes | PlacedRequest,
         client: ClientIdentity,
         remaining_s: float | None,
         headers: Mapping[str, str] = _NO_HEADERS,
@@ -195,7 +201,7 @@ class Inferences(ActiveCount):
 
     def stream(
         self,
-        raw: bytes,
+        raw: bytes | PlacedRequest,
         client: ClientIdentity,
         remaining_s: float | None,
         on_response: Callable[[StreamingRequest, Message], None],
@@ -228,7 +234,7 @@ class Inferences(ActiveCount):
 
     def _admitted(
         self,
-        raw: bytes,
+        raw: bytes | PlacedRequest,
         client: ClientIdentity,
         remaining_s: float | None,
         headers: Mapping[str, str],
@@ -246,8 +252,13 @@ class Inferences(ActiveCount):
         return model, built, submit
 
     def _read(
-        self, raw: bytes, headers: Mapping[str, str], streamed: bool
+        self, raw: bytes | PlacedRequest, headers: Mapping[str, str], streamed: bool
     ) -> tuple[GatewayModel, BuiltRequest]:
+        if not isinstance(raw, bytes):
+            if raw.model.decoupled and not streamed:
+                raw.release()
+                raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)
+            return raw.model, raw.built
         # With parameters of its own a request is not like others with its message.
         parts = None if headers else split(raw)
         if parts is not None:

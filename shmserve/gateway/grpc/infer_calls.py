@@ -6,8 +6,9 @@ import logging
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls import Call, StreamCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.ipc.inflight import Response
@@ -23,7 +24,7 @@ class InferenceCalls:
         self._stall_s = gateway.settings.body_timeout_s
         self._inferences = inferences
 
-    def infer(self, raw: bytes, call: UnaryCall) -> None:
+    def infer(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
         """Handle a ModelInfer, whose message is `raw`."""
 
         def responded(_: Response) -> None:

@@ -17,9 +17,16 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, serving
-from shmserve.gateway.grpc.call_head import CallHead
-from shmserve.gateway.grpc.calls import Call, StreamCall, StreamHandler, UnaryCall
-from shmserve.gateway.grpc.front import Carrier
+from shmserve.gateway.grpc.calls.call import (
+    Call,
+    StreamCall,
+    StreamHandler,
+    UnaryCall,
+    UnaryHandler,
+)
+from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.infer_calls import InferenceCalls
 from shmserve.gateway.grpc.reflection import reflect
@@ -116,8 +123,8 @@ class Service:
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._begins[MODEL_INFER] = _unary(inference.infer)
-        self._begins[MODEL_STREAM_INFER] = _stream(inference.stream)
+        self._begins[MODEL_INFER] = _unary(inference.infer, inferences.sink)
+        self._begins[MODEL_STREAM_INFER] = _stream(inference.stream, sinks=inferences.sink)
         self._begins[HEALTH_WATCH] = _stream(self._watch, awaited=True)
         for path in REFLECTIONS:
             self._begins[path] = _stream(reflect)
@@ -202,9 +209,9 @@ def _never(_: bytes, call: UnaryCall) -> None:
     """The handler of a call that has ended before its message came."""
 
 
-def _unary(on_message: Callable[[bytes, UnaryCall], None]) -> Begin:
+def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
     def begin(connection: Carrier, stream: Stream, head: CallHead) -> UnaryCall:
-        return UnaryCall(connection, stream, head, on_message)
+        return UnaryCall(connection, stream, head, on_message, sinks)
 
     return begin
 
@@ -213,11 +220,11 @@ def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
 
 
-def _stream(handler: StreamHandler, *, awaited: bool = False) -> Begin:
+def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
     """`awaited`: its first message must come in time, as that of a unary call."""
 
     def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamCall:
-        call = StreamCall(connection, stream, head)
+        call = StreamCall(connection, stream, head, sinks)
         if awaited:
             call.await_message()
         call.run(handler)

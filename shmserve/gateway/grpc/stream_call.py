@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.grpc.calls import StreamCall
+from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.wire.response import (
     StreamedTemplate,
     streamed,
@@ -169,7 +171,11 @@ class _Stream:
         try:
             async for raw in self._call.requests():
                 size = max(len(raw), _LEAST)
-                await self._window.take(size)
+                try:
+                    await self._window.take(size)
+                except BaseException:
+                    release(raw)
+                    raise
                 self._take(raw, size)
                 self.total += len(raw)
                 self.trim.soon(len(raw))
@@ -177,7 +183,7 @@ class _Stream:
             self._ended = True
             self._news.set()
 
-    def _take(self, raw: bytes, size: int) -> None:
+    def _take(self, raw: bytes | PlacedRequest, size: int) -> None:
         inferences, call = self._inferences, self._call
         try:
             item: Submitted | StreamingRequest | RequestRefused = inferences.stream(

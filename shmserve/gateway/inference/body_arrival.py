@@ -133,11 +133,16 @@ class Arrival:
         """Nothing is kept outside of the arena any more, or the body is whole."""
         self._budget.give(self)
 
+    def keep(self, release: Callable[[], None]) -> None:
+        """It has a block of the arena, until it is given back; eviction frees that with
+        `release`."""
+        self._release = release
+        self._budget.keep(self)
+
     @contextmanager
     def keeping(self, release: Callable[[], None]) -> Iterator[None]:
         """While this runs, it has a block of the arena, which eviction frees with `release`."""
-        self._release = release
-        self._budget.keep(self)
+        self.keep(release)
         try:
             yield
         finally:

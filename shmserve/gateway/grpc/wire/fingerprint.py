@@ -81,12 +81,12 @@ def _value(value: bytes) -> int | str | None:
         return None
 
 
-_RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
-_EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # those of fields 1 to 6
+RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
+EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # those of fields 1 to 6
 _MOST_BYTES = INLINE_LIMIT + 4096
 _LONGEST_HEAD = 2048
 _MOST_KNOWN = 1024
-_MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
+MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
 
 Key = tuple[bytes, tuple[int, ...]]
 
@@ -123,11 +123,11 @@ def split(raw: bytes) -> Split | None:
             shift += 7
         else:
             return None
-        if shift > _MOST_SHIFT or size > end - at:
+        if shift > MOST_SHIFT or size > end - at:
             return None
-        if tag == _RAW_INPUT:
+        if tag == RAW_INPUT:
             contents.append(raw[at : at + size])
-        elif tag in _EARLIER and not contents:
+        elif tag in EARLIER and not contents:
             head_end = at + size
             cut = ids if tag == ID else None
             if tag == PARAMETER and raw.startswith(OF_SEQUENCE, at + KEY_AT):

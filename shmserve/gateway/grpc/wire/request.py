@@ -6,7 +6,7 @@ in its own typed `contents`; the texts are Triton's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,15 @@ _PLAIN_ON_THE_WIRE = frozenset(("BOOL", "FP32", "FP64"))
 _Parameters = Mapping[str, InferParameter]
 
 
-def infer_request(message: ModelInferRequest) -> InferRequest:
-    """The neutral request of a message; raises InvalidArgument or Unsupported."""
+def infer_request(message: ModelInferRequest, raw: Sequence[bytes] | None = None) -> InferRequest:
+    """The neutral request of a message, whose raw contents may be given beside it; raises
+    InvalidArgument or Unsupported."""
     request = InferRequest(message.id, [], [], binary=True, version=message.model_version)
     if message.parameters:
         _take_parameters(request, message.parameters)
     check_number(message.inputs, "inputs")
     check_number(message.outputs, "outputs")
-    raw = message.raw_input_contents
+    raw = message.raw_input_contents if raw is None else raw
     taken = 0
     for tensor in message.inputs:
         given = _input(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shmserve.gateway.grpc.call_head import ENCODINGS
+from shmserve.gateway.grpc.calls.head import ENCODINGS
 from shmserve.gateway.grpc.status import StatusCode, percent_encoded
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.call_head import CallHead
-from shmserve.gateway.grpc.messages import ArrivingMessage, Deflater
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import ArrivingMessage, Deflater
 from shmserve.gateway.http2.connection import Connection
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream

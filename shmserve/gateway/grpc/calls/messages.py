@@ -9,14 +9,16 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.compression import Inflater
+from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 
+LARGE = 64 * 1024  # bytes of a message that is placed where it is to be, if it can
 PREFIX = struct.Struct(">BI")
 _KEPT_AS_IT_IS = 4096  # bytes of a piece; a smaller one would keep a whole buffer that it is in
 
@@ -31,10 +33,45 @@ class BrokenMessage(Exception):
         self.ending: Ending = (code, text, ())
 
 
+class Placed(Protocol):
+    """A message whose large parts are where they are to be already; of `len` bytes."""
+
+    def __len__(self) -> int: ...
+
+    def release(self) -> None:
+        """Nobody needs it."""
+
+
+Message = bytes | Placed
+
+
+class Sink(Protocol):
+    """A message that goes where it is to be while it arrives."""
+
+    def feed(self, piece: memoryview) -> None:
+        """The next bytes."""
+
+    def whole(self) -> Message:
+        """All of it is here."""
+
+    def drop(self) -> None:
+        """Nobody needs it any more."""
+
+
+# For a call with this head, whose next message has so many bytes; None: it is assembled.
+Sinks = Callable[[CallHead, int], Sink | None]
+
+
+def release(message: Message) -> None:
+    """Nobody needs this message."""
+    if not isinstance(message, bytes):
+        message.release()
+
+
 class Received(NamedTuple):
     """A whole message; `extra` is what of its size was granted to the client beyond the window."""
 
-    data: bytes
+    data: Message
     compressed: bool
     extra: int
 
@@ -67,13 +104,18 @@ class ArrivingMessage(Arrival):
 class Assembly:
     """Assembles the messages of one call; `ahead` is how many bytes of them come unasked."""
 
-    __slots__ = ("_compressed", "_pieces", "_prefix", "_size", "_window", "extra", "missing")
+    __slots__ = (
+        *("_compressed", "_head", "_pieces", "_prefix", "_sinks", "_window"),
+        *("extra", "missing", "sink"),
+    )
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, head: CallHead, sinks: Sinks | None) -> None:
         self._window = window
+        self._head = head
+        self._sinks = sinks
+        self.sink: Sink | None = None
         self._prefix = b""
         self._pieces: list[bytearray | memoryview] = []
-        self._size = 0
         self._compressed = False
         self.missing = 0  # bytes of the message that has begun
         self.extra = 0  # bytes of it that the client may not send unasked
@@ -99,12 +141,28 @@ class Assembly:
             part = piece[at : at + self.missing]
             at += len(part)
             self.missing -= len(part)
-            self._keep(part)
+            if self.sink is None:
+                self._keep(part)
+            else:
+                self.sink.feed(part)
             if not self.missing:
-                data = b"".join(self._pieces)
-                self._pieces.clear()
+                data = self._whole()
                 extra, self.extra = self.extra, 0
                 yield Received(data, self._compressed, extra)
+
+    def _whole(self) -> Message:
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            return sink.whole()
+        data = b"".join(self._pieces)
+        self._pieces.clear()
+        return data
+
+    def drop(self) -> None:
+        """Nothing of what is here is needed."""
+        sink, self.sink = self.sink, None
+        if sink is not None:
+            sink.drop()
 
     def _keep(self, part: memoryview) -> None:
         pieces = self._pieces
@@ -128,6 +186,8 @@ class Assembly:
         self._compressed = bool(flag)
         self.missing = size
         self.extra = max(0, size + PREFIX.size - self._window // 2)
+        if size >= LARGE and not flag and self._sinks is not None:
+            self.sink = self._sinks(self._head, size)
         return bool(size)
 
 

@@ -16,12 +16,12 @@ from typing import cast
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
-from shmserve.gateway.grpc.call_head import CallHead
-from shmserve.gateway.grpc.calls import Call
-from shmserve.gateway.grpc.front import GrpcFront
-from shmserve.gateway.grpc.lifetime import Lifetime
-from shmserve.gateway.grpc.messages import ArrivingMessage
-from shmserve.gateway.grpc.tls_layer import BrokenTls, TlsLayer
+from shmserve.gateway.grpc.calls.call import Call
+from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import ArrivingMessage
+from shmserve.gateway.grpc.connection.lifetime import Lifetime
+from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
 from shmserve.gateway.http2.connection import Connection
 from shmserve.gateway.http2.events import Begun, Cancelled, Data
 from shmserve.gateway.http2.frames import ErrorCode

@@ -19,23 +19,27 @@ from typing import Any
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc import response_blocks
-from shmserve.gateway.grpc.call_head import CallHead, Metadata
-from shmserve.gateway.grpc.front import Carrier
-from shmserve.gateway.grpc.messages import (
+from shmserve.gateway.grpc.calls import response_blocks
+from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.head import CallHead, Metadata
+from shmserve.gateway.grpc.calls.messages import (
+    LARGE,
     PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
     Received,
+    Sinks,
     framed,
     inflated,
+    release,
 )
 from shmserve.gateway.grpc.status import DONE, INTERNAL, LATE, MISSING, OVER, Ending, StatusCode
 from shmserve.gateway.http2.outgoing import Stream
 
 logger = logging.getLogger(__name__)
 
+UnaryHandler = Callable[[Any, "UnaryCall"], None]
 StreamHandler = Callable[["StreamCall"], Coroutine[Any, Any, Ending | None]]
 
 _TOGETHER = 64 * 1024  # bytes of small messages that are sent in one frame
@@ -46,14 +50,17 @@ class Call:
     """A call of a client; `done` once nothing more is sent but what is queued."""
 
     __slots__ = (
-        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_stream"),
-        *("_timer", "done", "head", "on_gone", "on_over"),
+        *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
+        *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
     )
 
-    def __init__(self, connection: Carrier, stream: Stream, head: CallHead) -> None:
+    def __init__(
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+    ) -> None:
         self._connection = connection
         self._stream = stream
         self.head = head
+        self._sinks = sinks
         self.done = False
         self.on_gone: Callable[[], None] | None = None
         self.on_over: Callable[[], None] | None = None
@@ -125,7 +132,7 @@ class Call:
             size = len(piece)
             if size >= PREFIX.size and self._assembly is None:
                 flag, length = PREFIX.unpack_from(piece)
-                if not flag and length == size - PREFIX.size:
+                if not flag and length == size - PREFIX.size and size < LARGE:
                     self._received(Received(bytes(piece[PREFIX.size :]), False, 0))
                     if ended:
                         self._half_closed()
@@ -145,7 +152,8 @@ class Call:
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            assembly = self._assembly = Assembly(self._connection.front.limits.window)
+            window = self._connection.front.limits.window
+            assembly = self._assembly = Assembly(window, self.head, self._sinks)
         for message in assembly.feed(piece):
             self._arrived()
             self._received(message)
@@ -155,7 +163,10 @@ class Call:
             return
         arriving = self.await_message()
         arriving.received += len(piece)
-        arriving.hold(len(piece))
+        if assembly.sink is None:
+            arriving.hold(len(piece))
+        else:
+            arriving.keep(assembly.sink.drop)
         self._wants(assembly)
 
     def _wants(self, assembly: Assembly) -> None:
@@ -206,7 +217,9 @@ class Call:
     def _end(self) -> None:
         self.done = True
         self._arrived()
-        self._assembly = None
+        if self._assembly is not None:
+            self._assembly.drop()
+            self._assembly = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -227,6 +240,7 @@ class Call:
         raise NotImplementedError
 
     async def _inflated(self, message: Received) -> bytes:
+        assert isinstance(message.data, bytes)
         front = self._connection.front
         return await inflated(message.data, self.head.encoding, front.largest_inflated)
 
@@ -248,9 +262,10 @@ class UnaryCall(Call):
         connection: Carrier,
         stream: Stream,
         head: CallHead,
-        on_message: Callable[[bytes, UnaryCall], None],
+        on_message: UnaryHandler,
+        sinks: Sinks | None = None,
     ) -> None:
-        super().__init__(connection, stream, head)
+        super().__init__(connection, stream, head, sinks)
         self.on_message = on_message
         self._asked = False
         self._task: asyncio.Task[None] | None = None
@@ -273,6 +288,7 @@ class UnaryCall(Call):
 
     def _received(self, message: Received) -> None:
         if self._asked:
+            release(message.data)
             self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._asked = True
@@ -301,8 +317,10 @@ class StreamCall(Call):
 
     __slots__ = ("_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
-    def __init__(self, connection: Carrier, stream: Stream, head: CallHead) -> None:
-        super().__init__(connection, stream, head)
+    def __init__(
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
+    ) -> None:
+        super().__init__(connection, stream, head, sinks)
         self._queue: deque[Received] = deque()
         self._closed = False  # the client sends no more
         self._news: asyncio.Future[None] | None = None
@@ -333,8 +351,14 @@ class StreamCall(Call):
         if self._task is not None:
             self._task.cancel()
 
-    async def requests(self) -> AsyncIterator[bytes]:
-        """Its messages, each when it is asked for; raises BrokenMessage."""
+    def _end(self) -> None:
+        super()._end()
+        while self._queue:
+            release(self._queue.popleft().data)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """Its messages, each when it is asked for, and then its asker's to release; raises
+        BrokenMessage."""
         while True:
             while not self._queue:
                 if self._closed or self.done:

@@ -1,0 +1,8 @@
+"""Calls: what a handler sees of them, and what they are on the wire.
+
+call.py              unary and stream calls
+head.py              the head of one: method, deadline, metadata, encodings
+messages.py          messages out of pieces of data, inflated; framed and deflated
+response_blocks.py   the header blocks of responses
+front.py             what all connections share, and what a call sees of its connection
+"""

@@ -1,0 +1,189 @@
+"""The HTTP/2 engine with a record of what it made of a client's bytes, and of what it sent."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.header_blocks import Fields, content_length
+from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.outgoing import Stream
+from tests.support.wire.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GO_AWAY,
+    HEADERS,
+    OPENED,
+    PING,
+    RESET,
+    frame,
+    post,
+)
+
+_LATER = 1001  # a stream that no case uses
+_SIGN = b"stillon?"
+
+
+class Frame(NamedTuple):
+    """A frame, taken apart."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+def frames_of(data: bytes) -> list[Frame]:
+    """The frames in these bytes, which end with one."""
+    found = []
+    at = 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 3], "big")
+        kind, flags, stream = struct.unpack_from(">BBI", data, at + 3)
+        at += 9 + size
+        assert at <= len(data)
+        found.append(Frame(kind, flags, stream, data[at - size : at]))
+    return found
+
+
+@dataclass
+class Request:
+    """What the engine has told of a stream."""
+
+    stream: Stream
+    fields: Fields
+    data: bytes = b""
+    ended: bool = False
+    cancelled: bool = False
+
+
+class Engine:
+    """One connection: `take` what a client sends, then look at what came of it."""
+
+    def __init__(
+        self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.http2 = Connection(tuple, content_length, limits or Limits(), clock)
+        self.requests: dict[int, Request] = {}
+        self.acknowledged: list[bytes] = []
+        self.sent: list[Frame] = []
+        self.turns = 0
+        self.flush()
+
+    def take(self, data: bytes) -> Engine:
+        """These bytes, and all that is to be done with them."""
+        self._take(data)
+        while self.http2.pending:
+            self._take(b"")
+        return self
+
+    def _take(self, data: bytes) -> None:
+        self.turns += 1
+        for event in self.http2.receive(data):
+            if isinstance(event, Begun):
+                assert event.stream.id not in self.requests
+                self.requests[event.stream.id] = Request(event.stream, event.head)
+            elif isinstance(event, Data):
+                request = self.requests[event.stream.id]
+                assert not (request.ended or request.cancelled)
+                request.data += event.piece
+                request.ended = event.ended
+            elif isinstance(event, Cancelled):
+                request = self.requests[event.stream.id]
+                assert not request.cancelled
+                request.cancelled = True
+            else:
+                assert isinstance(event, Acknowledged)
+                self.acknowledged.append(event.payload)
+        self.flush()
+
+    def flush(self) -> list[Frame]:
+        """What is to be sent, which is written now."""
+        ready, self.http2.sending.ready = self.http2.sending.ready, []
+        fresh = frames_of(b"".join(ready))
+        self.sent += fresh
+        return fresh
+
+    def stream(self, number: int) -> Stream:
+        """A stream that has begun."""
+        return self.requests[number].stream
+
+    @property
+    def gone(self) -> ErrorCode | None:
+        """Why the connection is over; None: it is not."""
+        if not self.http2.closing:
+            return None
+        last = self.sent[-1]
+        assert last.kind == GO_AWAY
+        return ErrorCode(int.from_bytes(last.payload[4:8], "big"))
+
+    @property
+    def resets(self) -> dict[int, ErrorCode]:
+        """The streams that the engine has reset, and why."""
+        return {
+            sent.stream: ErrorCode(int.from_bytes(sent.payload, "big"))
+            for sent in self.sent
+            if sent.kind == RESET
+        }
+
+    def check_goes_on(self) -> None:
+        """The connection is as good as new: it answers a ping, and serves a request."""
+        request = frame(HEADERS, END_HEADERS, _LATER, post("/later"))
+        data = frame(DATA, END_STREAM, _LATER, b"later")
+        self.take(frame(PING, 0, 0, _SIGN) + request + data)
+        assert self.gone is None
+        assert Frame(PING, ACK, 0, _SIGN) in self.sent
+        assert self.requests[_LATER].data == b"later"
+        assert self.requests[_LATER].ended
+        assert dict(self.requests[_LATER].fields)[b":path"] == b"/later"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a client sends behind its preface and SETTINGS, and what comes of it: the connection
+    `ends` with one of these codes, or these streams are reset; else nothing is wrong.
+
+    `served`: the streams whose requests are whole, and their data.
+    """
+
+    section: str
+    title: str
+    sent: bytes
+    ends: tuple[ErrorCode, ...] = ()
+    resets: tuple[tuple[int, ErrorCode], ...] = ()
+    served: tuple[tuple[int, bytes], ...] = ()
+    before: bytes = OPENED
+
+    def __str__(self) -> str:
+        return f"{self.section} {self.title}"
+
+    def check(self, limits: Limits | None = None) -> None:
+        """Have the engine take it, at once and byte by byte."""
+        whole, cut = Engine(limits), Engine(limits)
+        whole.take(self.before + self.sent)
+        for byte in self.before + self.sent:
+            cut.take(bytes((byte,)))
+        for engine in (whole, cut):
+            self._check(engine)
+
+    def _check(self, engine: Engine) -> None:
+        if self.ends:
+            assert engine.gone in self.ends
+            return
+        assert engine.gone is None
+        assert engine.resets == dict(self.resets)
+        served = {
+            number: request.data
+            for number, request in engine.requests.items()
+            if request.ended and not request.cancelled
+        }
+        assert served == dict(self.served)
+        engine.check_goes_on()

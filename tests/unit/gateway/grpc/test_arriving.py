@@ -1,0 +1,115 @@
+"""A large request that is placed while it arrives: however its bytes are cut, it is the same as one
+that is parsed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.gateway.grpc.wire.arriving import ArrivingRequest
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
+
+
+class Room:
+    """The room for contents of these sizes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.blocks = [bytearray(size) for size in sizes]
+        self.views = [memoryview(block) for block in self.blocks]
+        self.dropped = False
+
+    def drop(self) -> None:
+        """Give it back."""
+        self.dropped = True
+
+
+def request(contents: Sequence[bytes]) -> ModelInferRequest:
+    made = ModelInferRequest(model_name="m", id="one")
+    for number in range(len(contents)):
+        made.inputs.add(name=f"IN{number}", datatype="UINT8", shape=[1])
+    made.parameters["key"].string_param = "value"
+    made.raw_input_contents.extend(contents)
+    return made
+
+
+def arrive(
+    raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None
+) -> tuple[ArrivingRequest, list[Room], list[bytes]]:
+    """The bytes in pieces, with the rooms that were asked for, and by which heads."""
+    rooms: list[Room] = []
+    heads: list[bytes] = []
+
+    def find(head: bytes, _: int) -> Room | None:
+        heads.append(head)
+        if sizes is None:
+            return None
+        rooms.append(Room(sizes))
+        return rooms[-1]
+
+    arriving = ArrivingRequest(find)
+    view = memoryview(raw)
+    at = 0
+    for end in (*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)):
+        arriving.feed(view[at:end])
+        at = end
+    return arriving, rooms, heads
+
+
+CONTENTS = st.lists(st.binary(max_size=300), min_size=1, max_size=4)
+CUTS = st.lists(st.integers(0, 5000), max_size=12)
+
+
+@given(contents=CONTENTS, cuts=CUTS)
+def test_contents_fill_their_room_however_they_are_cut(
+    contents: list[bytes], cuts: list[int]
+) -> None:
+    made = request(contents)
+    sizes = [len(content) for content in contents]
+    arriving, (room,), (head,) = arrive(made.SerializeToString(), cuts, sizes)
+    assert arriving.raw() is None and arriving.room is room and not room.dropped
+    assert list(map(bytes, room.blocks)) == contents
+    del made.raw_input_contents[:]
+    assert ModelInferRequest.FromString(head) == made
+
+
+@given(contents=CONTENTS, cuts=CUTS, sizes=st.lists(st.integers(0, 300), max_size=5) | st.none())
+def test_contents_of_other_sizes_are_whole(
+    contents: list[bytes], cuts: list[int], sizes: list[int] | None
+) -> None:
+    raw = request(contents).SerializeToString()
+    arriving, rooms, _ = arrive(raw, cuts, sizes)
+    fits = sizes == [len(content) for content in contents]
+    assert arriving.raw() == (None if fits else raw)
+    assert all(room.dropped is not fits for room in rooms)
+
+
+@given(junk=st.binary(max_size=600), cuts=CUTS, behind=st.booleans())
+def test_bytes_that_are_no_request_are_whole(junk: bytes, cuts: list[int], behind: bool) -> None:
+    raw = request([b"a" * 40]).SerializeToString() + junk if behind else junk
+    arriving, rooms, _ = arrive(raw, cuts, [40])
+    found = arriving.raw()
+    if found is None:
+        assert bytes(rooms[-1].blocks[0]) and not rooms[-1].dropped
+        assert raw.endswith(rooms[-1].blocks[0])
+    else:
+        assert found == raw and all(room.dropped for room in rooms)
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000])
+def test_a_long_head_is_not_waited_for(size: int) -> None:
+    made = request([b"a" * 40])
+    made.parameters["key"].string_param = "v" * size
+    raw = made.SerializeToString()
+    arriving, rooms, _ = arrive(raw, range(0, len(raw), 999), [40])
+    assert arriving.raw() == raw and not rooms
+
+
+def test_its_room_is_given_back_once() -> None:
+    raw = request([b"a" * 4000]).SerializeToString()
+    arriving, (room,), _ = arrive(raw[:-10], (), [4000])
+    arriving.drop()
+    arriving.drop()
+    assert room.dropped and arriving.room is None

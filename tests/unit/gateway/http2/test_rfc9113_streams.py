@@ -1,0 +1,368 @@
+"""RFC 9113 by section: the states of streams, and the frames of a stream."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.limits import Limits
+from tests.support.wire.http2 import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    PING,
+    PRIORITY,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    frame,
+    post,
+)
+from tests.support.wire.http2_engine import Case, Engine
+
+PROTOCOL = (ErrorCode.PROTOCOL_ERROR,)
+FRAME_SIZE = (ErrorCode.FRAME_SIZE_ERROR,)
+CLOSED = (ErrorCode.STREAM_CLOSED,)
+FLOW = (ErrorCode.FLOW_CONTROL_ERROR,)
+PADDED, HAS_PRIORITY = 0x8, 0x20
+WHOLE = END_HEADERS | END_STREAM
+
+GET = post("/x")
+BEGUN = frame(HEADERS, END_HEADERS, 1, GET)
+ASKED = frame(HEADERS, WHOLE, 1, GET)
+LAST = frame(DATA, END_STREAM, 1, b"data")
+SERVED = ((1, b"data"),)
+EMPTY = ((1, b""),)
+GIVEN_UP = BEGUN + frame(RESET, 0, 1, b"\0\0\0\x08")
+TRAILERS = frame(HEADERS, WHOLE, 1, b"")
+SIGN = frame(PING, 0, 0, bytes(8))
+
+
+def window(stream: int, more: int) -> bytes:
+    """WINDOW_UPDATE."""
+    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+
+
+def priority(stream: int, on: int = 0) -> bytes:
+    """PRIORITY."""
+    return frame(PRIORITY, 0, stream, struct.pack(">IB", on, 16))
+
+
+def continued(*pieces: bytes, flags: int = END_STREAM) -> bytes:
+    """A header block in several frames, of stream 1."""
+    first, *middle, last = pieces
+    return (
+        frame(HEADERS, flags, 1, first)
+        + b"".join(frame(CONTINUATION, 0, 1, piece) for piece in middle)
+        + frame(CONTINUATION, END_HEADERS, 1, last)
+    )
+
+
+CASES = [
+    # --- idle streams
+    Case("5.1", "idle: DATA", LAST, PROTOCOL),
+    Case("5.1", "idle: RST_STREAM", frame(RESET, 0, 1, bytes(4)), PROTOCOL),
+    Case("5.1", "idle: WINDOW_UPDATE", window(1, 1), PROTOCOL),
+    Case("5.1", "idle: CONTINUATION", frame(CONTINUATION, END_HEADERS, 1, GET), PROTOCOL),
+    Case("5.1", "idle: PRIORITY", priority(1) + ASKED, served=EMPTY),
+    Case("5.1", "idle: DATA of a stream of ours", frame(DATA, 0, 2, b"x"), PROTOCOL),
+    Case("5.1", "idle: RST_STREAM of a stream of ours", frame(RESET, 0, 2, bytes(4)), PROTOCOL),
+    # --- open
+    Case(
+        "5.1", "open: all that may come", BEGUN + priority(1) + window(1, 1) + LAST, served=SERVED
+    ),
+    # --- half closed
+    Case("5.1", "half closed: DATA", ASKED + LAST, CLOSED),
+    Case("5.1", "half closed by DATA: DATA", BEGUN + LAST + frame(DATA, 0, 1), CLOSED),
+    Case("5.1", "half closed: HEADERS", ASKED + BEGUN, CLOSED),
+    Case("5.1", "half closed: trailers", ASKED + TRAILERS, CLOSED),
+    Case(
+        *("5.1", "half closed: CONTINUATION", ASKED + frame(CONTINUATION, END_HEADERS, 1, b"")),
+        (*PROTOCOL, *CLOSED),
+    ),
+    Case("5.1", "half closed: WINDOW_UPDATE", ASKED + window(1, 1), served=EMPTY),
+    Case("5.1", "half closed: PRIORITY", ASKED + priority(1), served=EMPTY),
+    Case("5.1", "half closed: RST_STREAM", ASKED + frame(RESET, 0, 1, bytes(4))),
+    # --- closed by the client's RST_STREAM
+    Case("5.1", "given up: DATA", GIVEN_UP + LAST, CLOSED),
+    Case("5.1", "given up: HEADERS", GIVEN_UP + BEGUN, CLOSED),
+    Case(
+        *("5.1", "given up: CONTINUATION", GIVEN_UP + frame(CONTINUATION, 4, 1, b"")),
+        (*PROTOCOL, *CLOSED),
+    ),
+    Case("5.1", "given up: WINDOW_UPDATE", GIVEN_UP + window(1, 1)),
+    Case("5.1", "given up: PRIORITY", GIVEN_UP + priority(1)),
+    Case("5.1", "given up: RST_STREAM", GIVEN_UP + frame(RESET, 0, 1, bytes(4))),
+    # --- identifiers
+    Case("5.1.1", "an even stream", frame(HEADERS, WHOLE, 2, GET), PROTOCOL),
+    Case(
+        *("5.1.1", "a lower stream than before", frame(HEADERS, WHOLE, 5, GET) + ASKED),
+        (*PROTOCOL, *CLOSED),
+    ),
+    Case(
+        "5.1.1",
+        "DATA of a stream that was passed over",
+        frame(HEADERS, WHOLE, 5, GET) + LAST,
+        CLOSED,
+    ),
+    Case("5.1.1", "the same stream again", ASKED + ASKED, CLOSED),
+    Case(
+        *("5.1.1", "streams that are passed over", ASKED + frame(HEADERS, WHOLE, 9, GET)),
+        served=((1, b""), (9, b"")),
+    ),
+    # --- priorities
+    Case(
+        "5.3", "a chain of streams not begun", b"".join(priority(n, n + 2) for n in range(1, 9, 2))
+    ),
+    Case(
+        "5.3",
+        "a stream that depends on itself",
+        BEGUN + priority(1, 1),
+        resets=((1, ErrorCode.PROTOCOL_ERROR),),
+    ),
+    Case(
+        "5.3",
+        "HEADERS that depend on themselves",
+        frame(HEADERS, WHOLE | HAS_PRIORITY, 1, struct.pack(">IB", 1, 0) + GET),
+        PROTOCOL,
+    ),
+    # --- DATA
+    Case("6.1", "DATA of no stream", BEGUN + frame(DATA, 0, 0, b"x"), PROTOCOL),
+    Case(
+        *("6.1", "padding", BEGUN + frame(DATA, END_STREAM | PADDED, 1, b"\x05data" + bytes(5))),
+        served=SERVED,
+    ),
+    Case(
+        *("6.1", "nothing but padding", BEGUN + frame(DATA, PADDED, 1, b"\x05" + bytes(5)) + LAST),
+        served=SERVED,
+    ),
+    Case(
+        *("6.1", "padding of no bytes", BEGUN + frame(DATA, PADDED, 1, b"\0") + LAST),
+        served=SERVED,
+    ),
+    Case("6.1", "as much padding as frame", BEGUN + frame(DATA, 8, 1, b"\x05data"), PROTOCOL),
+    Case("6.1", "more padding than frame", BEGUN + frame(DATA, PADDED, 1, b"\xffdata"), PROTOCOL),
+    Case("6.1", "no room for padding's length", BEGUN + frame(DATA, PADDED, 1), FRAME_SIZE),
+    Case(
+        *("6.1", "an empty last frame", BEGUN + frame(DATA, 0, 1, b"data") + frame(DATA, 1, 1)),
+        served=SERVED,
+    ),
+    # --- HEADERS
+    Case("6.2", "HEADERS of no stream", frame(HEADERS, WHOLE, 0, GET), PROTOCOL),
+    Case(
+        *("6.2", "padding", frame(HEADERS, WHOLE | PADDED, 1, b"\x03" + GET + bytes(3))),
+        served=EMPTY,
+    ),
+    Case(
+        "6.2",
+        "padding and a priority",
+        frame(HEADERS, WHOLE | PADDED | HAS_PRIORITY, 1, b"\x03" + bytes(5) + GET + bytes(3)),
+        served=EMPTY,
+    ),
+    Case(
+        "6.2", "more padding than frame", frame(HEADERS, WHOLE | PADDED, 1, b"\xff" + GET), PROTOCOL
+    ),
+    Case(
+        *("6.2", "padding over the priority", frame(HEADERS, WHOLE | 0x28, 1, b"\x04" + bytes(8))),
+        PROTOCOL,
+    ),
+    Case("6.2", "no room for padding's length", frame(HEADERS, WHOLE | PADDED, 1), FRAME_SIZE),
+    Case(
+        *("6.2", "no room for a priority", frame(HEADERS, WHOLE | HAS_PRIORITY, 1, bytes(4))),
+        FRAME_SIZE,
+    ),
+    # --- PRIORITY
+    Case("6.3", "PRIORITY of no stream", priority(0), PROTOCOL),
+    Case(
+        *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
+        resets=((1, ErrorCode.FRAME_SIZE_ERROR),),
+    ),
+    Case(
+        "6.3", "too short a PRIORITY of an idle stream", frame(PRIORITY, 0, 1, bytes(4)), FRAME_SIZE
+    ),
+    # --- RST_STREAM
+    Case("6.4", "RST_STREAM of no stream", frame(RESET, 0, 0, bytes(4)), PROTOCOL),
+    Case("6.4", "too short an RST_STREAM", BEGUN + frame(RESET, 0, 1, bytes(3)), FRAME_SIZE),
+    Case("6.4", "too long an RST_STREAM", BEGUN + frame(RESET, 0, 1, bytes(5)), FRAME_SIZE),
+    Case("6.4", "RST_STREAM", BEGUN + frame(RESET, 0, 1, bytes(4))),
+    # --- WINDOW_UPDATE
+    Case("6.9", "of all by nothing", window(0, 0), PROTOCOL),
+    Case(
+        *("6.9", "of a stream by nothing", BEGUN + window(1, 0)),
+        resets=((1, ErrorCode.PROTOCOL_ERROR),),
+    ),
+    Case("6.9", "by nothing, but for the reserved bit", window(0, 2**31), PROTOCOL),
+    Case("6.9", "too short a WINDOW_UPDATE", frame(WINDOW, 0, 0, bytes(3)), FRAME_SIZE),
+    Case("6.9", "too long a WINDOW_UPDATE", BEGUN + frame(WINDOW, 0, 1, bytes(5)), FRAME_SIZE),
+    Case("6.9.1", "the largest window of all", window(0, 2**31 - 1 - 65535)),
+    Case("6.9.1", "a larger one", window(0, 2**31 - 65535), FLOW),
+    Case("6.9.1", "a larger one in steps", window(0, 2**30) + window(0, 2**30), FLOW),
+    Case("6.9.1", "a stream's largest", BEGUN + window(1, 2**31 - 1 - 65535) + LAST, served=SERVED),
+    Case(
+        *("6.9.1", "a stream's larger one", BEGUN + window(1, 2**31 - 1)),
+        resets=((1, ErrorCode.FLOW_CONTROL_ERROR),),
+    ),
+    Case(
+        "6.9.2",
+        "SETTINGS that make a stream's window too large",
+        BEGUN + window(1, 2**31 - 1 - 65535) + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65536)),
+        FLOW,
+    ),
+    # --- CONTINUATION
+    Case("6.10", "several", continued(GET[:5], b"", GET[5:9], GET[9:]), served=EMPTY),
+    Case("6.10", "of trailers", BEGUN + continued(b"", b"", b""), served=EMPTY),
+    Case("6.10", "another frame between", frame(HEADERS, 0, 1, GET) + SIGN, PROTOCOL),
+    Case("6.10", "behind the end of HEADERS", BEGUN + frame(CONTINUATION, 4, 1, b""), PROTOCOL),
+    Case(
+        *(
+            "6.10",
+            "behind the end of a CONTINUATION",
+            continued(GET, b"") + frame(CONTINUATION, 4, 1),
+        ),
+        PROTOCOL,
+    ),
+    Case("6.10", "behind DATA", BEGUN + LAST + frame(CONTINUATION, 4, 1), PROTOCOL),
+    Case(
+        *("6.10", "of another stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 3)),
+        PROTOCOL,
+    ),
+    Case(
+        *("6.10", "of no stream", frame(HEADERS, 0, 1, GET) + frame(CONTINUATION, 4, 0)),
+        PROTOCOL,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_section(case: Case) -> None:
+    """What comes is as the section says, however it is cut."""
+    case.check()
+
+
+OPEN_ENDED = [
+    ("DATA", LAST),
+    ("empty DATA", frame(DATA, 0, 1)),
+    ("padded DATA", frame(DATA, PADDED, 1, b"\x03data" + bytes(3))),
+    ("trailers", TRAILERS),
+    ("malformed trailers", frame(HEADERS, WHOLE, 1, post("/"))),
+    ("RST_STREAM", frame(RESET, 0, 1, bytes(4))),
+    ("WINDOW_UPDATE", window(1, 5)),
+    ("PRIORITY", priority(1)),
+]
+
+
+@pytest.mark.parametrize(("name", "late"), OPEN_ENDED, ids=[name for name, _ in OPEN_ENDED])
+@pytest.mark.parametrize("how", ["reset", "answered early"])
+def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
+    """5.1, closed: what its client sent before it knew is ignored."""
+    engine = Engine().take(OPENED + BEGUN)
+    if how == "reset":
+        engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+    else:
+        engine.http2.sending.head(engine.stream(1), b"\x88", end=True)
+    engine.take(late)
+    assert list(engine.resets) == [1]
+    engine.check_goes_on()
+
+
+def test_header_blocks_of_ended_streams_are_decoded() -> None:
+    """4.3: their fields are in the table for the blocks that follow."""
+    engine = Engine().take(OPENED + BEGUN)
+    engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+    kept = b"\x40\x01a\x01b"  # in the table from now on
+    engine.take(frame(HEADERS, WHOLE, 1, kept) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
+    assert engine.requests[3].fields[-1] == (b"a", b"b")
+
+
+def test_a_stream_that_was_answered_in_whole() -> None:
+    """5.1, closed: both are done; only what may cross the answer is ignored."""
+    for late, ends in [
+        (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
+        (LAST, ErrorCode.STREAM_CLOSED),
+        (TRAILERS, ErrorCode.STREAM_CLOSED),
+    ]:
+        engine = Engine().take(OPENED + ASKED)
+        engine.http2.sending.respond(engine.stream(1), b"\x88", (b"data",), b"\x88")
+        assert not engine.http2.streams
+        assert engine.take(late).gone is ends
+
+
+def test_more_streams_than_may_be() -> None:
+    """5.1.2: they are refused, and may be tried again when others are done."""
+    engine = Engine(Limits(streams=2)).take(OPENED)
+    for stream in (1, 3, 5):
+        engine.take(frame(HEADERS, END_HEADERS, stream, GET))
+    assert list(engine.requests) == [1, 3]
+    assert engine.resets == {5: ErrorCode.REFUSED_STREAM}
+    engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
+    engine.http2.sending.respond(engine.stream(1), b"\x88", (), b"\x88")
+    engine.check_goes_on()
+
+
+def test_a_response_goes_on_while_the_request_does() -> None:
+    """5.1, half closed: what is sent does not depend on what comes."""
+    engine = Engine().take(OPENED + BEGUN)
+    sending, stream = engine.http2.sending, engine.stream(1)
+    sending.head(stream, b"\x88")
+    sending.data(stream, b"some")
+    engine.take(LAST + window(1, 5) + priority(1))
+    sending.data(stream, b"more")
+    sending.trailers(stream, b"\x88")
+    sent = engine.flush()
+    assert [(it.kind, it.payload) for it in sent] == [(DATA, b"more"), (HEADERS, b"\x88")]
+    assert not engine.http2.streams
+
+
+def test_more_data_than_was_granted() -> None:
+    """6.9.1: of a stream; what is granted counts, padding does, too."""
+    limits = Limits(window=65535, frame=16384)
+    full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
+    assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
+    one_more = Engine(limits).take(OPENED + BEGUN + full + frame(DATA, 0, 1, b"x"))
+    assert one_more.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+    assert one_more.requests[1].cancelled
+    granted = Engine(limits).take(OPENED + BEGUN + full)
+    granted.http2.grant(granted.stream(1), 6)
+    assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
+    granted.take(frame(DATA, PADDED, 1, b"\0"))
+    assert granted.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+
+
+def test_padding_is_granted_again() -> None:
+    """6.9.1: it uses up the window, and no receiver of data knows of it."""
+    limits = Limits(window=65535, frame=16384)
+    engine = Engine(limits).take(OPENED + BEGUN)
+    for _ in range(2000):
+        engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
+    assert engine.resets == {}
+    granted = [it for it in engine.sent if it.kind == WINDOW and it.stream == 1]
+    assert 0 < len(granted) < 40
+
+
+def test_the_window_of_all_is_granted_again() -> None:
+    """6.9.1: what streams are granted is all that holds a client back."""
+    engine = Engine(Limits(frame=2**20, window=2**20))
+    first = [it for it in engine.sent if it.kind == WINDOW]
+    assert [(it.stream, it.payload) for it in first] == [(0, struct.pack(">I", 2**31 - 65536))]
+    engine.take(OPENED + BEGUN)
+    piece = frame(DATA, 0, 1, bytes(2**20))
+    for _ in range(1100):
+        engine.http2.grant(engine.stream(1), 2**20)
+        engine.take(piece)
+        engine.requests[1].data = b""
+    assert engine.gone is None
+    assert len([it for it in engine.sent if it.kind == WINDOW and not it.stream]) == 2
+
+
+def test_acknowledgements_are_no_requests() -> None:
+    """6.5: an acknowledgement of ours is answered by nothing."""
+    engine = Engine().take(OPENED)
+    before = len(engine.sent)
+    engine.take(frame(SETTINGS, ACK, 0))
+    assert len(engine.sent) == before
