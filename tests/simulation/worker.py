@@ -97,7 +97,11 @@ class Worker(Process):
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
-        """Offer itself to a scheduler; what its predecessor gave is forgotten."""
+        """Offer itself to a scheduler; what its predecessor gave is forgotten, but for its word of
+        what was read, wherever that is on its way."""
+        for each in self._sent_last():
+            if isinstance(each, m.ReleaseOutputs | m.ReaderExited):
+                self._hear(each)
         self._batches.clear()
         self._open.clear()
         self._streams.clear()
@@ -111,6 +115,14 @@ class Worker(Process):
         self._up.post(m.InstanceReady(self.index, self.pid))
         for pid in self._dead:
             self._drop(pid)
+
+    def _sent_last(self) -> list[Any]:
+        """What the scheduler has sent until now, and is not heard yet."""
+        if self._host is None:
+            return []
+        words = [each for each in self._inbox if isinstance(each, tuple)]
+        arrived = [each for host, each in words if host is self._host]
+        return arrived + self._host.sent_to(self)
 
     def _hear(self, message: Any) -> None:
         match message:

@@ -279,19 +279,20 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    "piece",
+    ("piece", "most"),
     [
-        frame(PING, 0, 0, bytes(8)),
-        frame(DATA, 0, 1, b"x"),
-        window(1, 1),
-        frame(PRIORITY, 0, 1, bytes(5)),
+        (frame(DATA, 0, 1, b"x"), 100),
+        (frame(PING, 0, 0, bytes(8)), 25),
+        (window(1, 1), 25),
+        (frame(PRIORITY, 0, 1, bytes(5)), 25),
     ],
 )
-def test_a_turn_is_bounded(piece: bytes) -> None:
-    """By frames, all of which are handled in the end."""
+def test_a_turn_is_bounded(piece: bytes, most: int) -> None:
+    """By frames, all of which are handled in the end; what carries nothing counts as more."""
     engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
     handled = list(_turns(engine, piece * 1000))
-    assert handled == [100] * 10 or handled == [100] * 10 + [0]
+    turns = [most] * (1000 // most)
+    assert handled in (turns, [*turns, 0])
 
 
 @pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
@@ -348,7 +349,7 @@ def test_windows_that_grow_are_looked_at_once_a_turn() -> None:
         stream = engine.stream(number)
         engine.http2.sending.data(stream, bytes(100_000))
         stream.on_progress = look
-    engine.take(window(0, 1) * 200)
+    engine.take(window(0, 1) * 60)
     assert looks <= 2
     looks = 0
     size = struct.pack(">HI", 4, 65536) + struct.pack(">HI", 4, 65537)
