@@ -46,6 +46,7 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 T = TypeVar("T")
 
 _MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
+_RESET_DEBT = 4  # of a stream that is given up, beside a frame of no use
 _EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
 _NOTHING = memoryview(b"")
 
@@ -96,6 +97,11 @@ class Connection(Incoming[T]):
         if self.sending.grown:
             self.sending.resume()
         return events
+
+    @property
+    def debt(self) -> int:
+        """A measure of what the client has had us do that nobody needed."""
+        return self._control.debt + _RESET_DEBT * self._resets.debt
 
     # --- data
 
