@@ -233,14 +233,15 @@ class Connection(Incoming[T]):
         stream = self.streams.get(number)
         if number and stream is None:
             self._check_begun(number, "WINDOW_UPDATE")
+            self._control.spend()
+            return
         if not more:
             if not number:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             raise StreamFault(ErrorCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.spend()
-        if not number or stream is not None:
-            self.sending.grant(stream, more)
+        self.sending.grant(stream, more)
 
     def _earn_for_data(self) -> None:
         sent, self._paid_for = self.sending.frames - self._paid_for, self.sending.frames
