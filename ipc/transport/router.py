@@ -65,7 +65,8 @@ class Router:
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
         pending = self._pending
-        for peer in list(pending):
+        while pending:
+            peer = next(iter(pending))
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:
