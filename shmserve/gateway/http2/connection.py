@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data, Event
@@ -37,13 +36,12 @@ from shmserve.gateway.http2.frames import (
     ConnectionFault,
     ErrorCode,
     StreamFault,
+    pack_long,
 )
-from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
+from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
 from shmserve.gateway.http2.incoming import Incoming
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
-
-T = TypeVar("T")
 
 _MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
 _RESET_DEBT = 4  # of a stream that is given up, beside a frame of no use
@@ -52,19 +50,15 @@ _NOTHING = memoryview(b"")
 
 
 class Connection(Incoming[T]):
-    """One connection. `read_head` makes of a request's fields what its receiver wants to know;
-    `content_length` says how many bytes of data those promise, -1 for any.
-    """
+    """One connection. `read_head` makes of a request's fields what its receiver wants to know."""
 
     def __init__(
         self,
         read_head: Callable[[Fields], T],
-        content_length: Callable[[T], int],
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits)
-        self._content_length = content_length
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
         self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
@@ -87,7 +81,7 @@ class Connection(Incoming[T]):
                     frames.MAX_HEADER_LIST_SIZE: limits.header_list,
                 }
             )
-            + frames.frame(WINDOW_UPDATE, 0, 0, frames.long(LARGEST_WINDOW - DEFAULT_WINDOW))
+            + frames.frame(WINDOW_UPDATE, 0, 0, pack_long(LARGEST_WINDOW - DEFAULT_WINDOW))
         )
 
     def receive(self, data: bytes) -> Sequence[Event[T]]:
@@ -111,7 +105,7 @@ class Connection(Incoming[T]):
             raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
         if self._window < LARGEST_WINDOW // 2:
             more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
-            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, frames.long(more)))
+            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
         stream = self.streams.get(number)
         if stream is None or stream.ended:
             self._check_closed(number, stream)
@@ -197,7 +191,7 @@ class Connection(Incoming[T]):
             raise StreamFault(ErrorCode.REFUSED_STREAM)
         head = self._headers.request(block)
         stream = Stream(number, self._limits.window, self.sending.initial_window)
-        stream.said = self._content_length(head)
+        stream.said = head.data_size
         self.streams[number] = stream
         self._control.earn(_EARNED)
         events.append(Begun(stream, head))
@@ -297,7 +291,7 @@ class Connection(Incoming[T]):
             raise ConnectionFault(code, "a broken frame of a stream not begun")
         if stream is None:
             self._remember(number)
-            self.sending.ready.append(frames.frame(RST_STREAM, 0, number, frames.long(code)))
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, number, pack_long(code)))
         else:
             self.reset(stream, code)
             events.append(Cancelled(stream))
@@ -308,7 +302,7 @@ class Connection(Incoming[T]):
             if not stream.ended:
                 self._remember(stream.id)
             self._forget(stream)
-            self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, frames.long(code)))
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, pack_long(code)))
 
     def _forget(self, stream: Stream) -> None:
         stream.ended = True
@@ -337,7 +331,7 @@ class Connection(Incoming[T]):
         """Let the client send so many bytes more of a stream's data."""
         if more > 0 and not stream.ended:
             stream.receive_window += more
-            update = frames.frame(WINDOW_UPDATE, 0, stream.id, frames.long(more))
+            update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(more))
             self.sending.ready.append(update)
 
     def fail(self, code: ErrorCode, text: str = "") -> None:

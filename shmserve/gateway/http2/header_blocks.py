@@ -11,13 +11,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
 from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
 
-T = TypeVar("T")
+
+class Head(Protocol):
+    """What a receiver makes of a request's fields."""
+
+    @property
+    def data_size(self) -> int:
+        """How many bytes of data the request says that it has; -1: it does not."""
+
+
+T = TypeVar("T", bound=Head)
 Fields = Sequence[tuple[bytes, bytes]]
 
 _MOST_KNOWN = 64

@@ -7,7 +7,7 @@ whole frame is here, a header block when all its frames are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from shmserve.gateway.http2.events import Event
 from shmserve.gateway.http2.frames import (
@@ -26,10 +26,9 @@ from shmserve.gateway.http2.frames import (
     ErrorCode,
     StreamFault,
 )
+from shmserve.gateway.http2.header_blocks import T
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
-
-T = TypeVar("T")
 
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
 _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else

@@ -130,15 +130,7 @@ class Call:
         if self.done:
             return
         try:
-            size = len(piece)
-            if size >= PREFIX.size and self._assembly is None:
-                flag, length = PREFIX.unpack_from(piece)
-                if not flag and length == size - PREFIX.size and size < LARGE:
-                    self._received(Received(bytes(piece[PREFIX.size :]), False, 0))
-                    if ended:
-                        self._half_closed()
-                    return
-            if size:
+            if len(piece):
                 self._assemble(piece)
             if ended and not self.done:
                 self._half_closed()
@@ -225,7 +217,8 @@ class Call:
 
     def _end(self) -> None:
         self.done = True
-        self._arrived()
+        if self._arriving is not None:
+            self._arrived()
         if self._assembly is not None:
             self._assembly.drop()
             self._assembly = None
@@ -288,15 +281,30 @@ class UnaryCall(Call):
         if not (self._asked or self.done):
             self.await_message()
 
+    def data(self, piece: memoryview, ended: bool) -> None:
+        """A piece of its data is here; `ended`: the last. Most often it is the message, whole."""
+        size = len(piece)
+        if PREFIX.size <= size < LARGE and self._assembly is None and not self._asked:
+            flag, length = PREFIX.unpack_from(piece)
+            if not flag and length == size - PREFIX.size and not self.done:
+                self._asked = True
+                self.on_message(bytes(piece[PREFIX.size :]), self)
+                return
+        super().data(piece, ended)
+
     def finish(self, response: bytes) -> None:
         """End it with its response."""
         if self.done:
             return
         self._end()
         self._stream.on_sent = self._over
-        head = response_blocks.head(self._compression)
+        pieces = self._framed(response)
         sending = self._connection.http2.sending
-        sending.respond(self._stream, head, self._framed(response), response_blocks.OK)
+        if self._compression is None:
+            sending.respond(self._stream, response_blocks.HEAD, pieces, response_blocks.OK)
+        else:
+            head = response_blocks.head(self._compression)
+            sending.respond(self._stream, head, pieces, response_blocks.OK)
         self._connection.flush()
 
     def _received(self, message: Received) -> None:

@@ -47,7 +47,8 @@ class GrpcConnection(LimitedConnection):
         self.loop = asyncio.get_running_loop()
         self.transport = None
         self.client: ClientIdentity
-        self.http2: Connection[CallHead] = Connection(CallHead, _data_size, front.limits)
+        self.guarded = False
+        self.http2: Connection[CallHead] = Connection(CallHead, front.limits)
         self.lifetime = Lifetime(self)
         self._handling = False
         self._ended = False  # by us
@@ -71,6 +72,8 @@ class GrpcConnection(LimitedConnection):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         self.client = self._owner.connection_made(self)
+        rules = self.client.listener.authorisation
+        self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
         self.transport.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
@@ -224,7 +227,7 @@ class GrpcConnection(LimitedConnection):
                 transport.write(b"".join(ready))
             else:
                 transport.writelines(ready)
-        if sending.has_blocked:
+        if sending.waiting:
             self._look_soon()
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
@@ -260,8 +263,8 @@ class GrpcConnection(LimitedConnection):
 
     def over(self) -> None:
         """A call is over, and all of it is sent."""
-        self._since = self.loop.time()
-        self.lifetime.over()
+        if self.lifetime.leaving:
+            self.lifetime.over()
 
     def _look_soon(self) -> None:
         if self._looking is None:
@@ -273,7 +276,7 @@ class GrpcConnection(LimitedConnection):
         for call, arriving in list(self._arriving.items()):
             if arriving.overdue(now):
                 call.late()
-        blocked = self.http2.sending.blocked
+        blocked = tuple(self.http2.sending.waiting)
         patience_s = self.front.body_timeout_s
         self._stalled = {
             stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
@@ -299,7 +302,3 @@ class GrpcConnection(LimitedConnection):
         self.http2.reset(stream, ErrorCode.CANCEL)
         if stream.call is not None:
             stream.call.gone()
-
-
-def _data_size(head: CallHead) -> int:
-    return head.data_size

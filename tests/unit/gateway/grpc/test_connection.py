@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
@@ -115,7 +117,8 @@ class Scene:
             deflater=deflater,
         )
         self.lost = 0
-        client = SimpleNamespace(gone=lambda: None)
+        rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
+        client = SimpleNamespace(gone=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(connection_made=lambda _: client, connection_lost=self._lost)
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()
