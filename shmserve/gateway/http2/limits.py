@@ -3,7 +3,8 @@
 A budget is generous to programs and lets a flood run out of it at once. What each is for:
 
     resets      streams begun and given up: by the client (rapid reset), or by us because it broke a
-                rule on purpose (MadeYouReset)
+                rule on purpose (MadeYouReset); data that is sent earns some back: who has deadlines
+                may miss as many as it meets
     control     frames that carry nothing: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA,
                 frames of unknown kinds; calls and data that is sent earn some back
 
