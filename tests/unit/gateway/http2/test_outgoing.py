@@ -153,7 +153,7 @@ def test_any_client(done: list[tuple[str, int, int]]) -> None:
     client.do("grant all", 1, 2**25)
     assert client.over | client.given_up == set(_STREAMS)
     assert not client.engine.http2.streams
-    assert not client.sending.has_blocked
+    assert not client.sending.waiting
     assert client.engine.gone is None
 
 
@@ -216,7 +216,7 @@ def test_a_stream_whose_window_is_used_up_does_not_hold_up_others() -> None:
     sending.trailers(engine.stream(3), TRAILERS)
     assert (engine.stream(1).sent, engine.stream(3).sent) == (10, 10)
     assert list(engine.http2.streams) == [1]
-    assert sending.blocked == (engine.stream(1),)
+    assert list(sending.waiting) == [engine.stream(1)]
 
 
 def test_who_does_not_read_is_owed_a_bounded_number_of_endings() -> None:
@@ -280,7 +280,7 @@ def test_a_stream_that_is_given_up_is_forgotten() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
     engine.http2.sending.data(engine.stream(1), bytes(100))
     engine.take(frame(RESET, 0, 1, bytes(4)))
-    assert not engine.http2.sending.has_blocked
+    assert not engine.http2.sending.waiting
     before = len(engine.sent)
     engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
     assert {it.kind for it in engine.sent[before:]} == {SETTINGS}
