@@ -174,7 +174,7 @@ class Conversation:
         if kind == 14:
             return [frame(PING, self._number() & 1, 0, struct.pack(">Q", self._number()))]
         if kind == 15:
-            depends = struct.pack(">IB", self._one_of([0, 1, 3, self._next]), 16)
+            depends = struct.pack(">IB", self._one_of([0, 0, 0, 0, 0, 0, 1, self._next]), 16)
             return [frame(PRIORITY, 0, self._stream(), depends)]
         if kind == 16 and self._number() > 0xC0:
             last, code = (
@@ -182,7 +182,7 @@ class Conversation:
                 struct.pack(">I", self._number() % 16),
             )
             return [frame(GO_AWAY, 0, 0, last + code)]
-        if kind == 17:
+        if kind == 17 and self._number() > 0xD0:
             return [frame(SETTINGS, 1, 0)]
         if kind == 18:
             trailers = self._one_of([b"", _FIELDS[0], _FIELDS[2], self._block()])

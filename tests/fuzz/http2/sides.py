@@ -12,6 +12,7 @@ from h2.connection import H2Connection
 from h2.exceptions import H2Error
 
 from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
 from tests.support.wire.http2_engine import Engine, frames_of
@@ -84,6 +85,8 @@ class Ours:
         self._engine = Engine(LIMITS)
         self._answered: set[int] = set()
         self.early: set[int] = set()  # streams that it has reset before the client was done
+        self.decoded: Fields = ()  # the fields of the last header block
+        self._engine.http2._headers._decode = self._decode  # type: ignore[method-assign]
         self.seen = Seen()
         self.take(OPENED)
 
@@ -111,6 +114,11 @@ class Ours:
         assert engine.http2.closing == bool(seen.over)
         assert all(stream.id == number for number, stream in engine.http2.streams.items())
         assert not seen.requests.keys() & seen.resets.keys()
+
+    def _decode(self, block: bytes) -> tuple[Fields, bool]:
+        found = HeaderDecoder._decode(self._engine.http2._headers, block)
+        self.decoded = found[0]
+        return found
 
     @property
     def in_block(self) -> bool:

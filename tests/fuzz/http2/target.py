@@ -8,7 +8,7 @@ import ngh2
 from h2.exceptions import H2Error
 
 from tests.fuzz.http2.conversations import Conversation
-from tests.fuzz.http2.differences import difference, explained
+from tests.fuzz.http2.differences import difference, explained, written
 from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
 
 # How often each entry of the table was met, for whoever looks at a long run.
@@ -31,7 +31,7 @@ def http2(data: bytes) -> None:
     for step in Conversation(rest).steps():
         for side in (ours, *others.values()):
             side.seen.fresh = None
-        behind_reset = step.of in ours.early
+        behind_reset, begun = step.of in ours.early, step.of in ours.seen.requests
         if step.what == "send":
             ours.take(step.sent)
         elif ours.is_open(step.stream):
@@ -48,7 +48,11 @@ def http2(data: bytes) -> None:
                     other.seen.over = f"{type(error).__name__} {error}"
             said = "" if ours.in_block else difference(ours.seen, other.seen)
             if said:
-                said = f"{step.name} {said}{' behind a reset' * behind_reset}"
+                said = f"{step.name} {said}"
+                if behind_reset and "STREAM_CLOSED" in said:
+                    said += " behind a reset"
+                if begun and "resets: -" in said:
+                    said += f" with trailers {written(ours.decoded)}"
                 known = explained(name, said)
                 assert known is not None, f"{name}: {said}"
                 MET[f"{name}: {known.why}"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -420,6 +421,63 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
         found = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in found]
         assert scene.connection.open and not scene.calls[0][1].done
+
+    played(play)
+
+
+def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
+    """However many come at once, and in how many frames; the last is none, when its turn comes."""
+
+    async def play(scene: Scene) -> None:
+        go_on, over, seen = asyncio.Event(), asyncio.Event(), []
+
+        async def slow(call: StreamCall) -> Ending | None:
+            await go_on.wait()
+            async for request in call.requests():
+                seen.append(request)  # noqa: PERF401
+            return None
+
+        scene.serve = slow
+        sent = [message(b"%d" % number) for number in range(9000)]
+        data = b"".join(sent[1000:]) + b"\x09" + bytes(4)
+        scene.say(scene.head(1, STREAM))
+        tracemalloc.start()
+        for piece in (*sent[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
+            scene.say(frame(DATA, 0, 1, piece))
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert held < 2 * len(data) + 100_000
+        scene.begun[0].on_over = over.set
+        go_on.set()
+        await over.wait()
+        assert len(seen) > 8500
+        assert seen == [one[5:] for one in sent][: len(seen)]
+        assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
+
+    played(play)
+
+
+def test_a_stream_that_is_ended_for_its_handler() -> None:
+    """Who waits for a message, or for the client to take one, waits no longer."""
+
+    async def play(scene: Scene) -> None:
+        over: list[int] = []
+
+        async def serve(call: StreamCall) -> Ending | None:
+            async for request in call.requests():
+                await call.write_all([request])
+            over.append(1)
+            return None
+
+        scene.serve = serve
+        scene.say(scene.head(1, STREAM) + frame(DATA, 0, 1, b"\0"))
+        scene.say(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
+        await asyncio.sleep(0)
+        for call in scene.begun:
+            call.late()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert over == [1, 1]
 
     played(play)
 

@@ -40,10 +40,16 @@ def message(data: bytes, *, compressed: bool = False) -> bytes:
     return PREFIX.pack(compressed, len(data)) + data
 
 
+def fed(assembly: Assembly, piece: bytes) -> list[Received]:
+    """The messages that are whole with this piece."""
+    assembly.feed(memoryview(piece))
+    return list(iter(assembly.take, None))
+
+
 def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Received]:
     assembly = Assembly(WINDOW, HEAD, sinks)
-    found = [it for piece in pieces for it in assembly.feed(memoryview(piece))]
-    assert assembly.empty
+    found = [it for piece in pieces for it in fed(assembly, piece)]
+    assert not assembly.begun
     return found
 
 
@@ -62,6 +68,29 @@ def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) 
     assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
 
 
+@given(
+    st.lists(st.binary(max_size=60), max_size=12),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
+)
+def test_whenever_they_are_taken(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
+    """What is not taken at once is there later, in its order, out of the buffer that it came in."""
+    stream = b"".join(map(message, sent))
+    assembly = Assembly(WINDOW, HEAD, None)
+    found = []
+    at = count = 0
+    while at < len(stream):
+        step, takes = steps[count % len(steps)]
+        buffer = bytearray(stream[at : at + step])
+        assembly.feed(memoryview(buffer))
+        found += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
+        assembly.leave()
+        buffer[:] = bytes(len(buffer))
+        at, count = at + step, count + 1
+    found += [it.data for it in iter(assembly.take, None)]
+    assert found == sent
+    assert not assembly.begun
+
+
 def test_pieces_of_all_sizes_are_one_message() -> None:
     sizes = [1, 4095, 4096, 5000, 1, 1, 70000, 3]
     data = bytes(range(256)) * 400
@@ -73,30 +102,30 @@ def test_pieces_of_all_sizes_are_one_message() -> None:
 def test_tiny_pieces_take_no_more_than_what_is_in_them() -> None:
     """A message of a megabyte in pieces of a byte each."""
     assembly = Assembly(WINDOW, HEAD, None)
-    list(assembly.feed(memoryview(PREFIX.pack(0, 1 << 20))))
+    fed(assembly, PREFIX.pack(0, 1 << 20))
     for _ in range((1 << 20) - 1):
-        list(assembly.feed(memoryview(b"x")))
+        fed(assembly, b"x")
     held = sum(map(sys.getsizeof, assembly._pieces))
     assert held < 1.3 * (1 << 20)
-    assert next(iter(assembly.feed(memoryview(b"x")))).data == b"x" * (1 << 20)
+    assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
 
 
 def test_what_is_wanted_beyond_the_window() -> None:
     """A message that fits needs nothing; of a larger one, all that the window might not hold."""
     for size in (0, 1, WINDOW // 2 - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
-        list(assembly.feed(memoryview(PREFIX.pack(0, size))))
+        fed(assembly, PREFIX.pack(0, size))
         assert assembly.extra == 0
     assembly = Assembly(WINDOW, HEAD, None)
-    list(assembly.feed(memoryview(PREFIX.pack(0, 10 * WINDOW))))
+    fed(assembly, PREFIX.pack(0, 10 * WINDOW))
     assert WINDOW + assembly.extra >= 10 * WINDOW + PREFIX.size
-    assert not assembly.empty
+    assert assembly.begun == PREFIX.size
 
 
 def test_what_is_granted_is_told_with_the_message() -> None:
     size = 2 * WINDOW
     assembly = Assembly(WINDOW, HEAD, None)
-    (found,) = assembly.feed(memoryview(message(bytes(size))))
+    (found,) = fed(assembly, message(bytes(size)))
     assert found.extra == size + PREFIX.size - WINDOW // 2
     assert assembly.extra == 0
 
@@ -111,7 +140,7 @@ def test_a_flag_that_there_is_not(flag: int) -> None:
 def test_too_large_a_message() -> None:
     """By what it says of itself, before anything is kept for it."""
     assembly = Assembly(WINDOW, HEAD, None)
-    list(assembly.feed(memoryview(PREFIX.pack(0, LARGEST_MESSAGE))))
+    fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])
@@ -161,7 +190,7 @@ def test_large_messages_go_where_they_are_to_be() -> None:
 def test_a_large_message_that_is_given_up() -> None:
     sink = Kept()
     assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
-    list(assembly.feed(memoryview(PREFIX.pack(0, LARGE) + b"some")))
+    fed(assembly, PREFIX.pack(0, LARGE) + b"some")
     assembly.drop()
     assembly.drop()
     assert sink.dropped
