@@ -65,8 +65,7 @@ class Router:
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
         pending = self._pending
-        while pending:
-            peer = next(iter(pending))
+        for peer in list(pending) if pending else ():
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:

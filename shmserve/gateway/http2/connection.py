@@ -114,6 +114,9 @@ class Connection(Incoming[T]):
             if stream.receive_window < 0:
                 self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
                 stream = None
+            elif stream.said >= 0 and not self._is_as_said(stream):
+                self._fail_stream(number, ErrorCode.PROTOCOL_ERROR, events)
+                stream = None
             elif padding:
                 self._pad(stream, padding)
         self._piece_stream = stream
@@ -122,6 +125,11 @@ class Connection(Incoming[T]):
                 self._control.spend()
             if stream is not None:
                 self._give(stream, _NOTHING, events)
+
+    def _is_as_said(self, stream: Stream) -> bool:
+        """Whether a DATA frame that begins agrees with the content-length of its request."""
+        stream.said -= self._piece_left
+        return stream.said == 0 if self._piece_ends else stream.said >= 0
 
     def _pad(self, stream: Stream, size: int) -> None:
         """Padding used up so much of a stream's window, which its receiver knows nothing of."""
@@ -132,12 +140,6 @@ class Connection(Incoming[T]):
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self._piece_left
-        if stream.said >= 0:
-            stream.said -= len(piece)
-            if stream.said < 0 or (last and stream.said):
-                self._piece_stream = None
-                self._fail_stream(stream.id, ErrorCode.PROTOCOL_ERROR, events)
-                return
         if last:
             stream.ended = True
         events.append(Data(stream, piece, last))
