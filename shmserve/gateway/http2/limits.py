@@ -55,6 +55,11 @@ class Budget:
         self._at = clock()
         self._what = what
 
+    @property
+    def debt(self) -> int:
+        """How many were spent and not earned again."""
+        return self._most - self._left
+
     def spend(self) -> None:
         """One more; raises ConnectionFault when that is too many."""
         self._left -= 1

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.cli import client
 from shmserve.ipc import endpoints
-from tests.support import repositories
+from tests.support import certificates, repositories
 from tests.support.servers import Server, refuses, run_command, running, title
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
@@ -44,24 +43,9 @@ from tests.support.wire.http2 import (
 Serve = Callable[..., Server]
 
 
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca, and server, client and stranger: a key and a certificate each; ca has not signed the
-    stranger's."""
-    folder = tmp_path_factory.mktemp("keys")
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    name = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for who in ("ca", "stranger"):
-        openssl(folder, *new, "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
-    for who in ("server", "client"):
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", *name)
-        files = ("-keyout", f"{who}.key", "-out", f"{who}.pem")
-        openssl(folder, *new, "-subj", f"/CN={who}", *signed, *files)
-    return folder
+    return certificates.make(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +237,7 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
 def test_keys_that_no_client_takes(models: Path, tmp_path: Path) -> None:
     """Of a curve that OpenSSL knows and clients do not: said at the start, too."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:secp256k1", "-nodes", "-subj", "/CN=x")
-    openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
+    certificates.openssl(tmp_path, "req", "-x509", *curve, "-keyout", "key", "-out", "cert")
     cert, key = tmp_path / "cert", tmp_path / "key"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={key}"]
     found = run_command("serve", str(models), "--grpc-use-ssl", *flags)

@@ -1,0 +1,115 @@
+"""The ways to the gRPC listener that every client is tried on: TCP, TLS and a unix socket, each
+with bytes as they are sent, and cut at random places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support import certificates, repositories
+from tests.support.servers import Server, running
+from tests.support.wire.cutting_proxy import CuttingProxy
+
+_MODELS = ("simple", "identity", "gated", "echo_request")
+_SEED = 20260
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to a server: `target` as gRPC's clients take it, and the certificate that they trust,
+    if there is TLS."""
+
+    server: Server
+    target: str
+    root: Path | None = None
+
+    @contextlib.contextmanager
+    def channel(self, **options: int) -> Iterator[grpc.Channel]:
+        """A channel with a connection of its own."""
+        arguments = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", -1),
+            *((f"grpc.{name}", value) for name, value in options.items()),
+        ]
+        with (
+            grpc.insecure_channel(self.target, arguments)
+            if self.root is None
+            else grpc.secure_channel(
+                self.target, grpc.ssl_channel_credentials(self.root.read_bytes()), arguments
+            )
+        ) as channel:
+            yield channel
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What clients ask."""
+    made = tmp_path_factory.mktemp("clients") / "models"
+    made.mkdir()
+    repositories.add(made, *_MODELS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(repository: Path) -> Iterator[Way]:
+    """A server without TLS, which compresses responses and has a unix socket, too."""
+    folder = Path(tempfile.mkdtemp(prefix="sg-"))
+    flags = (
+        f"--grpc-unix-socket={folder / 'socket'}",
+        "--grpc-infer-response-compression-level=low",
+        "--grpc-header-forward-pattern=some.*",
+    )
+    with running(repository, *flags, grpc=True) as server:
+        yield Way(server, server.grpc_url)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
+    """A server with TLS."""
+    keys = certificates.make(tmp_path_factory.mktemp("keys"))
+    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
+    with running(repository, "--grpc-use-ssl", *flags, grpc=True) as server:
+        yield Way(server, server.grpc_url, keys / "ca.pem")
+
+
+def unix_socket(server: Server) -> Path:
+    """Where it serves gRPC beside TCP."""
+    (flag,) = (each for each in server.command if each.startswith("--grpc-unix-socket="))
+    return Path(flag.partition("=")[2])
+
+
+@pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
+def door(request: pytest.FixtureRequest) -> Way:
+    """Each listener in turn."""
+    found: Way = request.getfixturevalue("encrypted" if request.param == "tls" else "plain")
+    if request.param == "unix":
+        return Way(found.server, f"unix:{unix_socket(found.server)}")
+    return found
+
+
+@pytest.fixture(params=["whole", "cut"])
+def way(request: pytest.FixtureRequest, door: Way) -> Iterator[Way]:
+    """The way to each, straight or through a proxy."""
+
+    def connect() -> socket.socket:
+        if not door.target.startswith("unix:"):
+            return socket.create_connection(("127.0.0.1", door.server.grpc_port))
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(unix_socket(door.server)))
+        return sock
+
+    if request.param == "whole":
+        yield door
+        return
+    with CuttingProxy(connect, _SEED) as proxy:
+        yield replace(door, target=f"127.0.0.1:{proxy.port}")

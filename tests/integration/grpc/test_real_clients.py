@@ -1,0 +1,198 @@
+"""Clients of gRPC as programs have them, over every way to the server: Python's, Triton's and
+grpcio's own, Go's, Node's, and C++'s in Triton's perf_analyzer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.utils import InferenceServerException
+
+from bench.load import perf
+from bench.system.peer import Analyzer
+from tests.support import clients
+from tests.support.waiting import until
+from tests.support.wire.grpc_calls import A, B, is_right, request_of, simple_request
+from tests.support.wire.http2 import SERVICE
+
+if TYPE_CHECKING:
+    from tests.integration.grpc.conftest import Way
+
+LARGE = np.arange(150_000, dtype=np.float32)  # 600 KB
+STREAMED = 200
+RIGHT = "all is right\n"
+
+
+def options(way: Way) -> dict[str, Any]:
+    """What Triton's clients take."""
+    root = None if way.root is None else str(way.root)
+    return {"url": way.target, "ssl": way.root is not None, "root_certificates": root}
+
+
+def simple() -> list[triton.InferInput]:
+    inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
+    for tensor, array in zip(inputs, (A, B), strict=True):
+        tensor.set_data_from_numpy(array)
+    return inputs
+
+
+def large() -> list[triton.InferInput]:
+    tensor = triton.InferInput("INPUT0", LARGE.shape, "FP32")
+    return [tensor.set_data_from_numpy(LARGE)]
+
+
+def check(result: triton.InferResult) -> None:
+    assert (result.as_numpy("OUTPUT0") == A + B).all()
+    assert (result.as_numpy("OUTPUT1") == A - B).all()
+
+
+def test_tritonclient(way: Way) -> None:
+    with triton.InferenceServerClient(**options(way)) as client:
+        assert client.is_server_live() and client.is_model_ready("simple")
+        assert client.get_model_metadata("simple").name == "simple"
+        for number in range(50):
+            check(client.infer("simple", simple(), request_id=str(number)))
+        for algorithm in (None, "gzip", "deflate"):
+            result = client.infer("identity", large(), compression_algorithm=algorithm)
+            assert (result.as_numpy("OUTPUT0") == LARGE).all()
+        with pytest.raises(InferenceServerException, match="'模型' is not found") as caught:
+            client.infer("模型", simple())
+        assert caught.value.status() == "StatusCode.NOT_FOUND"
+        answers: list[object] = []
+        for _ in range(20):
+            client.async_infer(
+                "simple", simple(), callback=lambda result, error: answers.append(error)
+            )
+        until("all are answered", lambda: len(answers) == 20)
+        assert answers == [None] * 20
+
+
+def test_tritonclients_stream(way: Way) -> None:
+    answers: list[tuple[Any, Any]] = []
+    with triton.InferenceServerClient(**options(way)) as client:
+        client.start_stream(lambda result, error: answers.append((result, error)))
+        for number in range(STREAMED):
+            client.async_stream_infer("simple", simple(), request_id=str(number))
+        until("all are answered", lambda: len(answers) == STREAMED)
+        client.stop_stream()
+    for number, (result, error) in enumerate(answers):
+        assert error is None and result.get_response().id == str(number)
+        check(result)
+
+
+def test_tritonclient_with_asyncio(way: Way) -> None:
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        for number in range(STREAMED):
+            yield {"model_name": "simple", "inputs": simple(), "request_id": str(number)}
+
+    async def ask() -> None:
+        async with triton_aio.InferenceServerClient(**options(way)) as client:
+            assert await client.is_server_ready()
+            for result in await asyncio.gather(
+                *(client.infer("simple", simple()) for _ in range(100))
+            ):
+                check(result)
+            result = await client.infer("identity", large(), compression_algorithm="gzip")
+            assert (result.as_numpy("OUTPUT0") == LARGE).all()
+            number = 0
+            async for result, error in client.stream_infer(requests()):
+                assert error is None and result.get_response().id == str(number)
+                check(result)
+                number += 1
+            assert number == STREAMED
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("compression", list(grpc.Compression))
+def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None:
+    """Bytes in, bytes out, as a program without generated code has them."""
+    raw = simple_request().SerializeToString()
+    with way.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        with ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(infer, raw, timeout=30, compression=compression) for _ in range(200)
+            ]
+            for each in asked:
+                assert is_right(pb.ModelInferResponse.FromString(each.result()))
+        stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
+        answers = list(stream(iter([raw] * STREAMED), timeout=30, compression=compression))
+        assert len(answers) == STREAMED
+        for answer in answers:
+            assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
+
+
+def test_ends_of_calls(way: Way) -> None:
+    """A deadline, a cancelled call, a stream that its client leaves."""
+    held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
+    with way.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            infer(held, timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        visit = way.server.gate.next()
+        waiting = infer.future(held, timeout=30)
+        way.server.wait_pending("gated", 1)
+        waiting.cancel()
+        way.server.wait_pending("gated", 0)
+        visit.release()
+
+        stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
+        raw = simple_request().SerializeToString()
+
+        def requests() -> Iterator[bytes]:
+            for _ in range(100_000):  # far more than it waits for
+                yield raw
+
+        answers = stream(requests())
+        for _ in range(3):
+            assert is_right(pb.ModelStreamInferResponse.FromString(next(answers)).infer_response)
+        answers.cancel()
+    until("it is over", lambda: way.server.metric("shmserve_executing_requests") == 0)
+
+
+@pytest.fixture(scope="module")
+def go_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return clients.build_go(tmp_path_factory.mktemp("go") / "client")
+
+
+@pytest.fixture(scope="module")
+def node_client() -> list[str]:
+    return clients.find_node()
+
+
+def test_gos(go_client: Path, way: Way) -> None:
+    root = () if way.root is None else (f"-root={way.root}",)
+    assert clients.run([str(go_client), f"-target={way.target}", *root]) == RIGHT
+    way.server.gate.next().release()
+    assert way.server.gate.is_idle()
+
+
+def test_nodes(node_client: list[str], way: Way) -> None:
+    root = () if way.root is None else (str(way.root),)
+    assert clients.run_node([*node_client, way.target, *root]) == RIGHT
+    way.server.gate.next().release()
+    assert way.server.gate.is_idle()
+
+
+@pytest.fixture(scope="module")
+def analyzer() -> Analyzer:
+    return clients.find_analyzer()
+
+
+@pytest.mark.parametrize("streaming", [(), ("--async", "--streaming")], ids=["calls", "stream"])
+def test_perf_analyzer(analyzer: Analyzer, way: Way, streaming: Sequence[str]) -> None:
+    tls = ("--ssl-grpc-use-ssl", f"--ssl-grpc-root-certifications-file={way.root}")
+    load = perf.Load("simple", 8, (*streaming, *(tls if way.root else ())), "grpc")
+    assert perf.measure(analyzer, load, way.target, 0.3)[perf.THROUGHPUT] > 0

@@ -1,0 +1,70 @@
+"""Clients of gRPC in other languages: what they need of this machine, and how they are run.
+
+`make clients` gets what is not here; without it their tests are skipped, and say so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.system import peer
+from tests.support.servers import ROOT
+
+HERE = Path(__file__).resolve().parent
+PROTOS = ROOT / "shmserve" / "proto"
+_FOLDER = Path(sys.prefix) / "clients"
+_NODE_MODULES = _FOLDER / "node_modules"
+# Where Debian has the sources of Go's packages, which are compiled with a program.
+_GO = {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOFLAGS": ""}
+_TIMEOUT_S = 120.0
+
+
+def build_go(to: Path) -> Path:
+    """The program of client.go."""
+    if shutil.which("go") is None:
+        pytest.skip("there is no Go here (Debian: golang-go, golang-google-grpc-dev)")
+    run(["go", "build", "-o", str(to), str(HERE / "client.go")], _GO)
+    return to
+
+
+def find_node() -> list[str]:
+    """The command that runs client.js, but for its arguments."""
+    node = shutil.which("node")
+    if node is None or not _NODE_MODULES.exists():
+        pytest.skip("there is no Node here with @grpc/grpc-js (make clients)")
+    return [node, str(HERE / "client.js"), str(PROTOS)]
+
+
+def run_node(command: Sequence[str]) -> str:
+    """As `run`, with the packages that it needs."""
+    return run(command, {"NODE_PATH": str(_NODE_MODULES)})
+
+
+def find_analyzer() -> peer.Analyzer:
+    """Triton's load generator, whose client is gRPC's of C++."""
+    try:
+        return peer.find_analyzer(_FOLDER)
+    except peer.Missing as missing:
+        pytest.skip(f"{missing} (make clients)")
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a program says; asserts that it ends well."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,78 @@
+"""A proxy that hands bytes on in pieces of random sizes, both ways: whoever reads may not count on
+getting them as they were sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Callable
+
+_SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # bytes of a piece
+
+
+class CuttingProxy:
+    """Listens at `port` of 127.0.0.1 while the with block runs; `connect` opens the connection on
+    which each client's goes on. `sent` and `received` count bytes from the client's side."""
+
+    def __init__(self, connect: Callable[[], socket.socket], seed: int) -> None:
+        self._connect = connect
+        self._random = random.Random(seed)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.sent = 0
+        self.received = 0
+
+    def __enter__(self) -> CuttingProxy:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for sock in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()  # nobody comes any more
+        for thread in self._threads[1:]:
+            thread.join()
+        for sock in (self._listener, *self._open):
+            sock.close()
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                self._open.append(here)
+                there = self._connect()
+                self._open.append(there)
+                self._pump(here, there, outwards=True)
+                self._pump(there, here, outwards=False)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, *, outwards: bool) -> None:
+        cuts = random.Random(self._random.random())
+        for sock in (source, sink):
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+        def go_on() -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    if outwards:
+                        self.sent += len(data)
+                    else:
+                        self.received += len(data)
+                    while data:
+                        size = cuts.choice(_SIZES)
+                        sink.sendall(data[:size])
+                        data = data[size:]
+                sink.shutdown(socket.SHUT_WR)
+
+        self._start(go_on)
