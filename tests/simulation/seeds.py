@@ -18,4 +18,5 @@ SEEDS: dict[int, str] = {
     707809: "a worker that changed over did not look for what its scheduler had sent before",
     711123: "a late request began, where a full queue had another one make room",
     711424: "of the instances of a successor, which come in one frame, some were not known yet",
+    720367: "a worker that was told of its scheduler again forgot what that had sent",
 }

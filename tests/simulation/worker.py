@@ -85,7 +85,8 @@ class Worker(Process):
         while self._inbox and self._running is None and self.alive:
             message = self._inbox.popleft()
             if isinstance(message, SchedulerProcess):
-                self._attach(message)
+                if message is not self._host or self._up is None or not self._up.connected:
+                    self._attach(message)
             elif isinstance(message, tuple):
                 host, words = message
                 if host is self._host and self._up is not None and self._up.connected:
