@@ -251,6 +251,12 @@ class Call:
         limit = front.largest_inflated
         return await inflated(message.data, self.head.encoding, limit, front.budget)
 
+    async def _framed_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
+        deflater = self._connection.front.deflater
+        if self._compression is None or deflater is None or len(data) < LARGE:
+            return self._framed(data)
+        return await deflater.framed_in_turns(data, self._compression)
+
     def _framed(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater
         if self._compression is None or deflater is None:
@@ -295,11 +301,19 @@ class UnaryCall(Call):
 
     def finish(self, response: bytes) -> None:
         """End it with its response."""
+        if self._compression is None or len(response) < LARGE:
+            self._send(self._framed(response))
+        else:
+            self._task = asyncio.ensure_future(self._finish_in_turns(response))
+
+    async def _finish_in_turns(self, response: bytes) -> None:
+        self._send(await self._framed_in_turns(response))
+
+    def _send(self, pieces: tuple[bytes, bytes]) -> None:
         if self.done:
             return
         self._end()
         self._stream.on_sent = self._over
-        pieces = self._framed(response)
         sending = self._connection.http2.sending
         if self._compression is None:
             sending.respond(self._stream, response_blocks.HEAD, pieces, response_blocks.OK)
@@ -463,7 +477,11 @@ class StreamCall(Call):
             return
         if not self._begun:
             self._begin()
-        pieces = [part for response in responses for part in self._framed(response)]
+        pieces: list[bytes] = []
+        for response in responses:
+            pieces += await self._framed_in_turns(response)
+        if self.done:
+            return
         sending = self._connection.http2.sending
         if sum(map(len, pieces)) <= _TOGETHER:
             sending.data(self._stream, b"".join(pieces))
