@@ -143,14 +143,12 @@ class Call:
             self.fail(*INTERNAL)
 
     def _assemble(self, piece: memoryview) -> None:
-        assembly = self._assembly or self._begin_assembly()
+        assembly = self._assembly
+        if assembly is None:
+            window = self._connection.front.limits.window
+            assembly = self._assembly = Assembly(window, self.head, self._sinks)
         assembly.feed(piece)
         self._cut(assembly, len(piece))
-
-    def _begin_assembly(self) -> Assembly:
-        window = self._connection.front.limits.window
-        self._assembly = Assembly(window, self.head, self._sinks)
-        return self._assembly
 
     def _cut(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are whole with the `size` bytes that came."""
@@ -428,12 +426,6 @@ class StreamCall(Call):
         if not self._queue:  # what was asked for before is to be taken first
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.grant(self._stream, extra)
-
-    def data(self, piece: memoryview, ended: bool) -> None:
-        """A piece of its data is here; `ended`: the last."""
-        if self._assembly is None and self._is_ahead():
-            self._begin_assembly()
-        super().data(piece, ended)
 
     def _is_ahead(self) -> bool:
         return len(self._queue) >= _AHEAD
