@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,12 @@ from hypothesis import strategies as st
 
 from shmserve.common.tls import Tls
 from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
+from tests.support import certificates
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A server's and a client's key and certificate, each signed by itself."""
-    folder = tmp_path_factory.mktemp("keys")
-    for who in ("server", "client"):
-        new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
-        files = ("-nodes", "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
-        command = ["openssl", *new, *files]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return folder
+    return certificates.make(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def context(keys: Path) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module")
 def mutual(keys: Path) -> ssl.SSLContext:
-    return Tls(f"{keys}/server.pem", f"{keys}/server.key", f"{keys}/client.pem").context()
+    return Tls(f"{keys}/server.pem", f"{keys}/server.key", f"{keys}/ca.pem").context()
 
 
 class Client:
@@ -44,7 +37,7 @@ class Client:
         self,
         protocols: list[str],
         version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
-        keys: Path | None = None,
+        certificate: Path | None = None,
     ) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -52,8 +45,8 @@ class Client:
         context.maximum_version = version
         if protocols:
             context.set_alpn_protocols(protocols)
-        if keys is not None:
-            context.load_cert_chain(f"{keys}/client.pem", f"{keys}/client.key")
+        if certificate is not None:
+            context.load_cert_chain(certificate, certificate.with_suffix(".key"))
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self.outgoing)
 
@@ -169,11 +162,12 @@ def test_a_record_that_is_not_what_was_sent(context: ssl.SSLContext) -> None:
 
 
 def test_certificates_of_clients(mutual: ssl.SSLContext, keys: Path) -> None:
-    known, layer = Client(["h2"], keys=keys), TlsLayer(mutual)
+    known, layer = Client(["h2"], certificate=keys / "client.pem"), TlsLayer(mutual)
     known.shake_hands(layer)
     assert layer.ready
-    with pytest.raises(BrokenTls):
-        Client(["h2"]).shake_hands(TlsLayer(mutual))
+    for stranger in (Client(["h2"]), Client(["h2"], certificate=keys / "stranger.pem")):
+        with pytest.raises(BrokenTls):
+            stranger.shake_hands(TlsLayer(mutual))
 
 
 def test_the_end(context: ssl.SSLContext) -> None:
