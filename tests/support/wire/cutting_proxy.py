@@ -24,6 +24,7 @@ class CuttingProxy:
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
+        self.connections = 0
         self.sent = 0
         self.received = 0
 
@@ -50,6 +51,7 @@ class CuttingProxy:
         with contextlib.suppress(OSError):
             while True:
                 here, _ = self._listener.accept()
+                self.connections += 1
                 self._open.append(here)
                 there = self._connect()
                 self._open.append(there)
