@@ -106,7 +106,9 @@ class WorkerInstance:
         context = self._context
         match message:
             case Attach(endpoint=successor):
-                self.attach(successor)
+                # Loaded while its scheduler was replaced, it is there already, and has batches.
+                if not self.link.is_at(successor):
+                    self.attach(successor)
             case CheckMemory():
                 if context.device_memory is not None:
                     context.control.send(context.device_memory.check(message))

@@ -94,7 +94,7 @@ _BY_NUMBER = {NUMBER[name]: kind for name, kind in _NUMPY_TYPES.items()}
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """The input of a request with that name, or None."""
-    if isinstance(inference_request, ReceivedRequest):
+    if type(inference_request) is ReceivedRequest or isinstance(inference_request, ReceivedRequest):
         return inference_request.tensors.get(name)
     return _named(inference_request.inputs(), name)
 

@@ -65,7 +65,7 @@ class Router:
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
         pending = self._pending
-        for peer in list(pending):
+        for peer in list(pending) if pending else ():
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:

@@ -111,6 +111,8 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         if self._pool.free and self._queue.full(submit.priority):
+            for late in self._queue.expired(now_ns):
+                self._expire(late, now_ns)
             self._dispatch.run(now_ns)
         sequence_key = self._dispatch.identify(client, submit)
         request = self._queue.enqueue(client, submit, now_ns)

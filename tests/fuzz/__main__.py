@@ -2,7 +2,8 @@
 lines they reach.
 
 Begins with tests/fuzz/corpus/TARGET. What breaks the target is printed and kept as crash-* in the
-current folder; exit status 0: nothing was found. Needs atheris (pip install -e '.[fuzz]').
+current folder; exit status 0: nothing was found. Needs atheris (pip install -e '.[fuzz]'), but for
+inputs by chance.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.fuzz.by_chance import search
+
 CORPUS = Path(__file__).parent / "corpus"
 
 
 def main() -> None:
-    """Run until the time is over or something breaks; never returns."""
+    """Run until the time is over or something breaks."""
     names = sorted(path.name for path in CORPUS.iterdir())
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=names)
     parser.add_argument("--seconds", type=int, default=60, help="how long to search [60]")
+    parser.add_argument("--by-chance", type=int, metavar="SEED", help="look at no lines, be fast")
     wanted = parser.parse_args()
+    if wanted.by_chance is not None:
+        _by_chance(wanted.target, wanted.seconds, wanted.by_chance)
+        return
     try:
         import atheris
     except ImportError:
@@ -35,6 +42,17 @@ def main() -> None:
             [sys.argv[0], *flags, found, str(CORPUS / wanted.target)], TARGETS[wanted.target]
         )
         atheris.Fuzz()
+
+
+def _by_chance(name: str, seconds: int, seed: int) -> None:
+    from tests.fuzz.http2.target import MET
+    from tests.fuzz.targets import TARGETS
+
+    corpus = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    count = search(TARGETS[name], corpus, seconds, seed)
+    print(f"{count} inputs")
+    for explained, times in MET.most_common():
+        print(f"{times:10} {explained}")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
+from tests.fuzz.http2.target import http2
 
 _LIMIT = 1 << 16
 _OURS = re.compile(r"Traceback|ipc://|/run/|/proc/|memfd|0x[0-9a-f]{6}| object at ")
@@ -372,4 +373,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "ranges": ranges,
     "messages": wire,
     "native": native,
+    "http2": http2,
 }

@@ -154,6 +154,11 @@ class SchedulerProcess(Process):
             if link.target is worker:
                 link.drain()
 
+    def sent_to(self, worker: Process) -> list[Any]:
+        """What has been sent to a worker, which takes it now."""
+        links = self._workers.links.values()
+        return [each for link in links if link.target is worker for each in link.sent()]
+
     def links(self) -> list[Link]:
         """All links from here."""
         return [*self._clients.links.values(), *self._workers.links.values()]

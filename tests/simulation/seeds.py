@@ -15,4 +15,8 @@ SEEDS: dict[int, str] = {
     601310: "as 501088, where the other step had a condition",
     701974: "an instance that was announced where one was to retire was taken for that one",
     703270: "a version that was no longer served was published again, since its scheduler had died",
+    707809: "a worker that changed over did not look for what its scheduler had sent before",
+    711123: "a late request began, where a full queue had another one make room",
+    711424: "of the instances of a successor, which come in one frame, some were not known yet",
+    720367: "a worker that was told of its scheduler again forgot what that had sent",
 }

@@ -70,10 +70,10 @@ class Supervisor(Process):
     def _connect(self, process: Process, take: Callable[[list[Any]], None]) -> None:
         self._links[process.address] = Link(self.world, process, take)
 
-    def tell(self, process: Process | None, message: Any) -> None:
-        """Send a message to a process, if it lives."""
+    def tell(self, process: Process | None, *messages: Any) -> None:
+        """Send messages to a process, if it lives, in one frame."""
         if process is not None and process.address in self._links:
-            self._links[process.address].post(message)
+            self._links[process.address].post(*messages)
 
     def _broadcast(self, message: Any, *, clients_only: bool = False) -> None:
         for client in self.clients:
@@ -474,13 +474,15 @@ class Supervisor(Process):
             self._announce(version)
 
     def _introduce(self, version: Version) -> None:
-        """Tell a new scheduler of the instances."""
+        """Tell a new scheduler of the instances, of all at once."""
         for index in version.leaving:  # what they run, runs elsewhere
             self._end(version.workers[index])
+        expected: list[supervision.InstanceExpected] = []
         for index in version.indices:
             worker = version.workers.get(index)
             pid = 0 if worker is None or not worker.alive else worker.pid
-            self.tell(version.scheduler, supervision.InstanceExpected(index, pid))
+            expected.append(supervision.InstanceExpected(index, pid))
+        self.tell(version.scheduler, *expected)
 
     def _attach(self, version: Version) -> None:
         """Have the instances offer themselves to a new scheduler."""

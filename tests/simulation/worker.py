@@ -85,7 +85,8 @@ class Worker(Process):
         while self._inbox and self._running is None and self.alive:
             message = self._inbox.popleft()
             if isinstance(message, SchedulerProcess):
-                self._attach(message)
+                if message is not self._host or self._up is None or not self._up.connected:
+                    self._attach(message)
             elif isinstance(message, tuple):
                 host, words = message
                 if host is self._host and self._up is not None and self._up.connected:
@@ -97,7 +98,11 @@ class Worker(Process):
             self._begin()
 
     def _attach(self, host: SchedulerProcess) -> None:
-        """Offer itself to a scheduler; what its predecessor gave is forgotten."""
+        """Offer itself to a scheduler; what its predecessor gave is forgotten, but for its word of
+        what was read, wherever that is on its way."""
+        for each in self._sent_last():
+            if isinstance(each, m.ReleaseOutputs | m.ReaderExited):
+                self._hear(each)
         self._batches.clear()
         self._open.clear()
         self._streams.clear()
@@ -111,6 +116,14 @@ class Worker(Process):
         self._up.post(m.InstanceReady(self.index, self.pid))
         for pid in self._dead:
             self._drop(pid)
+
+    def _sent_last(self) -> list[Any]:
+        """What the scheduler has sent until now, and is not heard yet."""
+        if self._host is None:
+            return []
+        words = [each for each in self._inbox if isinstance(each, tuple)]
+        arrived = [each for host, each in words if host is self._host]
+        return arrived + self._host.sent_to(self)
 
     def _hear(self, message: Any) -> None:
         match message:

@@ -165,6 +165,11 @@ class Link:
         self.closed = True
         self._frames.clear()
 
+    def sent(self) -> list[Any]:
+        """Take what has been sent, as who looks into its buffers does."""
+        frames, self._frames = self._frames, deque()
+        return [message for frame in frames for message in frame]
+
     def drain(self) -> None:
         """Deliver what has been sent, now."""
         while self._frames and self.connected:

@@ -187,6 +187,11 @@ class InstanceLink:
         """Whether there is a scheduler, as far as is known."""
         return self._dealer is not None and self._dealer.connected
 
+    def is_at(self, endpoint: str) -> bool:
+        """Whether the instance has been offered to the scheduler at `endpoint`, as far as known."""
+        dealer = self._dealer
+        return dealer is not None and dealer.connected and dealer.endpoint == endpoint
+
     def post(self, message: Any) -> None:
         """Queue a message for the next that is sent."""
         with self.lock:

@@ -53,18 +53,6 @@ class Submitted:
     request_id: str
     _given_up: bool = False
 
-    async def wait(self) -> bytes:
-        """The ModelInferResponse, serialized; raises what the request failed with.
-
-        A caller that is cancelled cancels it.
-        """
-        try:
-            await self._pending.future
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        return self.response()
-
     def when_done(self, action: Callable[[Submitted], None]) -> None:
         """Call this once there is a response, to take with `response`; never if it is cancelled."""
 
@@ -81,7 +69,7 @@ class Submitted:
         self._pending.on_response = action
 
     def response(self) -> bytes:
-        """The response that is there, as `wait` gives it."""
+        """The ModelInferResponse that is there, serialized; raises what the request failed with."""
         message = self._pending.future.result()
         try:
             if isinstance(message, m.Failed):

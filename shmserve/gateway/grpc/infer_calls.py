@@ -11,6 +11,7 @@ from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of
 from shmserve.gateway.grpc.stream_call import stream_infer
+from shmserve.gateway.inference.malloc_trim import LARGE
 from shmserve.ipc.inflight import Response
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class InferenceCalls:
                 call.fail(*_ending_of_inference(error, call))
             else:
                 call.finish(response)
-                self._trim.soon(len(response))
+                if len(response) >= LARGE:
+                    self._trim.soon(len(response))
 
         try:
             headers = self._inferences.headers(call.head)
@@ -43,7 +45,8 @@ class InferenceCalls:
             call.fail(*_ending_of_inference(error, call))
             return
         finally:
-            self._trim.soon(len(raw))
+            if len(raw) >= LARGE:
+                self._trim.soon(len(raw))
         call.on_gone = submitted.cancel
         call.on_over = submitted.leave
         submitted.taken_by(responded)

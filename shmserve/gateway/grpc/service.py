@@ -136,7 +136,7 @@ class Service:
         ending = head.refusal
         if ending is None and begin is None:
             ending = UNKNOWN_METHOD
-        elif ending is None:
+        elif ending is None and connection.guarded:
             error = _refusal(connection.client, RPCS[head.path].scope, head)
             ending = None if error is None else ending_of(error)
         if ending is not None or begin is None:
@@ -197,8 +197,6 @@ class Service:
 def _refusal(client: ClientIdentity, scope: str, head: CallHead) -> ShmserveError | None:
     """Why a client's call to an API of `scope` is refused; None when it is not."""
     rules = client.listener.authorisation
-    if not (rules.asks_for_tokens or rules.restrictions):
-        return None
     given = {key: value for key, value in head.metadata if type(value) is str}
     if client.known:
         return rules.refuse_restricted(scope, given)

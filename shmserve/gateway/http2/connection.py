@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data, Event
@@ -37,33 +36,29 @@ from shmserve.gateway.http2.frames import (
     ConnectionFault,
     ErrorCode,
     StreamFault,
+    pack_long,
 )
-from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
+from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
 from shmserve.gateway.http2.incoming import Incoming
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
-T = TypeVar("T")
-
 _MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
+_RESET_DEBT = 4  # of a stream that is given up, beside a frame of no use
 _EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
 _NOTHING = memoryview(b"")
 
 
 class Connection(Incoming[T]):
-    """One connection. `read_head` makes of a request's fields what its receiver wants to know;
-    `content_length` says how many bytes of data those promise, -1 for any.
-    """
+    """One connection. `read_head` makes of a request's fields what its receiver wants to know."""
 
     def __init__(
         self,
         read_head: Callable[[Fields], T],
-        content_length: Callable[[T], int],
         limits: Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits)
-        self._content_length = content_length
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
         self._control = Budget(limits.control, limits.control_per_s, clock, "frames of no use")
@@ -86,7 +81,7 @@ class Connection(Incoming[T]):
                     frames.MAX_HEADER_LIST_SIZE: limits.header_list,
                 }
             )
-            + frames.frame(WINDOW_UPDATE, 0, 0, frames.long(LARGEST_WINDOW - DEFAULT_WINDOW))
+            + frames.frame(WINDOW_UPDATE, 0, 0, pack_long(LARGEST_WINDOW - DEFAULT_WINDOW))
         )
 
     def receive(self, data: bytes) -> Sequence[Event[T]]:
@@ -97,15 +92,18 @@ class Connection(Incoming[T]):
             self.sending.resume()
         return events
 
+    @property
+    def debt(self) -> int:
+        """A measure of what the client has had us do that nobody needed."""
+        return self._control.debt + _RESET_DEBT * self._resets.debt
+
     # --- data
 
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
-        if self._window < 0:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
-        if self._window < LARGEST_WINDOW // 2:
+        if self._window < LARGEST_WINDOW // 2:  # so it is never used up
             more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
-            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, frames.long(more)))
+            self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
         stream = self.streams.get(number)
         if stream is None or stream.ended:
             self._check_closed(number, stream)
@@ -116,6 +114,9 @@ class Connection(Incoming[T]):
             if stream.receive_window < 0:
                 self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
                 stream = None
+            elif stream.said >= 0 and not self._is_as_said(stream):
+                self._fail_stream(number, ErrorCode.PROTOCOL_ERROR, events)
+                stream = None
             elif padding:
                 self._pad(stream, padding)
         self._piece_stream = stream
@@ -124,6 +125,11 @@ class Connection(Incoming[T]):
                 self._control.spend()
             if stream is not None:
                 self._give(stream, _NOTHING, events)
+
+    def _is_as_said(self, stream: Stream) -> bool:
+        """Whether a DATA frame that begins agrees with the content-length of its request."""
+        stream.said -= self._piece_left
+        return stream.said == 0 if self._piece_ends else stream.said >= 0
 
     def _pad(self, stream: Stream, size: int) -> None:
         """Padding used up so much of a stream's window, which its receiver knows nothing of."""
@@ -134,12 +140,6 @@ class Connection(Incoming[T]):
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         last = self._piece_ends and not self._piece_left
-        if stream.said >= 0:
-            stream.said -= len(piece)
-            if stream.said < 0 or (last and stream.said):
-                self._piece_stream = None
-                self._fail_stream(stream.id, ErrorCode.PROTOCOL_ERROR, events)
-                return
         if last:
             stream.ended = True
         events.append(Data(stream, piece, last))
@@ -191,7 +191,7 @@ class Connection(Incoming[T]):
             raise StreamFault(ErrorCode.REFUSED_STREAM)
         head = self._headers.request(block)
         stream = Stream(number, self._limits.window, self.sending.initial_window)
-        stream.said = self._content_length(head)
+        stream.said = head.data_size
         self.streams[number] = stream
         self._control.earn(_EARNED)
         events.append(Begun(stream, head))
@@ -227,27 +227,32 @@ class Connection(Incoming[T]):
         stream = self.streams.get(number)
         if number and stream is None:
             self._check_begun(number, "WINDOW_UPDATE")
+            self._control.spend()
+            return
         if not more:
             if not number:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             raise StreamFault(ErrorCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.spend()
-        if not number or stream is not None:
-            self.sending.grant(stream, more)
+        self.sending.grant(stream, more)
 
     def _earn_for_data(self) -> None:
         sent, self._paid_for = self.sending.frames - self._paid_for, self.sending.frames
         self._control.earn(_EARNED * sent)
+        self._resets.earn(sent)
 
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")
-        self._check_begun(number, "RST_STREAM")
-        self._resets.spend()
         stream = self.streams.get(number)
-        if stream is not None:
-            self._forget(stream)
-            events.append(Cancelled(stream))
+        if stream is None:  # it crosses our end
+            self._check_begun(number, "RST_STREAM")
+            self._control.spend()
+            return
+        self._earn_for_data()
+        self._resets.spend()
+        self._forget(stream)
+        events.append(Cancelled(stream))
 
     def _check_begun(self, number: int, what: str) -> None:
         if number > self.last or not number & 1:
@@ -290,7 +295,7 @@ class Connection(Incoming[T]):
             raise ConnectionFault(code, "a broken frame of a stream not begun")
         if stream is None:
             self._remember(number)
-            self.sending.ready.append(frames.frame(RST_STREAM, 0, number, frames.long(code)))
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, number, pack_long(code)))
         else:
             self.reset(stream, code)
             events.append(Cancelled(stream))
@@ -301,7 +306,7 @@ class Connection(Incoming[T]):
             if not stream.ended:
                 self._remember(stream.id)
             self._forget(stream)
-            self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, frames.long(code)))
+            self.sending.ready.append(frames.frame(RST_STREAM, 0, stream.id, pack_long(code)))
 
     def _forget(self, stream: Stream) -> None:
         stream.ended = True
@@ -330,7 +335,7 @@ class Connection(Incoming[T]):
         """Let the client send so many bytes more of a stream's data."""
         if more > 0 and not stream.ended:
             stream.receive_window += more
-            update = frames.frame(WINDOW_UPDATE, 0, stream.id, frames.long(more))
+            update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(more))
             self.sending.ready.append(update)
 
     def fail(self, code: ErrorCode, text: str = "") -> None:

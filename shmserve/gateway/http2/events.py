@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
+from shmserve.gateway.http2.header_blocks import T
 from shmserve.gateway.http2.outgoing import Stream
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)

@@ -76,14 +76,12 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return head(len(payload), kind, flags, stream) + payload
 
 
-def long(value: int) -> bytes:
-    """A number of 32 bits, as windows and error codes are."""
-    return _LONG.pack(value)
+pack_long = _LONG.pack  # a number of 32 bits, as windows, error codes and streams are
 
 
 def goaway(last: int, code: ErrorCode, text: str = "") -> bytes:
     """GOAWAY: streams above `last` are not served, for this reason."""
-    return frame(GOAWAY, 0, 0, long(last) + long(code) + text.encode())
+    return frame(GOAWAY, 0, 0, pack_long(last) + pack_long(code) + text.encode())
 
 
 def settings(values: dict[int, int]) -> bytes:

@@ -9,16 +9,30 @@ documentation: without it nothing is kept.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
 from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
 
-T = TypeVar("T")
+
+class Head(Protocol):
+    """What a receiver makes of a request's fields."""
+
+    @property
+    def data_size(self) -> int:
+        """How many bytes of data the request says that it has; -1: it does not."""
+
+
+T = TypeVar("T", bound=Head)
+Read = TypeVar("Read")
 Fields = Sequence[tuple[bytes, bytes]]
+
+# Its debug lines have every header, and some of those are secrets.
+logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512
@@ -36,17 +50,17 @@ _is_name = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _is_broken = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
 
 
-class HeaderDecoder(Generic[T]):
+class HeaderDecoder(Generic[Read]):
     """The decoder of a connection's header blocks. `read` makes of a request's fields, which are
     checked, what its receiver wants to know of them."""
 
-    def __init__(self, read: Callable[[Fields], T], largest: int) -> None:
+    def __init__(self, read: Callable[[Fields], Read], largest: int) -> None:
         self._decoder = Decoder(largest)
         self._read = read
-        self._known: dict[bytes, T] = {}
+        self._known: dict[bytes, Read] = {}
         self._keeps = hasattr(self._decoder.header_table, "dynamic_entries")
 
-    def request(self, block: bytes) -> T:
+    def request(self, block: bytes) -> Read:
         """The head of a request; raises StreamFault for a malformed one, and ConnectionFault."""
         known = self._known.get(block)
         if known is not None:

@@ -7,7 +7,7 @@ whole frame is here, a header block when all its frames are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 from shmserve.gateway.http2.events import Event
 from shmserve.gateway.http2.frames import (
@@ -26,12 +26,12 @@ from shmserve.gateway.http2.frames import (
     ErrorCode,
     StreamFault,
 )
+from shmserve.gateway.http2.header_blocks import T
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
 
-T = TypeVar("T")
-
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
+_CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else
 _BLOCK_SHIFT = 4  # so many bytes of a header block, as a power of two, are as much work as a frame
 
 
@@ -135,6 +135,8 @@ class Incoming(Generic[T]):
                 work -= self._limits.begin + (size >> _BLOCK_SHIFT)
             elif kind == CONTINUATION:
                 work -= size >> _BLOCK_SHIFT
+            else:
+                work -= _CONTROL_WORK
             try:
                 self._frame(kind, flags, number, data[at : at + size], events)
             except StreamFault as fault:

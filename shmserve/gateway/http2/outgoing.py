@@ -6,6 +6,7 @@ used up, or while the socket takes no more (`paused`); streams that wait take tu
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,9 +22,12 @@ from shmserve.gateway.http2.frames import (
     ConnectionFault,
     ErrorCode,
     StreamFault,
+    pack_long,
 )
 
+_pack_start = struct.Struct(">HBBB").pack  # of a frame, up to its stream
 _OVERFLOW = "a window of more than 2^31-1"
+_JOINED = 32 * 1024  # bytes of a response: a larger one is not copied
 _TURN = 256 * 1024  # bytes of one stream before others that wait have their turn
 
 
@@ -41,7 +45,7 @@ class Stream:
 
     def __init__(self, number: int, receive_window: int, send_window: int) -> None:
         self.id = number
-        self.tag = frames.long(number)
+        self.tag = pack_long(number)
         self.call: Any = None
         self.ended = False
         self.finished = False
@@ -69,7 +73,7 @@ class Outgoing:
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
-        self._blocked: dict[Stream, None] = {}  # in the order of their turns
+        self.waiting: dict[Stream, None] = {}  # with data that cannot be sent yet, in turns
         self.frames = 0  # of data, in all
         self.grown = False  # a window is larger: `resume` is to be called
 
@@ -100,7 +104,7 @@ class Outgoing:
             return
         stream.waiting.append(memoryview(piece))
         stream.queued += size
-        self._blocked[stream] = None
+        self.waiting[stream] = None
         while self._pump(stream):
             pass
 
@@ -112,7 +116,7 @@ class Outgoing:
         stream.finished = True
         if stream.queued or self.paused:
             stream.trailers = block
-            self._blocked[stream] = None
+            self.waiting[stream] = None
             return
         self._block(stream, block, END_HEADERS | END_STREAM)
         self._sent_all(stream)
@@ -129,8 +133,8 @@ class Outgoing:
             or size > stream.send_window
             or size > self.window
             or self.paused
-            or len(head) > SMALLEST_FRAME
-            or len(trailers) > SMALLEST_FRAME
+            or len(head) >= _SHORT
+            or len(trailers) >= _SHORT
         ):
             self.head(stream, head)
             for piece in pieces:
@@ -140,11 +144,12 @@ class Outgoing:
         self.window -= size
         self.frames += 1
         tag = stream.tag
-        self.ready += (
-            _start(len(head), HEADERS, END_HEADERS) + tag + head + _start(size, DATA, 0) + tag,
-            *pieces,
-            _start(len(trailers), HEADERS, END_HEADERS | END_STREAM) + tag + trailers,
-        )
+        before = (_HEADS[len(head)], tag, head, _pack_start(size >> 8, size & 0xFF, DATA, 0), tag)
+        end = (_ENDS[len(trailers)], tag, trailers)
+        if size < _JOINED:
+            self.ready.append(b"".join((*before, *pieces, *end)))
+        else:
+            self.ready += (b"".join(before), *pieces, b"".join(end))
         stream.finished = True
         self._sent_all(stream)
 
@@ -153,7 +158,7 @@ class Outgoing:
         stream.cut = stream.cut or bool(stream.queued)
         stream.waiting.clear()
         stream.queued = 0
-        self._blocked.pop(stream, None)
+        self.waiting.pop(stream, None)
 
     def drop(self, stream: Stream) -> None:
         """Send nothing of this stream any more."""
@@ -192,7 +197,7 @@ class Outgoing:
     def resume(self) -> None:
         """Send what can be sent now, of one stream after the other."""
         self.grown = False
-        going = list(self._blocked)
+        going = list(self.waiting)
         while going and not self.paused:
             # Who has nothing because the window of all is used up is not moved behind the others.
             going = [
@@ -201,21 +206,11 @@ class Outgoing:
                 if (self.window > 0 or not stream.queued) and self._pump(stream)
             ]
 
-    @property
-    def has_blocked(self) -> bool:
-        """Whether data waits."""
-        return bool(self._blocked)
-
-    @property
-    def blocked(self) -> Sequence[Stream]:
-        """The streams with data that cannot be sent yet."""
-        return tuple(self._blocked)
-
     # --- frames
 
     def _pump(self, stream: Stream) -> bool:
         """Send of a stream's data what its turn allows; whether more could be sent now."""
-        if stream not in self._blocked:
+        if stream not in self.waiting:
             return False
         turn = _TURN
         room = 0
@@ -231,9 +226,9 @@ class Outgoing:
             stream.queued -= size
             turn -= size
             self._frame(stream, piece, size)
-        del self._blocked[stream]
+        del self.waiting[stream]
         if stream.queued or self.paused:
-            self._blocked[stream] = None  # behind the others
+            self.waiting[stream] = None  # behind the others
         elif stream.trailers is not None:
             self._block(stream, stream.trailers, END_HEADERS | END_STREAM)
             self._sent_all(stream)
@@ -266,15 +261,9 @@ class Outgoing:
 
 def _start(size: int, kind: int, flags: int) -> bytes:
     """The head of a frame up to its stream's number."""
-    if size < _SMALL:
-        known = _STARTS.get((size, kind, flags))
-        if known is not None:
-            return known
-    made = frames.head(size, kind, flags, 0)[:5]
-    if size < _SMALL:
-        _STARTS[size, kind, flags] = made
-    return made
+    return _pack_start(size >> 8, size & 0xFF, kind, flags)
 
 
-_SMALL = 1024
-_STARTS: dict[tuple[int, int, int], bytes] = {}
+_SHORT = 256  # bytes of a header block
+_HEADS = [_start(size, HEADERS, END_HEADERS) for size in range(_SHORT)]
+_ENDS = [_start(size, HEADERS, END_HEADERS | END_STREAM) for size in range(_SHORT)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import sub
 from typing import Any
 
 from shmserve.common.counters import plus, total
@@ -100,16 +101,18 @@ class Statistics(Table):
         noted, self._noted = self._noted, []
         late, self._noted_late = self._noted_late, []
         if noted:
+            ended, arrived, units, _, _ = zip(*noted, strict=True)
+            totals = list(map(sub, ended, arrived))
             self.success += len(noted)
-            totals = [now_ns - arrived_ns for now_ns, arrived_ns, *_ in noted]
             self.success_ns += sum(totals)
-            self.inference_count += sum([units for _, _, units, *_ in noted])
+            self.inference_count += sum(units)
             self.request_seconds.observe(*totals)
-        timed = [(now_ns, at_ns, each) for now_ns, *_, at_ns, each in noted if each is not None]
+        timed = [(now_ns, at_ns, each) for now_ns, _, _, at_ns, each in noted if each is not None]
         timed += late
         if timed:
-            times = [(start - at_ns, *phases) for _, at_ns, (start, *phases) in timed]
-            queued, inputs, infers, outputs = zip(*times, strict=True)
+            _, enqueued, timings = zip(*timed, strict=True)
+            starts, inputs, infers, outputs = zip(*timings, strict=True)
+            queued = list(map(sub, starts, enqueued))
             self.queue_ns += sum(queued)
             self.compute_input_ns += sum(inputs)
             self.compute_infer_ns += sum(infers)

@@ -308,6 +308,17 @@ def test_another_scheduler_takes_over(worker: Worker, late: bool) -> None:
     assert value(worker.answer(worker.finished("w2")[0])) == 10
 
 
+def test_a_scheduler_that_it_is_told_of_again_has_its_batches(worker: Worker) -> None:
+    """Loaded while its scheduler was replaced, it was offered to the successor before."""
+    worker.start()
+    worker.load()
+    os.kill(worker.pid, signal.SIGSTOP)  # both are there at once
+    worker.tell(m.Attach(f"ipc://{worker.run_dir}/w1"))
+    worker.execute(5)
+    os.kill(worker.pid, signal.SIGCONT)
+    assert value(worker.answer(worker.finished()[0])) == 10
+
+
 def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
     gate = worker.version_dir / "gate"
     os.mkfifo(gate)

@@ -65,13 +65,22 @@ class Request:
     cancelled: bool = False
 
 
+class RequestFields(tuple[tuple[bytes, bytes], ...]):
+    """The fields of a request."""
+
+    @property
+    def data_size(self) -> int:
+        """How many bytes of data it says that it has; -1: it does not."""
+        return content_length(self)
+
+
 class Engine:
     """One connection: `take` what a client sends, then look at what came of it."""
 
     def __init__(
         self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.http2 = Connection(tuple, content_length, limits or Limits(), clock)
+        self.http2 = Connection(RequestFields, limits or Limits(), clock)
         self.requests: dict[int, Request] = {}
         self.acknowledged: list[bytes] = []
         self.sent: list[Frame] = []

@@ -17,7 +17,7 @@ from tests.rigs.worker_rig import Region
 _CEILINGS = {
     ("inline", "gateway"): 85.3,
     ("inline", "scheduler"): 55.3,
-    ("inline", "worker"): 79.0,
+    ("inline", "worker"): 71.0,
     ("placed", "gateway"): 91.3,
     ("placed", "scheduler"): 180.9,
     ("placed", "worker"): 208.0,

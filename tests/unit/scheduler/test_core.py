@@ -275,6 +275,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     ]
 
 
+def test_what_is_late_makes_room_in_a_full_queue_and_does_not_begin() -> None:
+    """Also within a turn, when an instance has just become free."""
+    rig = Rig(max_queue_size=1)
+    (late,) = rig.submit(timeout_ns=5 * MS)
+    rig.now += 6 * MS
+    rig.core.from_control(InstanceExpected(0, 100), rig.now)
+    rig.core.executions.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
+    (number,) = rig.submit()
+    assert rig.answers() == [failed(late, "UNAVAILABLE", EXPIRED)]
+    rig.finish(*rig.execute())
+    assert rig.answers() == [m.Finished(number, b"done")]
+
+
 def test_overload_is_one_line_a_minute_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(max_queue_size=4)
     for wait_s, refused in ((0, 2), (1, 3), (58, 0), (1, 0), (59, 1), (1, 0)):

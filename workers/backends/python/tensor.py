@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 NUMBER = {name: number for number, name in enumerate(STORED, start=1)}  # Triton's
 _DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
 _CPU = (1, 0)  # DLPack's kDLCPU, device 0
+# An Output without the function in Python that makes a named tuple.
+_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
 class Tensor:
@@ -115,8 +119,9 @@ class Tensor:
         Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
         """
         data = self._data
-        in_host = type(data) is Input and not data.on_device
-        if not in_host and self._device() != _CPU:
+        if type(data) is Input and not (data.on_device or data.shared) and self._datatype != "BF16":
+            return data.numpy()  # as mostly
+        if self._device() != _CPU:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == "BF16":
             raise TritonModelException(
@@ -147,7 +152,7 @@ class Tensor:
         data: Any = self._data
         if type(data) is Input:
             data = data.torch() if data.on_device else data.numpy()
-        return Output(self._name, self._datatype, data)
+        return _output((self._name, self._datatype, data))
 
     def as_call_input(self) -> CallInput:
         """The tensor as an input of a call of another model; where it came in memory, it stays

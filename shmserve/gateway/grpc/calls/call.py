@@ -44,6 +44,7 @@ StreamHandler = Callable[["StreamCall"], Coroutine[Any, Any, Ending | None]]
 
 _TOGETHER = 64 * 1024  # bytes of small messages that are sent in one frame
 _OVER_S = 0.005  # a call with less time left is over
+_AHEAD = 256  # messages of a stream that nobody has asked for; a small one is larger than its bytes
 
 
 class Call:
@@ -129,15 +130,7 @@ class Call:
         if self.done:
             return
         try:
-            size = len(piece)
-            if size >= PREFIX.size and self._assembly is None:
-                flag, length = PREFIX.unpack_from(piece)
-                if not flag and length == size - PREFIX.size and size < LARGE:
-                    self._received(Received(bytes(piece[PREFIX.size :]), False, 0))
-                    if ended:
-                        self._half_closed()
-                    return
-            if size:
+            if len(piece):
                 self._assemble(piece)
             if ended and not self.done:
                 self._half_closed()
@@ -150,21 +143,29 @@ class Call:
             self.fail(*INTERNAL)
 
     def _assemble(self, piece: memoryview) -> None:
-        assembly = self._assembly
-        if assembly is None:
-            window = self._connection.front.limits.window
-            assembly = self._assembly = Assembly(window, self.head, self._sinks)
-        for message in assembly.feed(piece):
+        assembly = self._assembly or self._begin_assembly()
+        assembly.feed(piece)
+        self._cut(assembly, len(piece))
+
+    def _begin_assembly(self) -> Assembly:
+        window = self._connection.front.limits.window
+        self._assembly = Assembly(window, self.head, self._sinks)
+        return self._assembly
+
+    def _cut(self, assembly: Assembly, size: int) -> None:
+        """Take the messages that are whole with the `size` bytes that came."""
+        while (message := assembly.take()) is not None:
             self._arrived()
             self._received(message)
-            if self.done:
+            if self.done or self._is_ahead():
                 return
-        if assembly.empty:
+        if not assembly.begun:
             return
+        more = assembly.begun if self._arriving is None else size
         arriving = self.await_message()
-        arriving.received += len(piece)
+        arriving.received += more
         if assembly.sink is None:
-            arriving.hold(len(piece))
+            arriving.hold(more)
         else:
             arriving.keep(assembly.sink.drop)
         self._wants(assembly)
@@ -216,7 +217,8 @@ class Call:
 
     def _end(self) -> None:
         self.done = True
-        self._arrived()
+        if self._arriving is not None:
+            self._arrived()
         if self._assembly is not None:
             self._assembly.drop()
             self._assembly = None
@@ -233,6 +235,10 @@ class Call:
 
     # --- for its kinds
 
+    def _is_ahead(self) -> bool:
+        """Whether more messages are here than are asked for: others are taken later."""
+        return False
+
     def _received(self, message: Received) -> None:
         raise NotImplementedError
 
@@ -242,7 +248,8 @@ class Call:
     async def _inflated(self, message: Received) -> bytes:
         assert isinstance(message.data, bytes)
         front = self._connection.front
-        return await inflated(message.data, self.head.encoding, front.largest_inflated)
+        limit = front.largest_inflated
+        return await inflated(message.data, self.head.encoding, limit, front.budget)
 
     def _framed(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater
@@ -275,15 +282,30 @@ class UnaryCall(Call):
         if not (self._asked or self.done):
             self.await_message()
 
+    def data(self, piece: memoryview, ended: bool) -> None:
+        """A piece of its data is here; `ended`: the last. Most often it is the message, whole."""
+        size = len(piece)
+        if PREFIX.size <= size < LARGE and self._assembly is None and not self._asked:
+            flag, length = PREFIX.unpack_from(piece)
+            if not flag and length == size - PREFIX.size and not self.done:
+                self._asked = True
+                self.on_message(bytes(piece[PREFIX.size :]), self)
+                return
+        super().data(piece, ended)
+
     def finish(self, response: bytes) -> None:
         """End it with its response."""
         if self.done:
             return
         self._end()
         self._stream.on_sent = self._over
-        head = response_blocks.head(self._compression)
+        pieces = self._framed(response)
         sending = self._connection.http2.sending
-        sending.respond(self._stream, head, self._framed(response), response_blocks.OK)
+        if self._compression is None:
+            sending.respond(self._stream, response_blocks.HEAD, pieces, response_blocks.OK)
+        else:
+            head = response_blocks.head(self._compression)
+            sending.respond(self._stream, head, pieces, response_blocks.OK)
         self._connection.flush()
 
     def _received(self, message: Received) -> None:
@@ -315,13 +337,14 @@ class StreamCall(Call):
     """A call with any number of messages and responses, which a task handles; that is cancelled
     when the client has left."""
 
-    __slots__ = ("_closed", "_consumed", "_news", "_queue", "_task", "_written")
+    __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
     def __init__(
         self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self._queue: deque[Received] = deque()
+        self._ahead = False  # there may be more in what came
         self._closed = False  # the client sends no more
         self._news: asyncio.Future[None] | None = None
         self._written: asyncio.Future[None] | None = None
@@ -353,14 +376,20 @@ class StreamCall(Call):
 
     def _end(self) -> None:
         super()._end()
+        self._ahead = False
         while self._queue:
             release(self._queue.popleft().data)
+        self._wake(self._news)
+        self._wake(self._written)
 
     async def requests(self) -> AsyncIterator[Any]:
         """Its messages, each when it is asked for, and then its asker's to release; raises
         BrokenMessage."""
         while True:
             while not self._queue:
+                if self._ahead:
+                    self._cut_more()
+                    continue
                 if self._closed or self.done:
                     return
                 self._grant(0)
@@ -386,17 +415,42 @@ class StreamCall(Call):
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.grant(self._stream, extra)
 
+    def data(self, piece: memoryview, ended: bool) -> None:
+        """A piece of its data is here; `ended`: the last."""
+        if self._assembly is None and self._is_ahead():
+            self._begin_assembly()
+        super().data(piece, ended)
+
+    def _is_ahead(self) -> bool:
+        return len(self._queue) >= _AHEAD
+
+    def _cut(self, assembly: Assembly, size: int) -> None:
+        if not self._is_ahead():
+            super()._cut(assembly, size)
+        self._ahead = self._is_ahead()
+        if self._ahead:
+            assembly.leave()
+
+    def _cut_more(self) -> None:
+        self._ahead = False
+        if self._assembly is not None:
+            try:
+                self._cut(self._assembly, 0)
+            except ShmserveError as error:  # there is no memory for it
+                raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+
     def _received(self, message: Received) -> None:
         self._queue.append(message)
-        self._wake()
+        self._wake(self._news)
 
     def _half_closed(self) -> None:
         self._closed = True
-        self._wake()
+        self._wake(self._news)
 
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+    @staticmethod
+    def _wake(waiting: asyncio.Future[None] | None) -> None:
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def _begin(self) -> None:
         self._begun = True
@@ -423,5 +477,5 @@ class StreamCall(Call):
             await self._written
 
     def _progress(self) -> None:
-        if not self._stream.queued and self._written is not None and not self._written.done():
-            self._written.set_result(None)
+        if not self._stream.queued:
+            self._wake(self._written)

@@ -41,6 +41,7 @@ class Carrier(Protocol):
     front: GrpcFront
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
+    guarded: bool  # calls of this client must be authorised
     http2: Connection[CallHead]
 
     def flush(self) -> None:

@@ -23,6 +23,7 @@ _is_timeout = re.compile(rb"([0-9]+)([HMSmun])").fullmatch
 _UNIT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _LONGEST_S = 1e9
 _LONGEST_NUMBER = 30  # digits
+_LONGEST_NAME = 64  # of an encoding, as it is told
 
 
 class CallHead:
@@ -54,7 +55,7 @@ class CallHead:
         self.timeout_s = self._timeout(found.get(b"grpc-timeout"))
         self.encoding = found.get(b"grpc-encoding", b"identity").decode("latin-1")
         if self.encoding not in ENCODINGS:
-            text = f"compression algorithm '{self.encoding}' is not supported"
+            text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
             self._refuse(200, StatusCode.UNIMPLEMENTED, text)
         accepted = found.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepts = frozenset(name.strip() for name in accepted.split(","))

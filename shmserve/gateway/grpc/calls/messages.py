@@ -8,10 +8,10 @@ import asyncio
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.status import Ending, StatusCode
@@ -21,6 +21,8 @@ from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyB
 LARGE = 64 * 1024  # bytes of a message that is placed where it is to be, if it can
 PREFIX = struct.Struct(">BI")
 _KEPT_AS_IT_IS = 4096  # bytes of a piece; a smaller one would keep a whole buffer that it is in
+
+_NOTHING = memoryview(b"")
 
 _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
@@ -102,11 +104,12 @@ class ArrivingMessage(Arrival):
 
 
 class Assembly:
-    """Assembles the messages of one call; `ahead` is how many bytes of them come unasked."""
+    """Assembles the messages of one call: `feed` it with what comes, and `take` what is whole.
+    `window` is how many bytes of them come unasked."""
 
     __slots__ = (
-        *("_compressed", "_head", "_pieces", "_prefix", "_sinks", "_window"),
-        *("extra", "missing", "sink"),
+        *("_at", "_compressed", "_copied", "_head", "_later", "_piece", "_pieces", "_prefix"),
+        *("_sinks", "_size", "_window", "extra", "missing", "sink"),
     )
 
     def __init__(self, window: int, head: CallHead, sinks: Sinks | None) -> None:
@@ -114,32 +117,49 @@ class Assembly:
         self._head = head
         self._sinks = sinks
         self.sink: Sink | None = None
+        self._piece = _NOTHING  # what came, of which `_at` bytes are taken
+        self._at = 0
+        self._copied = True  # out of the buffer that it came in
+        self._later = bytearray()  # what came behind it
         self._prefix = b""
+        self._size = 0
         self._pieces: list[bytearray | memoryview] = []
         self._compressed = False
         self.missing = 0  # bytes of the message that has begun
         self.extra = 0  # bytes of it that the client may not send unasked
 
     @property
-    def empty(self) -> bool:
-        """Whether no part of a message is here."""
-        return not (self._prefix or self.missing)
+    def begun(self) -> int:
+        """How many bytes are here of the message that is not whole, when there is none to take."""
+        return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
 
-    def feed(self, piece: memoryview) -> Iterator[Received]:
-        """The messages that are whole with this piece; raises BrokenMessage."""
-        at, end = 0, len(piece)
-        while at < end:
+    def feed(self, piece: memoryview) -> None:
+        """These bytes came."""
+        if self._at == len(self._piece) and not self._later:
+            self._piece, self._at, self._copied = piece, 0, False
+        else:
+            self._later += piece
+
+    def leave(self) -> None:
+        """What is here is taken later: it is not to keep the buffer that it is in."""
+        if not self._copied:
+            self._piece, self._at = memoryview(bytes(self._piece[self._at :])), 0
+            self._copied = True
+
+    def take(self) -> Received | None:
+        """The next message that is whole, None: its rest is to come. Raises BrokenMessage."""
+        while self._at < len(self._piece) or self._go_on():
             if not self.missing:
                 taken = PREFIX.size - len(self._prefix)
-                self._prefix += piece[at : at + taken]
-                at += taken
+                self._prefix += self._piece[self._at : self._at + taken]
+                self._at = min(self._at + taken, len(self._piece))
                 if len(self._prefix) < PREFIX.size:
-                    return
-                if not self._begin():
-                    yield Received(b"", self._compressed, 0)
                     continue
-            part = piece[at : at + self.missing]
-            at += len(part)
+                if not self._begin():
+                    return Received(b"", self._compressed, 0)
+                continue
+            part = self._piece[self._at : self._at + self.missing]
+            self._at += len(part)
             self.missing -= len(part)
             if self.sink is None:
                 self._keep(part)
@@ -148,7 +168,13 @@ class Assembly:
             if not self.missing:
                 data = self._whole()
                 extra, self.extra = self.extra, 0
-                yield Received(data, self._compressed, extra)
+                return Received(data, self._compressed, extra)
+        return None
+
+    def _go_on(self) -> bool:
+        self._piece, self._at, self._copied = memoryview(bytes(self._later)), 0, True
+        self._later.clear()
+        return bool(self._piece)
 
     def _whole(self) -> Message:
         sink, self.sink = self.sink, None
@@ -184,29 +210,36 @@ class Assembly:
                 f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})",
             )
         self._compressed = bool(flag)
-        self.missing = size
+        self._size = self.missing = size
         self.extra = max(0, size + PREFIX.size - self._window // 2)
         if size >= LARGE and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
 
 
-async def inflated(data: bytes, encoding: str, limit: int) -> bytes:
-    """A compressed message as it was, in turns of the loop; raises BrokenMessage."""
+async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
+    """A compressed message as it was, in turns of the loop; raises BrokenMessage. Until it is whole
+    what is here of it counts in `budget`: others may be inflated in the same turns."""
     if encoding == "identity":
         raise BrokenMessage(
             StatusCode.INTERNAL, "a compressed message in a call without grpc-encoding"
         )
     inflater = Inflater(limit)
     pieces: list[bytes] = []
+    memory = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
+            memory.hold(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)  # others have their turn
         inflater.finish()
     except InvalidArgument as error:
         raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, error.message) from None
+    except Unavailable as error:
+        raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+    finally:
+        memory.give_back()
     return b"".join(pieces)
 
 

@@ -12,10 +12,10 @@ _FIELDS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
 )
-_HEAD = STATUS_200 + encode(_FIELDS)
+HEAD = STATUS_200 + encode(_FIELDS)
 _HEADS: dict[str | None, bytes] = {
-    None: _HEAD,
-    **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
+    None: HEAD,
+    **{name: HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
 }
 OK = encode(((b"grpc-status", b"0"),))
 
@@ -28,7 +28,7 @@ def head(compression: str | None) -> bytes:
 def start(http_status: int) -> bytes:
     """The start of the only block of a response without messages."""
     if http_status == 200:
-        return _HEAD
+        return HEAD
     return encode(((b":status", str(http_status).encode()), *_FIELDS))
 
 

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # of what is larger the pieces are handed to the socket as they are
 _HIGH_WATER = 256 * 1024  # bytes that the socket has not taken, above which data waits
+_FREE_DEBT = 32  # of a turn
+_REST_S = 0.0005  # for each that is owed
+_LINGER_S = 0.25
 _LOOKS = 4  # at a call that waits, while its client has patience left
 
 
@@ -44,9 +47,12 @@ class GrpcConnection(LimitedConnection):
         self.loop = asyncio.get_running_loop()
         self.transport = None
         self.client: ClientIdentity
-        self.http2: Connection[CallHead] = Connection(CallHead, _data_size, front.limits)
+        self.guarded = False
+        self.http2: Connection[CallHead] = Connection(CallHead, front.limits)
         self.lifetime = Lifetime(self)
         self._handling = False
+        self._ended = False  # by us
+        self._debt = 0  # as the engine had it at the end of the last turn
         self._since = self.loop.time()  # something came, or a call was over
         self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
@@ -66,6 +72,8 @@ class GrpcConnection(LimitedConnection):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         self.client = self._owner.connection_made(self)
+        rules = self.client.listener.authorisation
+        self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
         self.transport.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
@@ -84,19 +92,23 @@ class GrpcConnection(LimitedConnection):
         if self._opening is not None:
             self._opening.cancel()
         self.lifetime.end()
+        self._drop_calls()
+        self._owner.connection_lost(self)
+        self.client.gone()
+
+    def _drop_calls(self) -> None:
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
             self.http2.sending.drop(stream)
             if stream.call is not None:
                 stream.call.gone()
-        self._owner.connection_lost(self)
-        self.client.gone()
 
     @property
     def open(self) -> bool:
         """Whether it is not on its way out."""
-        return self.transport is not None and not self.transport.is_closing()
+        transport = self.transport
+        return transport is not None and not (self._ended or transport.is_closing())
 
     @property
     def idle_since(self) -> float | None:
@@ -148,7 +160,8 @@ class GrpcConnection(LimitedConnection):
                 if event.stream.call is not None:
                     event.stream.call.data(event.piece, event.ended)
             elif isinstance(event, Begun):
-                self._begin(event.stream, event.head, fresh)
+                if not event.stream.finished:  # given up by what came behind it
+                    self._begin(event.stream, event.head, fresh)
             elif isinstance(event, Cancelled):
                 if event.stream.call is not None:
                     event.stream.call.gone()
@@ -160,16 +173,32 @@ class GrpcConnection(LimitedConnection):
         self.lifetime.received()
         self.flush()
         if http2.closing:
-            self.force_close()
-        elif http2.pending and self.transport is not None:
+            self._show_out()
+        else:
+            owed = http2.debt - self._debt
+            self._debt += owed
+            if owed > _FREE_DEBT or http2.pending:
+                self._rest(owed * _REST_S if owed > _FREE_DEBT else 0.0)
+
+    def _rest(self, seconds: float) -> None:
+        """Read nothing until then: others have their turn, and who wastes our time waits longer."""
+        if self.transport is not None:
             self.transport.pause_reading()
-            self.loop.call_soon(self._go_on)
+            self.loop.call_later(seconds, self._go_on)
+
+    def _show_out(self) -> None:
+        """The client has broken a rule, and was told: it ends, but not so soon that coming again is
+        cheap, or that what was sent is lost to what was not read."""
+        if self.transport is not None and not self._ended:
+            self._ended = True
+            self.transport.pause_reading()
+            self._drop_calls()
+            self.loop.call_later(_LINGER_S, self.force_close)
 
     def _go_on(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if self.open and self.transport is not None:
+            self.transport.resume_reading()
             self.data_received(b"")
-            if not self.http2.pending and self.transport is not None:
-                self.transport.resume_reading()
 
     def _begin(self, stream: Stream, head: CallHead, fresh: list[Call]) -> None:
         try:
@@ -186,7 +215,11 @@ class GrpcConnection(LimitedConnection):
             return
         sending = self.http2.sending
         ready, transport = sending.ready, self.transport
-        if transport is None or not (ready or self._tls is not None):
+        if transport is None:
+            return
+        if sending.waiting:
+            self._look_soon()
+        if not ready and self._tls is None:
             return
         if self._tls is not None:
             self._flush_encrypted(self._tls, transport)
@@ -198,8 +231,6 @@ class GrpcConnection(LimitedConnection):
                 transport.write(b"".join(ready))
             else:
                 transport.writelines(ready)
-        if sending.has_blocked:
-            self._look_soon()
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
         sending = self.http2.sending
@@ -234,8 +265,8 @@ class GrpcConnection(LimitedConnection):
 
     def over(self) -> None:
         """A call is over, and all of it is sent."""
-        self._since = self.loop.time()
-        self.lifetime.over()
+        if self.lifetime.leaving:
+            self.lifetime.over()
 
     def _look_soon(self) -> None:
         if self._looking is None:
@@ -247,7 +278,7 @@ class GrpcConnection(LimitedConnection):
         for call, arriving in list(self._arriving.items()):
             if arriving.overdue(now):
                 call.late()
-        blocked = self.http2.sending.blocked
+        blocked = tuple(self.http2.sending.waiting)
         patience_s = self.front.body_timeout_s
         self._stalled = {
             stream: self._stalled.get(stream, (now, stream.sent)) for stream in blocked
@@ -273,7 +304,3 @@ class GrpcConnection(LimitedConnection):
         self.http2.reset(stream, ErrorCode.CANCEL)
         if stream.call is not None:
             stream.call.gone()
-
-
-def _data_size(head: CallHead) -> int:
-    return head.data_size

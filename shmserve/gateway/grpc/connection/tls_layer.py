@@ -20,6 +20,7 @@ class TlsLayer:
         self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self.ready = False
+        self._closed = False
 
     def receive(self, data: bytes) -> bytes:
         """The plaintext in these bytes; `outgoing` has what is to be sent, in any case. Raises
@@ -43,11 +44,13 @@ class TlsLayer:
         return b"".join(pieces)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Encrypt these; `outgoing` has them."""
-        self._tls.write(data)
+        """Encrypt these; `outgoing` has them, unless all was said to have been sent."""
+        if not self._closed:
+            self._tls.write(data)
 
     def close(self) -> None:
         """Say that nothing more comes."""
+        self._closed = True
         with contextlib.suppress(ssl.SSLError):  # the client has not said so yet
             self._tls.unwrap()
 

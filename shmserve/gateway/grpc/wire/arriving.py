@@ -18,7 +18,9 @@ _LONGEST_HEAD = 64 * 1024
 class Room(Protocol):
     """Where the tensors' bytes of one request go."""
 
-    views: Sequence[memoryview]
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """A place for each of its contents."""
 
     def drop(self) -> None:
         """Give it back: nobody needs it."""

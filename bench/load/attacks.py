@@ -1,0 +1,220 @@
+"""What floods of one gRPC client cost others: `python -m bench.load.attacks`.
+
+Eight clients have one call each in flight, on connections of their own; their rate with a flood
+beside them is compared with their rate alone, in turns. The flood is a process: it connects again
+whenever the server ends its connection, acknowledges what an honest client would, and sends as fast
+as the server reads. Prints a line for each: the median of the ratios and their extremes, and the
+connections that the server ended in a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import select
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.system import servers
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _PRIORITY, _RESET, _SETTINGS, _, _PING, _, _WINDOW, _CONTINUATION = range(10)
+_END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
+_FRAME = struct.Struct(">HBBBI")
+_LARGEST_WINDOW = 2**31 - 1
+
+_CLIENTS = 8
+_ROUNDS = 5
+_SECONDS = 1.0
+_AHEAD = 64 * 1024
+_MADE = 16 * 1024 * 1024  # bytes of a flood, until it comes again
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame."""
+    return _FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream) + payload
+
+
+def head(path: str) -> bytes:
+    """The header block of a call, of literal fields."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    return b"".join(
+        b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field)
+        for field in fields.items()
+    )
+
+
+_INFER = head("/inference.GRPCInferenceService/ModelInfer")
+
+
+def _request() -> bytes:
+    import numpy as np
+    from tritonclient.grpc import service_pb2 as pb
+
+    message = pb.ModelInferRequest(model_name="simple")
+    for name in ("INPUT0", "INPUT1"):
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+        message.raw_input_contents.append(np.arange(16, dtype=np.int32).tobytes())
+    packed: bytes = message.SerializeToString()
+    return b"\0" + struct.pack(">I", len(packed)) + packed
+
+
+def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
+    """What is sent for one stream after the other, by the flood's name."""
+
+    def asked(stream: int) -> bytes:
+        return frame(_HEADERS, _END_HEADERS, stream, _INFER) + frame(
+            _DATA, _END_STREAM, stream, request
+        )
+
+    reset = bytes(4)
+    return {
+        "calls begun and reset": lambda n: (
+            frame(_HEADERS, _END_HEADERS, n, _INFER) + frame(_RESET, 0, n, reset)
+        ),
+        "calls asked and reset": lambda n: asked(n) + frame(_RESET, 0, n, reset),
+        "calls that make the server reset": lambda n: (
+            frame(_HEADERS, _END_HEADERS, n, _INFER) + frame(_WINDOW, 0, n, bytes(4))
+        ),
+        "header blocks without end": lambda n: (
+            frame(_HEADERS, 0, 1, b"") + frame(_CONTINUATION, 0, 1, bytes(16)) * 64
+        ),
+        "pings": lambda _: frame(_PING, 0, 0, bytes(8)) * 64,
+        "settings": lambda _: frame(_SETTINGS, 0, 0, b"\0\4\0\0\xff\xff") * 64,
+        "priorities": lambda _: frame(_PRIORITY, 0, 3, b"\0\0\0\1\0") * 64,
+        "empty data": lambda n: (
+            (frame(_HEADERS, _END_HEADERS, 1, _INFER) if n == 1 else b"") + frame(_DATA, 0, 1) * 64
+        ),
+        "windows of a byte": lambda _: frame(_WINDOW, 0, 0, b"\0\0\0\1") * 64,
+        "calls whose responses are not read": asked,
+        "calls that are not asked": lambda n: frame(_HEADERS, _END_HEADERS, n, _INFER),
+    }
+
+
+def flood(port: int, name: str, ended: Any) -> None:
+    """Send this until killed; `ended` counts the connections that the server ended. What is sent
+    was made before: the flood costs its sender next to nothing."""
+    make = attacks(_request())[name]
+    sent = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
+    stream = 1
+    while len(sent) < _MADE:
+        sent += make(stream)
+        stream += 2
+    reads = "not read" not in name
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
+            _flood(sock, memoryview(sent), reads)
+        ended.value += 1
+
+
+def _flood(sock: socket.socket, sent: memoryview, reads: bool) -> None:
+    sock.setblocking(False)
+    at = 0
+    while True:
+        readable, writable, _ = select.select([sock] if reads else [], [sock], [], 0.1)
+        if readable and not sock.recv(1 << 20):
+            return
+        if writable:
+            at += sock.send(sent[at : at + _AHEAD])
+            if at == len(sent):
+                return
+
+
+class Honest:
+    """A client with one call in flight."""
+
+    def __init__(self, port: int, request: bytes) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._request = request
+        self._stream = -1
+        self._said = b""
+        wide = frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, _LARGEST_WINDOW))
+        more = frame(_WINDOW, 0, 0, struct.pack(">I", _LARGEST_WINDOW - 65535))
+        self.sock.sendall(_PREFACE + wide + frame(_SETTINGS, _ACK, 0) + more)
+
+    def ask(self) -> None:
+        """Begin a call."""
+        self._stream += 2
+        self.sock.sendall(
+            frame(_HEADERS, _END_HEADERS, self._stream, _INFER)
+            + frame(_DATA, _END_STREAM, self._stream, self._request)
+        )
+
+    def read(self) -> int:
+        """Take what is there, and begin the next call behind each that is over; how many were."""
+        data = self.sock.recv(1 << 16)
+        if not data:
+            raise SystemExit("the server ended an honest client's connection")
+        self._said += data
+        if self._said.endswith(b"grpc-status\x010"):
+            self._said = b""
+            self.ask()
+            return 1
+        if b"grpc-message" in self._said:
+            raise SystemExit(f"an honest call failed: {self._said!r}")
+        return 0
+
+
+def rate(clients: dict[socket.socket, Honest], seconds: float) -> float:
+    """Calls in a second of all clients."""
+    began = time.perf_counter()
+    done = 0
+    while (took := time.perf_counter() - began) < seconds:
+        for sock in select.select(list(clients), [], [], 0.1)[0]:
+            done += clients[sock].read()
+    return done / took
+
+
+@contextlib.contextmanager
+def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
+    """The flood of this name runs meanwhile."""
+    process = multiprocessing.Process(target=flood, args=(port, name, ended))
+    process.start()
+    try:
+        time.sleep(0.3)  # the flood is under way: what it does at first is not what is measured
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def main() -> None:
+    """Measure every flood."""
+    request = _request()
+    model = servers.BENCH / "models" / "simple"
+    with servers.running(servers.Shmserve(), [model], notes=[]) as server:
+        port = server.ports.grpc
+        clients = {one.sock: one for one in (Honest(port, request) for _ in range(_CLIENTS))}
+        for one in clients.values():
+            one.ask()
+        rate(clients, _SECONDS)
+        for name in attacks(request):
+            ended = multiprocessing.Value("i", 0)
+            ratios = []
+            for _ in range(_ROUNDS):
+                alone = rate(clients, _SECONDS)
+                with attacked(port, name, ended):
+                    ratios.append(rate(clients, _SECONDS) / alone)
+            low, high = min(ratios), max(ratios)
+            went = ended.value / (_ROUNDS * _SECONDS)
+            print(
+                f"{name:36} {statistics.median(ratios):5.2f} [{low:.2f} .. {high:.2f}] "
+                f"{went:8.0f} ended/s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

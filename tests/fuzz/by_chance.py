@@ -1,0 +1,49 @@
+"""Inputs by chance, without a look at which lines they reach: many more of them in the same time,
+for targets to which nearly all bytes mean something."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_LONGEST = 200
+
+
+def search(target: Callable[[bytes], object], corpus: list[bytes], seconds: float, seed: int) -> int:
+    """Try inputs until the time is over; how many there were. What breaks the target is kept as
+    crash-SEED-NUMBER in the current folder, and raised."""
+    end = time.monotonic() + seconds
+    for count, data in enumerate(_inputs(corpus, random.Random(seed))):
+        try:
+            target(data)
+        except BaseException:
+            Path(f"crash-{seed}-{count}").write_bytes(data)
+            raise
+        if time.monotonic() > end:
+            return count + 1
+    raise AssertionError("inputs do not end")
+
+
+def _inputs(corpus: list[bytes], chance: random.Random) -> Iterator[bytes]:
+    """Any bytes, and those of the corpus with a few changes, in turns."""
+    for number in itertools.count():
+        if number % 2 or not corpus:
+            yield chance.randbytes(chance.randrange(1, _LONGEST))
+            continue
+        data = bytearray(chance.choice(corpus))
+        for _ in range(chance.randrange(1, 6)):
+            at = chance.randrange(len(data) + 1)
+            how = chance.randrange(4)
+            if how == 0 and at < len(data):
+                data[at] = chance.randrange(256)
+            elif how == 1:
+                data[at:at] = chance.randbytes(chance.randrange(1, 5))
+            elif how == 2:
+                del data[at : at + chance.randrange(1, 5)]
+            else:
+                other = chance.choice(corpus)
+                data[at:] = other[chance.randrange(len(other) + 1) :]
+        yield bytes(data)

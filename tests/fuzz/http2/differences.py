@@ -1,0 +1,221 @@
+"""Where the engines differ, and why that is right: both may be, by the RFC, or it is the other's
+choice. What is not in the table is a finding."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from shmserve.gateway.http2.header_blocks import Fields
+from tests.fuzz.http2.sides import Seen
+
+
+class Known(NamedTuple):
+    """A difference that is explained: whose, as `difference` writes it, and why it may be."""
+
+    whose: str
+    said: str
+    why: str
+
+
+def difference(ours: Seen, theirs: Seen) -> str:
+    """How what two engines made of the same step differs, as "what: ours | theirs"; "" if not.
+
+    `over` is why a connection is over, else what its engine did instead; `resets` are the codes of
+    streams that only one has reset, and what the other has of them.
+    """
+    if ours.over or theirs.over:
+        if ours.over and theirs.over:
+            return ""
+        return f"over: {ours.over or _instead(ours)} | {theirs.over or _instead(theirs)}"
+    if ours.resets != theirs.resets:
+        return f"resets: {_resets(ours, theirs)} | {_resets(theirs, ours)}"
+    if ours.requests != theirs.requests:
+        return f"requests: {_requests(ours, theirs)} | {_requests(theirs, ours)}"
+    if ours.answers != theirs.answers:
+        return f"answers: {ours.answers} | {theirs.answers}"
+    return ""
+
+
+def _instead(seen: Seen) -> str:
+    return "-" if seen.fresh is None else f"resets {seen.fresh}"
+
+
+def _resets(seen: Seen, other: Seen) -> str:
+    said = []
+    for number, code in seen.resets.items():
+        if other.resets.get(number) != code:
+            request = other.requests.get(number)
+            said.append(f"{code} of {written(request.fields if request is not None else ())}")
+    return ", ".join(said) or "-"
+
+
+def written(fields: Fields) -> str:
+    """Fields in a line."""
+    return repr(b" ".join(b"=".join(it) for it in fields))
+
+
+def _requests(seen: Seen, other: Seen) -> str:
+    return str({n: it for n, it in seen.requests.items() if other.requests.get(n) != it})
+
+
+KNOWN = [
+    # --- streams
+    Known(
+        "",
+        r"\w+ over: STREAM_CLOSED a frame of a stream that has ended \| (-|resets 5)",
+        "5.1: a frame of a closed stream may end the connection",
+    ),
+    Known(
+        "h2",
+        r"(DATA|HEADERS|CONTINUATION) resets: [0-9] of b'' \| 5 of b''",
+        "5.1: it resets a stream again that is reset; a frame that crosses a reset is ignored",
+    ),
+    Known(
+        "h2",
+        r"(RST_STREAM|WINDOW_UPDATE) over: PROTOCOL_ERROR .* of a stream not begun \| -",
+        "5.1.1: it does not look at frames of a server's streams",
+    ),
+    Known(
+        "h2",
+        r"(HEADERS|PUSH_PROMISE) over: PROTOCOL_ERROR (HEADERS of|PUSH_|more padding).* \| -",
+        "4.3: it waits for the whole block",
+    ),
+    Known(
+        "h2",
+        r"CONTINUATION over: PROTOCOL_ERROR CONTINUATION of nothing \| resets 5",
+        "6.10: to it the state of the stream comes first",
+    ),
+    Known(
+        "h2",
+        r"WINDOW_UPDATE over: - \| ProtocolError Received frame with non-compliant data",
+        "6.9: it takes the reserved bit for a part of the number",
+    ),
+    Known(
+        "ngh2",
+        r"(PRIORITY|HEADERS) over: PROTOCOL_ERROR (a stream that depends on itself"
+        r"|PRIORITY of no stream|a broken frame of a stream not begun) \| (-|resets 1)",
+        "5.3: it does not look at priorities, which are deprecated",
+    ),
+    Known(
+        "h2",
+        r"HEADERS over: PROTOCOL_ERROR a stream that depends on itself \| (-|resets 5)",
+        "5.3: to it the state of the stream comes first",
+    ),
+    Known("", r"PRIORITY resets: 1 of .* \| .*", "5.3: it does not look at priorities"),
+    Known(
+        "h2",
+        r"\w+ over: resets [136] \| \w+Error .*",
+        "5.4.1: it ends the connection where a stream is broken",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ over: resets [136] \| (PROTOCOL_ERROR|FRAME_SIZE_ERROR|FLOW_CONTROL_ERROR)\b.*",
+        "5.4.1: it ends the connection where a stream is broken",
+    ),
+    # --- frames
+    Known(
+        "h2",
+        r"(ALTSVC|ORIGIN) over: - \| \w+Error .*",
+        "5.5: it knows the extension, and that a client does not send it",
+    ),
+    Known(
+        "ngh2",
+        r"DATA over: (PROTOCOL_ERROR more padding than frame|FRAME_SIZE_ERROR .*) \| -",
+        "6.1: it does not look at DATA of a stream that it has reset",
+    ),
+    Known(
+        "",
+        r"SETTINGS over: \w+_ERROR SETTINGS_\w+ out of range \| -",
+        "6.5.3: of a value that is given twice it looks at the last only",
+    ),
+    Known(
+        "ngh2",
+        r"SETTINGS over: - \| PROTOCOL_ERROR SETTINGS: unexpected ACK",
+        "6.5.3: we count an acknowledgement of nothing with all that is of no use",
+    ),
+    Known(
+        "ngh2",
+        r"SETTINGS over: - \| PROTOCOL_ERROR SETTINGS: .*SETTINGS_NO_RFC7540_PRIORITIES.*",
+        "RFC 9218, 2.1: a setting that we do not know",
+    ),
+    Known(
+        "ngh2",
+        r"GOAWAY over: - \| PROTOCOL_ERROR GOAWAY: invalid last_stream_id",
+        "6.8: we begin no streams, of which a GOAWAY could speak",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ over: (-|resets \d+) \| ConnectionStateError Connection is terminating",
+        "6.8: it ends when a client that has said GOAWAY has no streams",
+    ),
+    Known(
+        "h2",
+        r"\w+ over: (-|resets \d+) \| ProtocolError Invalid input .* ConnectionState.CLOSED",
+        "6.8: to it a connection is over once its client has said GOAWAY",
+    ),
+    # --- requests
+    Known(
+        "",
+        r"\w+ over: COMPRESSION_ERROR a broken header block \| .*",
+        "RFC 7541, 4.2: it takes more than two updates of the table's size",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ resets: - \| 1 of b.(?!.*(:authority|host)=).*",
+        "8.3.1: gRPC lets its clients leave out the authority",
+    ),
+    Known(
+        "h2",
+        r"\w+ over: - \| ProtocolError Request header block (does not have an :auth|has mismatched"
+        r" :auth|has multiple Host).*",
+        "8.3.1: the authority is not looked at, nor need there be one",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ resets: - \| 1 of .*(:authority|host)=([^ ']*[^\w.: '-].*|[ '].*|.* host=.*)",
+        "8.3.1: the authority is not looked at",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ resets: - \| 1 of .*:path=[^/].*",
+        "8.3.1: a path that is none is one that there is not",
+    ),
+    Known(
+        "ngh2",
+        r"\w+ resets: - \| 1 of .* with trailers .*(content-length=|\\x([01].|7f)).*",
+        "8.1: what trailers say does not matter, nor control characters in them",
+    ),
+    Known("", r"\w+ resets: 1 of .*:method=CONNECT.* \| -", "8.5: there is no CONNECT"),
+    Known(
+        "ngh2",
+        r"\w+ resets: - \| 1 of .*(content-length=\d) .*\1.*",
+        "RFC 9110, 8.6: the same length may be said again",
+    ),
+    Known(
+        "h2",
+        r"\w+ resets: 1 of .*content-length=[^0]* \| -",
+        "8.1.1: it does not miss the data of a request that ends in its head",
+    ),
+    Known(
+        "h2",
+        r"\w+ resets: 1 of .* [^ =]*[^-\w!#$%&'*+.^`|~=: ][^ =]*=.* \| -",
+        "8.2.1: it takes names that are none by RFC 9110, 5.1",
+    ),
+    Known(
+        "",
+        r"\w+ resets: 1 of .*te=(?i:trailers).* \| -",
+        "8.2.2: it takes the word in capitals",
+    ),
+    Known(
+        "ngh2", r"\w+ resets: - \| 1 of .*\\x([01].|7f).*", "8.2.1: it takes no control characters"
+    ),
+]
+
+
+def explained(whose: str, said: str) -> Known | None:
+    """The entry of the table for a difference; None: it is a finding."""
+    for known in KNOWN:
+        if known.whose in (whose, "") and re.fullmatch(known.said, said, re.DOTALL):
+            return known
+    return None

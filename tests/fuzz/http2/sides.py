@@ -1,0 +1,248 @@
+"""The three engines, as far as they are compared: each takes frames and server's deeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import h2.events
+import ngh2
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.exceptions import H2Error
+
+from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
+from shmserve.gateway.http2.limits import Limits
+from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
+from tests.support.wire.http2_engine import Engine, frames_of
+
+_WINDOW = 2**31 - 1
+LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
+_ANSWER = b"\x88"
+
+
+@dataclass
+class Request:
+    """What an engine tells of a stream."""
+
+    fields: list[tuple[bytes, bytes]]
+    data: bytes = b""
+    ended: bool = False
+
+
+@dataclass
+class Seen:
+    """What an engine has made of a conversation until now: why the connection is `over`, requests
+    that nobody has ended early, streams that it has reset, and its acknowledgements."""
+
+    over: str = ""
+    fresh: int | None = None  # the code of a reset in the last step
+    requests: dict[int, Request] = field(default_factory=dict)
+    resets: dict[int, int] = field(default_factory=dict)
+    answers: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def take(self, sent: bytes) -> None:
+        """What the engine sends."""
+        for it in frames_of(sent):
+            if it.kind == RESET:
+                self.fresh = int.from_bytes(it.payload, "big")
+                self.resets[it.stream] = self.fresh
+                self.requests.pop(it.stream, None)
+            elif it.kind == GO_AWAY:
+                code = ErrorCode(int.from_bytes(it.payload[4:8], "big")).name
+                text = it.payload[8:].decode("latin-1")
+                self.over = self.over or f"{code} {text}".strip()
+            elif it.kind in (SETTINGS, PING) and it.flags & ACK:
+                self.answers.append((it.kind, it.payload))
+
+    def answered(self, stream: int) -> bool:
+        """The server has said all on it; whether the client has, too."""
+        request = self.requests.pop(stream, None)
+        return request is None or request.ended
+
+
+class Side(Protocol):
+    """An engine."""
+
+    seen: Seen
+
+    def take(self, sent: bytes) -> None:
+        """A frame of the client."""
+
+    def answer(self, stream: int) -> None:
+        """The server answers with nothing but fields; what else the client says is unwanted."""
+
+    def reset(self, stream: int) -> None:
+        """The server gives a stream up."""
+
+
+class Ours:
+    """The engine of the gateway; it has so many bytes at once."""
+
+    def __init__(self, step: int = 1 << 20) -> None:
+        self._step = step
+        self._engine = Engine(LIMITS)
+        self._answered: set[int] = set()
+        self.early: set[int] = set()  # streams that it has reset before the client was done
+        self.decoded: Fields = ()  # the fields of the last header block
+        self._engine.http2._headers._decode = self._decode  # type: ignore[method-assign]
+        self.seen = Seen()
+        self.take(OPENED)
+
+    def take(self, sent: bytes) -> None:
+        engine = self._engine
+        at = len(engine.sent)
+        for start in range(0, len(sent), self._step):
+            engine.take(sent[start : start + self._step])
+        assert not engine.http2.pending
+        assert not engine.http2._buffer, "a whole frame is not handled"
+        self._look(at)
+
+    def _look(self, at: int) -> None:
+        engine, seen = self._engine, self.seen
+        seen.requests = {
+            number: Request(list(it.fields), it.data, it.ended)
+            for number, it in engine.requests.items()
+            if not it.cancelled and number not in self._answered
+        }
+        seen.take(b"".join(_written(it) for it in engine.sent[at:]))
+        for number in seen.resets:
+            seen.requests.pop(number, None)
+            if number not in engine.requests or not engine.requests[number].ended:
+                self.early.add(number)
+        assert engine.http2.closing == bool(seen.over)
+        assert all(stream.id == number for number, stream in engine.http2.streams.items())
+        assert not seen.requests.keys() & seen.resets.keys()
+
+    def _decode(self, block: bytes) -> tuple[Fields, bool]:
+        found = HeaderDecoder._decode(self._engine.http2._headers, block)
+        self.decoded = found[0]
+        return found
+
+    @property
+    def in_block(self) -> bool:
+        """Whether the rest of a header block is to come: others have begun to decode it."""
+        return self._engine.http2._block is not None
+
+    def is_open(self, stream: int) -> bool:
+        """Whether the server has something to say on it."""
+        return stream in self._engine.http2.streams
+
+    def answer(self, stream: int) -> None:
+        at = len(self._engine.sent)
+        self._answered.add(stream)
+        self._engine.http2.sending.head(self._engine.stream(stream), _ANSWER, end=True)
+        self._engine.flush()
+        self._look(at)
+
+    def reset(self, stream: int) -> None:
+        at = len(self._engine.sent)
+        self._engine.http2.reset(self._engine.stream(stream), ErrorCode.CANCEL)
+        self._engine.flush()
+        self._look(at)
+
+
+def _written(it: Any) -> bytes:
+    head = len(it.payload).to_bytes(3, "big") + bytes((it.kind, it.flags))
+    return head + it.stream.to_bytes(4, "big") + it.payload
+
+
+class H2:
+    """`h2`, in Python."""
+
+    _config = H2Configuration(
+        client_side=False, header_encoding=None, normalize_inbound_headers=False
+    )
+
+    def __init__(self) -> None:
+        self._engine = H2Connection(self._config)
+        self._engine.initiate_connection()
+        self._engine.increment_flow_control_window(_WINDOW - 65535)
+        self._engine.data_to_send()
+        self.seen = Seen()
+        self.take(OPENED)
+
+    def take(self, sent: bytes) -> None:
+        try:
+            events = self._engine.receive_data(sent)
+        except H2Error as error:
+            self._engine.data_to_send()
+            self.seen.over = f"{type(error).__name__} {error}"
+            return
+        requests = self.seen.requests
+        for event in events:
+            if isinstance(event, h2.events.RequestReceived):
+                fields = [(bytes(name), bytes(value)) for name, value in event.headers]
+                requests[event.stream_id] = Request(fields)
+            elif isinstance(event, h2.events.DataReceived):
+                if event.stream_id in requests:
+                    requests[event.stream_id].data += event.data
+            elif isinstance(event, h2.events.StreamEnded):
+                if event.stream_id in requests:
+                    requests[event.stream_id].ended = True
+            elif isinstance(event, h2.events.StreamReset):
+                requests.pop(event.stream_id, None)
+        self.seen.take(self._engine.data_to_send())
+
+    def answer(self, stream: int) -> None:
+        ended = self.seen.answered(stream)
+        self._engine.send_headers(stream, [(b":status", b"200")], end_stream=True)
+        if not ended:
+            self._engine.reset_stream(stream, ErrorCode.NO_ERROR)
+        self.seen.take(self._engine.data_to_send())
+
+    def reset(self, stream: int) -> None:
+        self._engine.reset_stream(stream, ErrorCode.CANCEL)
+        self.seen.take(self._engine.data_to_send())
+
+
+class Ngh2:
+    """`ngh2`, which is nghttp2."""
+
+    def __init__(self) -> None:
+        self._engine = ngh2.Connection(ngh2.Role.SERVER)
+        self._engine.initiate_connection()
+        self._engine.set_local_window_size(_WINDOW)
+        self._engine.data_to_send()
+        self.seen = Seen()
+        self.take(OPENED)
+
+    def take(self, sent: bytes) -> None:
+        error = ""
+        try:
+            self._engine.receive_data(sent)
+        except ngh2.NGH2Error as raised:
+            error = f"{type(raised).__name__} {raised}"
+        requests = self.seen.requests
+        for event in self._engine.events():
+            if isinstance(event, ngh2.RequestReceived):
+                requests[event.stream_id] = Request(_plain(event.headers), ended=event.end_stream)
+            elif isinstance(event, ngh2.DataReceived):
+                if event.stream_id in requests:
+                    request = requests[event.stream_id]
+                    request.data += event.data
+                    request.ended = request.ended or event.end_stream
+            elif isinstance(event, ngh2.TrailersReceived):
+                if event.stream_id in requests:
+                    requests[event.stream_id].ended = True
+            elif isinstance(event, ngh2.StreamReset):
+                requests.pop(event.stream_id, None)
+        self.seen.take(self._engine.data_to_send())
+        self.seen.over = self.seen.over or error
+
+    def answer(self, stream: int) -> None:
+        ended = self.seen.answered(stream)
+        self._engine.send_response(stream, [(b":status", b"200")], end_stream=True)
+        self.seen.take(self._engine.data_to_send())
+        if not ended:
+            self._engine.reset_stream(stream, ErrorCode.NO_ERROR)
+            self.seen.take(self._engine.data_to_send())
+
+    def reset(self, stream: int) -> None:
+        self._engine.reset_stream(stream, ErrorCode.CANCEL)
+        self.seen.take(self._engine.data_to_send())
+
+
+def _plain(headers: Any) -> list[tuple[bytes, bytes]]:
+    return [(bytes(name), bytes(value)) for name, value in headers]

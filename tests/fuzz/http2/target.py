@@ -1,0 +1,68 @@
+"""The target: a conversation, played to all; where they differ without a reason it fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import ngh2
+from h2.exceptions import H2Error
+
+from tests.fuzz.http2.conversations import Conversation
+from tests.fuzz.http2.differences import difference, explained, written
+from tests.fuzz.http2.sides import H2, Ngh2, Ours, Side
+
+# How often each entry of the table was met, for whoever looks at a long run.
+MET: Counter[str] = Counter()
+
+
+def http2(data: bytes) -> None:
+    """A conversation; as others cost more than ours, each has a part of them: `ngh2` half, `h2` one
+    of sixteen, ours with the bytes cut in another way the rest."""
+    kind, rest = data[:1], data[1:]
+    others: dict[str, Side] = {}
+    number = kind[0] if kind else 0
+    if number % 16 == 0:
+        others["h2"] = H2()
+    if number % 2 == 0:
+        others["ngh2"] = Ngh2()
+    else:
+        others["cut"] = Ours(1 + number // 16)
+    ours = Ours()
+    for step in Conversation(rest).steps():
+        for side in (ours, *others.values()):
+            side.seen.fresh = None
+        behind_reset, begun = step.of in ours.early, step.of in ours.seen.requests
+        if step.what == "send":
+            ours.take(step.sent)
+        elif ours.is_open(step.stream):
+            _do(ours, step.what, step.stream)
+        else:
+            continue
+        for name, other in list(others.items()):
+            if step.what == "send":
+                other.take(step.sent)
+            else:
+                try:
+                    _do(other, step.what, step.stream)
+                except (H2Error, ngh2.NGH2Error) as error:
+                    other.seen.over = f"{type(error).__name__} {error}"
+            said = "" if ours.in_block else difference(ours.seen, other.seen)
+            if said:
+                said = f"{step.name} {said}"
+                if behind_reset and "STREAM_CLOSED" in said:
+                    said += " behind a reset"
+                if begun and "resets: -" in said:
+                    said += f" with trailers {written(ours.decoded)}"
+                known = explained(name, said)
+                assert known is not None, f"{name}: {said}"
+                MET[f"{name}: {known.why}"] += 1
+                del others[name]
+        if ours.seen.over or not others:
+            return
+
+
+def _do(side: Side, what: str, stream: int) -> None:
+    if what == "answer":
+        side.answer(stream)
+    else:
+        side.reset(stream)

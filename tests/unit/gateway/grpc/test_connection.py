@@ -1,0 +1,380 @@
+"""A connection and its calls, without a socket: turns, patience, lifetime, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+import tracemalloc
+
+import pytest
+
+from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.status import Ending, StatusCode
+from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
+from tests.support.wire.http2 import (
+    ACK,
+    DATA,
+    END_STREAM,
+    GO_AWAY,
+    HEADERS,
+    PING,
+    RESET,
+    WINDOW,
+    frame,
+    message,
+)
+
+
+def test_a_response_is_written_in_one_piece() -> None:
+    async def play(scene: Scene) -> None:
+        scene.ask(1, b"one")
+        ((raw, call),) = scene.calls
+        assert raw == b"one" and call.time_remaining() is None
+        call.finish(b"two")
+        kinds = [
+            (kind, flags, payload[-8:]) for kind, flags, _, payload in scene.transport.frames()
+        ]
+        assert [kind for kind, _, _ in kinds] == [HEADERS, DATA, HEADERS]
+        assert kinds[1][2] == message(b"two") and kinds[2][1] & END_STREAM
+        call.finish(b"again")
+        call.fail(StatusCode.INTERNAL, "late")
+        assert not scene.transport.frames()
+
+    played(play)
+
+
+def test_a_call_that_is_given_up_at_once_never_begins() -> None:
+    async def play(scene: Scene) -> None:
+        asked = frame(DATA, END_STREAM, 1, message(b"abc"))
+        scene.say(scene.head(1) + asked + frame(RESET, 0, 1, bytes(4)))
+        assert not scene.begun
+
+    played(play)
+
+
+def test_who_leaves_is_told_of_once() -> None:
+    async def play(scene: Scene) -> None:
+        told: list[str] = []
+        scene.ask(1)
+        call = scene.calls[0][1]
+        call.on_gone = lambda: told.append("gone")
+        call.on_over = lambda: told.append("over")
+        scene.say(frame(RESET, 0, 1, bytes(4)))
+        scene.say(frame(RESET, 0, 1, bytes(4)))
+        assert told == ["gone", "over"] and call.done
+        call.finish(b"late")
+        assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
+
+    played(play)
+
+
+def test_a_deadline_ends_a_call() -> None:
+    async def play(scene: Scene) -> None:
+        told: list[str] = []
+        scene.ask(1, b"abc", (b"grpc-timeout", b"2S"))
+        call = scene.calls[0][1]
+        call.on_gone = lambda: told.append("gone")
+        left_s = call.time_remaining()
+        assert left_s is not None and 0 < left_s <= 2
+        await scene.clock.go_on(2.1)
+        assert scene.statuses()[1].startswith(b"4") and told == ["gone"]
+
+    played(play)
+
+
+def test_a_message_that_does_not_come_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(scene: Scene) -> None:
+        monkeypatch.setattr(time, "monotonic", scene.clock.read)
+        scene.say(scene.head(1) + scene.head(3))
+        scene.say(frame(DATA, 0, 3, message(bytes(100))[:50]))
+        scene.ask(5)
+        for _ in range(6):
+            await scene.clock.go_on(PATIENCE_S / 4)
+        found = scene.statuses()
+        assert {stream: status[:2] for stream, status in found.items()} == {1: b"14", 3: b"14"}
+        assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
+
+    played(play)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"", b"13"),
+        (b"\0\0\0", b"13"),
+        (message(b"one") + message(b"two"), b"13"),
+        (b"\2\0\0\0\1x", b"13"),
+        (b"\1\0\0\0\1x", b"13"),
+        (b"\0\xff\xff\xff\xffx", b"8"),
+    ],
+)
+def test_what_is_no_message_ends_its_call(data: bytes, status: bytes) -> None:
+    async def play(scene: Scene) -> None:
+        scene.say(scene.head(1) + frame(DATA, END_STREAM, 1, data))
+        await scene.clock.go_on(0)
+        assert scene.statuses()[1].startswith(status)
+
+    played(play)
+
+
+def test_a_flood_waits_for_its_next_turn() -> None:
+    async def play(scene: Scene) -> None:
+        scene.say(frame(PING, 0, 0, bytes(8)) * 500)
+        answered = len(scene.transport.frames())
+        assert answered < 500 and not scene.transport.reading
+        await scene.clock.go_on(0.001)
+        assert not scene.transport.frames()
+        for _ in range(1000):
+            await scene.clock.go_on(0.1)
+            answered += len(scene.transport.frames())
+            if scene.transport.reading:
+                break
+        assert answered == 500 and scene.connection.open
+
+    played(play)
+
+
+def test_many_calls_at_once_are_begun_in_turns() -> None:
+    async def play(scene: Scene) -> None:
+        asked = frame(DATA, END_STREAM, 0, message(b"abc"))
+        calls = b"".join(
+            scene.head(number) + asked[:5] + number.to_bytes(4, "big") + asked[9:]
+            for number in range(1, 401, 2)
+        )
+        scene.say(calls)
+        assert 0 < len(scene.calls) < 200
+        await scene.clock.go_on(0)
+        assert len(scene.calls) == 200 and scene.transport.reading
+
+    played(play)
+
+
+def test_who_breaks_a_rule_is_shown_out() -> None:
+    """It is told at once, and what it has asked for is given up; the socket lingers."""
+
+    async def play(scene: Scene) -> None:
+        told: list[str] = []
+        scene.ask(1)
+        scene.calls[0][1].on_gone = lambda: told.append("gone")
+        scene.say(frame(WINDOW, 0, 0, bytes(4)))
+        assert scene.transport.frames()[-1][0] == GO_AWAY
+        assert told == ["gone"] and not scene.connection.open and not scene.transport.closed
+        await scene.clock.go_on(1)
+        assert scene.transport.closed
+
+    played(play)
+
+
+def test_a_silent_client_is_asked_for_a_sign_of_life() -> None:
+    async def play(scene: Scene) -> None:
+        await scene.clock.go_on(1.1)
+        assert not scene.transport.frames()  # nothing is asked of who has no call
+        scene.ask(1)
+        await scene.clock.go_on(1.1)  # something came since the last look
+        await scene.clock.go_on(1.1)
+        ((kind, flags, _, payload),) = scene.transport.frames()
+        assert (kind, flags) == (PING, 0)
+        scene.say(frame(PING, ACK, 0, payload))
+        await scene.clock.go_on(0.6)
+        assert not scene.transport.aborted
+        await scene.clock.go_on(1.1)
+        await scene.clock.go_on(1.1)
+        await scene.clock.go_on(1.1)
+        assert scene.transport.aborted
+
+    played(play, keepalive_time_ms=1000, keepalive_timeout_ms=500)
+
+
+def test_too_many_pings_end_a_connection_where_they_are_counted() -> None:
+    async def play(scene: Scene) -> None:
+        for _ in range(3):
+            scene.say(frame(PING, 0, 0, bytes(8)))
+        assert scene.connection.open
+        scene.say(frame(PING, 0, 0, bytes(8)))
+        kind, _, _, payload = scene.transport.frames()[-1]
+        assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
+
+    played(play, max_ping_strikes=2)
+
+
+def test_an_old_connection_is_told_twice_to_go_and_loses_no_call() -> None:
+    async def play(scene: Scene) -> None:
+        scene.ask(1)
+        await scene.clock.go_on(1.2)
+        (kind, _, _, last), (ping, _, _, payload) = scene.transport.frames()
+        assert (kind, last[:4], ping) == (GO_AWAY, b"\x7f\xff\xff\xff", PING)
+        scene.ask(3)  # was on its way
+        scene.say(frame(PING, ACK, 0, payload))
+        ((kind, _, _, last),) = scene.transport.frames()
+        assert (kind, last[:4]) == (GO_AWAY, (3).to_bytes(4, "big"))
+        scene.ask(5)
+        assert [frame_[:3] for frame_ in scene.transport.frames()] == [(RESET, 0, 5)]
+        for _, call in scene.calls:
+            assert not scene.transport.closed
+            call.finish(b"")
+        assert scene.transport.closed and set(scene.statuses()) == {1, 3}
+
+    played(play, max_connection_age_ms=1000)
+
+
+def test_calls_have_no_longer_than_the_grace_of_an_old_connection() -> None:
+    async def play(scene: Scene) -> None:
+        scene.ask(1)
+        await scene.clock.go_on(1.2)
+        await scene.clock.go_on(0.6)
+        assert scene.transport.aborted
+
+    played(play, max_connection_age_ms=1000, max_connection_age_grace_ms=500)
+
+
+def test_a_stream_waits_for_its_client() -> None:
+    """A response that the client's window has no room for is waited for."""
+
+    async def play(scene: Scene) -> None:
+        scene.say(scene.head(1, STREAM))
+        scene.say(frame(DATA, 0, 1, message(bytes(70_000))[:16384]))
+        for at in range(16384, 70_005, 16384):
+            scene.say(frame(DATA, 0, 1, message(bytes(70_000))[at : at + 16384]))
+        scene.say(frame(DATA, END_STREAM, 1, message(b"second")))
+        await scene.clock.go_on(0)
+        sent = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
+        assert sum(map(len, sent)) == 65535
+        more = (1 << 20).to_bytes(4, "big")
+        scene.say(frame(WINDOW, 0, 0, more) + frame(WINDOW, 0, 1, more))
+        await scene.clock.go_on(0)
+        rest = scene.transport.frames()
+        assert rest[-1][0] == HEADERS and rest[-1][1] & END_STREAM
+        sent += [payload for kind, _, _, payload in rest if kind == DATA]
+        assert b"".join(sent) == message(bytes(70_000)) + message(b"second")
+
+    played(play)
+
+
+def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(scene: Scene) -> None:
+        monkeypatch.setattr(time, "monotonic", scene.clock.read)
+
+        async def much(call: StreamCall) -> None:
+            await call.write_all([bytes(1 << 20)])
+
+        scene.serve = much
+        scene.say(scene.head(1, STREAM))
+        scene.ask(3)
+        await scene.clock.go_on(0)
+        for _ in range(10):
+            await scene.clock.go_on(PATIENCE_S / 4)
+        found = scene.transport.frames()
+        assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in found]
+        assert scene.connection.open and not scene.calls[0][1].done
+
+    played(play)
+
+
+def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
+    """However many come at once, and in how many frames; the last is none, when its turn comes."""
+
+    async def play(scene: Scene) -> None:
+        go_on, over, seen = asyncio.Event(), asyncio.Event(), []
+
+        async def slow(call: StreamCall) -> Ending | None:
+            await go_on.wait()
+            async for request in call.requests():
+                seen.append(request)  # noqa: PERF401
+            return None
+
+        scene.serve = slow
+        sent = [message(b"%d" % number) for number in range(9000)]
+        data = b"".join(sent[1000:]) + b"\x09" + bytes(4)
+        scene.say(scene.head(1, STREAM))
+        tracemalloc.start()
+        for piece in (*sent[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
+            scene.say(frame(DATA, 0, 1, piece))
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert held < 2 * len(data) + 100_000
+        scene.begun[0].on_over = over.set
+        go_on.set()
+        await over.wait()
+        assert len(seen) > 8500
+        assert seen == [one[5:] for one in sent][: len(seen)]
+        assert scene.statuses() == {1: b"13\x00\x0cgrpc-message\x11malformed message"}
+
+    played(play)
+
+
+def test_a_stream_that_is_ended_for_its_handler() -> None:
+    """Who waits for a message, or for the client to take one, waits no longer."""
+
+    async def play(scene: Scene) -> None:
+        over: list[int] = []
+
+        async def serve(call: StreamCall) -> Ending | None:
+            async for request in call.requests():
+                await call.write_all([request])
+            over.append(1)
+            return None
+
+        scene.serve = serve
+        scene.say(scene.head(1, STREAM) + frame(DATA, 0, 1, b"\0"))
+        scene.say(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
+        await asyncio.sleep(0)
+        for call in scene.begun:
+            call.late()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert over == [1, 1]
+
+    played(play)
+
+
+def test_compressed_both_ways() -> None:
+    async def play(scene: Scene) -> None:
+        small = gzip.compress(bytes(10_000))
+        head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
+        data = b"\1" + len(small).to_bytes(4, "big") + small
+        scene.say(head + frame(DATA, END_STREAM, 1, data))
+        await scene.clock.go_on(0)
+        ((raw, call),) = scene.calls
+        assert raw == bytes(10_000)
+        call.finish(raw)
+        (answer,) = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
+        assert answer[0] == 1 and gzip.decompress(answer[5:]) == raw
+
+    played(play, deflate=1)
+
+
+def test_who_does_not_read_is_shown_out_even_if_it_is_owed_no_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Responses without messages wait, too, when the socket takes nothing."""
+
+    async def play(scene: Scene) -> None:
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        scene.connection.pause_writing()
+        scene.ask(1)
+        scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
+        assert not scene.statuses()
+        assert scene.connection._looking is not None
+        scene.connection._look()
+        assert not scene.transport.aborted
+        now += 2 * PATIENCE_S
+        scene.connection._look()
+        assert scene.transport.aborted
+
+    played(play)
+
+
+def test_who_reads_again_is_told_all() -> None:
+    async def play(scene: Scene) -> None:
+        scene.connection.pause_writing()
+        for stream in (1, 3):
+            scene.ask(stream)
+        scene.calls[0][1].fail(StatusCode.INTERNAL, "no")
+        scene.calls[1][1].finish(b"yes")
+        assert not scene.statuses()
+        scene.connection.resume_writing()
+        assert scene.statuses().keys() == {1, 3}
+
+    played(play)

@@ -1,0 +1,291 @@
+"""gRPC's messages: however their bytes are cut they are the same; what is none is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import (
+    LARGE,
+    PREFIX,
+    ArrivingMessage,
+    Assembly,
+    BrokenMessage,
+    Deflater,
+    Received,
+    Sink,
+    framed,
+    inflated,
+)
+from shmserve.gateway.grpc.status import StatusCode
+from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
+from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
+
+WINDOW = 1 << 20
+HEAD = CallHead([(b":method", b"POST"), (b":path", b"/x"), (b"content-type", b"application/grpc")])
+Sinks = Callable[[CallHead, int], Sink | None]
+
+
+def message(data: bytes, *, compressed: bool = False) -> bytes:
+    return PREFIX.pack(compressed, len(data)) + data
+
+
+def fed(assembly: Assembly, piece: bytes) -> list[Received]:
+    """The messages that are whole with this piece."""
+    assembly.feed(memoryview(piece))
+    return list(iter(assembly.take, None))
+
+
+def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Received]:
+    assembly = Assembly(WINDOW, HEAD, sinks)
+    found = [it for piece in pieces for it in fed(assembly, piece)]
+    assert not assembly.begun
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.binary(max_size=200), st.booleans()), max_size=6),
+    st.lists(st.integers(1, 300), min_size=1, max_size=10),
+)
+def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) -> None:
+    stream = b"".join(message(data, compressed=flag) for data, flag in sent)
+    pieces: list[bytes] = []
+    at = 0
+    while at < len(stream):
+        step = steps[len(pieces) % len(steps)]
+        pieces.append(stream[at : at + step])
+        at += step
+    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
+
+
+@given(
+    st.lists(st.binary(max_size=60), max_size=12),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
+)
+def test_whenever_they_are_taken(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
+    """What is not taken at once is there later, in its order, out of the buffer that it came in."""
+    stream = b"".join(map(message, sent))
+    assembly = Assembly(WINDOW, HEAD, None)
+    found = []
+    at = count = 0
+    while at < len(stream):
+        step, takes = steps[count % len(steps)]
+        buffer = bytearray(stream[at : at + step])
+        assembly.feed(memoryview(buffer))
+        found += [it.data for it in (assembly.take() for _ in range(takes)) if it is not None]
+        assembly.leave()
+        buffer[:] = bytes(len(buffer))
+        at, count = at + step, count + 1
+    found += [it.data for it in iter(assembly.take, None)]
+    assert found == sent
+    assert not assembly.begun
+
+
+def test_pieces_of_all_sizes_are_one_message() -> None:
+    sizes = [1, 4095, 4096, 5000, 1, 1, 70000, 3]
+    data = bytes(range(256)) * 400
+    cut = [data[sum(sizes[:at]) : sum(sizes[: at + 1])] for at in range(len(sizes))]
+    cut.append(data[sum(sizes) :])
+    assert assemble([PREFIX.pack(0, len(data)), *cut])[0].data == data
+
+
+def test_tiny_pieces_take_no_more_than_what_is_in_them() -> None:
+    """A message of a megabyte in pieces of a byte each."""
+    assembly = Assembly(WINDOW, HEAD, None)
+    fed(assembly, PREFIX.pack(0, 1 << 20))
+    for _ in range((1 << 20) - 1):
+        fed(assembly, b"x")
+    held = sum(map(sys.getsizeof, assembly._pieces))
+    assert held < 1.3 * (1 << 20)
+    assert fed(assembly, b"x")[0].data == b"x" * (1 << 20)
+
+
+def test_what_is_wanted_beyond_the_window() -> None:
+    """A message that fits needs nothing; of a larger one, all that the window might not hold."""
+    for size in (0, 1, WINDOW // 2 - PREFIX.size):
+        assembly = Assembly(WINDOW, HEAD, None)
+        fed(assembly, PREFIX.pack(0, size))
+        assert assembly.extra == 0
+    assembly = Assembly(WINDOW, HEAD, None)
+    fed(assembly, PREFIX.pack(0, 10 * WINDOW))
+    assert WINDOW + assembly.extra >= 10 * WINDOW + PREFIX.size
+    assert assembly.begun == PREFIX.size
+
+
+def test_what_is_granted_is_told_with_the_message() -> None:
+    size = 2 * WINDOW
+    assembly = Assembly(WINDOW, HEAD, None)
+    (found,) = fed(assembly, message(bytes(size)))
+    assert found.extra == size + PREFIX.size - WINDOW // 2
+    assert assembly.extra == 0
+
+
+@pytest.mark.parametrize("flag", [2, 3, 128, 255])
+def test_a_flag_that_there_is_not(flag: int) -> None:
+    with pytest.raises(BrokenMessage) as caught:
+        assemble([PREFIX.pack(flag, 0)])
+    assert caught.value.ending[0] is StatusCode.INTERNAL
+
+
+def test_too_large_a_message() -> None:
+    """By what it says of itself, before anything is kept for it."""
+    assembly = Assembly(WINDOW, HEAD, None)
+    fed(assembly, PREFIX.pack(0, LARGEST_MESSAGE))
+    for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
+        with pytest.raises(BrokenMessage) as caught:
+            assemble([PREFIX.pack(0, size)])
+        assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert str(size) in caught.value.ending[1]
+
+
+class Kept:
+    """A sink that keeps what it is fed."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.dropped = False
+
+    def feed(self, piece: memoryview) -> None:
+        self.data += piece
+
+    def whole(self) -> bytes:
+        return self.data
+
+    def drop(self) -> None:
+        self.dropped = True
+
+
+def test_large_messages_go_where_they_are_to_be() -> None:
+    asked: list[int] = []
+    sinks: list[Kept] = []
+
+    def find(head: CallHead, size: int) -> Kept | None:
+        assert head is HEAD
+        asked.append(size)
+        if len(asked) == 2:
+            return None
+        sinks.append(Kept())
+        return sinks[-1]
+
+    sent = [b"small", bytes(LARGE), b"x" * (LARGE + 1), b"y" * (2 * LARGE)]
+    stream = b"".join(map(message, sent)) + message(bytes(LARGE), compressed=True)
+    pieces = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
+    found: list[Any] = [it.data for it in assemble(pieces, find)]
+    assert found == [*sent, bytes(LARGE)]
+    assert asked == [LARGE, LARGE + 1, 2 * LARGE]
+    assert [len(sink.data) for sink in sinks] == [LARGE, 2 * LARGE]
+    assert not any(sink.dropped for sink in sinks)
+
+
+def test_a_large_message_that_is_given_up() -> None:
+    sink = Kept()
+    assembly = Assembly(WINDOW, HEAD, lambda *_: sink)
+    fed(assembly, PREFIX.pack(0, LARGE) + b"some")
+    assembly.drop()
+    assembly.drop()
+    assert sink.dropped
+    assert sink.data == b"some"
+
+
+# --- compressed messages
+
+
+def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
+    return asyncio.run(inflated(data, encoding, limit, BodyBudget(limit, MallocTrim())))
+
+
+@given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
+def test_what_is_deflated_is_inflated(data: bytes, encoding: str, level: int) -> None:
+    prefix, sent = Deflater(level).framed(data, encoding)
+    flag, size = PREFIX.unpack(prefix)
+    assert size == len(sent)
+    assert (inflate(sent, encoding) if flag else sent) == data
+    assert len(sent) <= len(data)
+
+
+def test_the_encodings_are_what_they_are_called() -> None:
+    data = b"abc" * 1000
+    assert gzip.decompress(Deflater(6).framed(data, "gzip")[1]) == data
+    assert zlib.decompress(Deflater(6).framed(data, "deflate")[1]) == data
+
+
+def test_the_encoding_for_a_client() -> None:
+    deflater = Deflater(6)
+    assert deflater.encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
+    assert deflater.encoding(frozenset(["deflate"])) == "deflate"
+    assert deflater.encoding(frozenset(["identity", "br", ""])) is None
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_bomb(encoding: str) -> None:
+    """What would be larger than the limit, of however few bytes."""
+    _, bomb = Deflater(9).framed(bytes(50 << 20), encoding)
+    with pytest.raises(BrokenMessage) as caught:
+        inflate(bomb, encoding, 1 << 20)
+    assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_bombs_at_once() -> None:
+    """Each is within the limit; what they would take together is not there."""
+    size = 4 << 20
+    _, bomb = Deflater(9).framed(bytes(size), "gzip")
+
+    async def run() -> list[bytes | BaseException]:
+        budget = BodyBudget(2 * size, MallocTrim())
+        bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
+        found = await asyncio.gather(*bombs, return_exceptions=True)
+        assert budget._used == 0
+        return found
+
+    found = asyncio.run(run())
+    fine = [it for it in found if it == bytes(size)]
+    refused = [it for it in found if isinstance(it, BrokenMessage)]
+    assert len(fine) >= 1
+    assert len(refused) >= 17
+    assert {it.ending[0] for it in refused} == {StatusCode.UNAVAILABLE}
+    assert len(fine) + len(refused) == 20
+
+
+def test_what_is_not_compressed_as_is_said() -> None:
+    small = gzip.compress(b"x" * 100)
+    for broken in (b"", b"x", small[:-1], small[:5], small[:-4] + b"1234"):
+        with pytest.raises(BrokenMessage):
+            inflate(broken, "gzip")
+    with pytest.raises(BrokenMessage) as caught:
+        inflate(small, "identity")
+    assert caught.value.ending[0] is StatusCode.INTERNAL
+
+
+def test_a_message_as_it_is_sent() -> None:
+    assert framed(b"abc") == (b"\0\0\0\0\3", b"abc")
+    assert framed(b"") == (bytes(5), b"")
+
+
+# --- the arrival of one
+
+
+def test_a_message_that_others_need_the_memory_of() -> None:
+    evicted: list[int] = []
+    budget = BodyBudget(1000, MallocTrim())
+    arriving = ArrivingMessage(10.0, budget, lambda: evicted.append(1))
+    arriving.hold(500)
+    arriving.evict()
+    assert evicted == [1]
+
+
+def test_patience_grows_with_what_came() -> None:
+    arriving = ArrivingMessage(10.0, BodyBudget(1000, MallocTrim()), lambda: None)
+    assert not arriving.overdue(arriving.began + 9)
+    assert arriving.overdue(arriving.began + 11)
+    arriving.received += 10 << 20
+    assert not arriving.overdue(arriving.began + 100)

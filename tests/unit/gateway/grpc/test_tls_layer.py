@@ -1,0 +1,192 @@
+"""TLS without sockets: a client's TLS against a connection's."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shmserve.common.tls import Tls
+from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A server's and a client's key and certificate, each signed by itself."""
+    folder = tmp_path_factory.mktemp("keys")
+    for who in ("server", "client"):
+        new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+        files = ("-nodes", "-subj", f"/CN={who}", "-keyout", f"{who}.key", "-out", f"{who}.pem")
+        command = ["openssl", *new, *files]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def context(keys: Path) -> ssl.SSLContext:
+    return Tls(f"{keys}/server.pem", f"{keys}/server.key").context()
+
+
+@pytest.fixture(scope="module")
+def mutual(keys: Path) -> ssl.SSLContext:
+    return Tls(f"{keys}/server.pem", f"{keys}/server.key", f"{keys}/client.pem").context()
+
+
+class Client:
+    """A client's end."""
+
+    def __init__(
+        self,
+        protocols: list[str],
+        version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+        keys: Path | None = None,
+    ) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.maximum_version = version
+        if protocols:
+            context.set_alpn_protocols(protocols)
+        if keys is not None:
+            context.load_cert_chain(f"{keys}/client.pem", f"{keys}/client.key")
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing)
+
+    def shake_hands(self, layer: TlsLayer) -> bytes:
+        """As far as it goes; what the layer has received in it."""
+        came = b""
+        for _ in range(5):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                self.tls.do_handshake()
+            came += layer.receive(self.outgoing.read())
+            self.incoming.write(layer.outgoing())
+        return came
+
+    def read(self) -> bytes:
+        came = b""
+        try:
+            while piece := self.tls.read(65536):
+                came += piece
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            pass
+        return came
+
+
+def connected(context: ssl.SSLContext) -> tuple[Client, TlsLayer]:
+    client, layer = Client(["h2"]), TlsLayer(context)
+    client.shake_hands(layer)
+    assert layer.ready
+    return client, layer
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_both_ways(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
+    client, layer = Client(["http/1.1", "h2"], version), TlsLayer(context)
+    assert not layer.ready
+    client.shake_hands(layer)
+    assert layer.ready
+    client.tls.write(b"a request")
+    assert layer.receive(client.outgoing.read()) == b"a request"
+    layer.send(b"a response")
+    layer.send(memoryview(b"xx and more")[2:])
+    client.incoming.write(layer.outgoing())
+    assert client.read() == b"a response and more"
+
+
+def test_what_comes_with_the_end_of_the_handshake(context: ssl.SSLContext) -> None:
+    client, layer = Client(["h2"]), TlsLayer(context)
+    while True:
+        try:
+            client.tls.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            layer.receive(client.outgoing.read())
+            client.incoming.write(layer.outgoing())
+    client.tls.write(b"at once")
+    assert layer.receive(client.outgoing.read()) == b"at once"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_however_it_is_cut(context: ssl.SSLContext, steps: list[int]) -> None:
+    client, layer = connected(context)
+    data = bytes(range(256)) * 600
+    client.tls.write(data)
+    sent = client.outgoing.read()
+    came, at, count = b"", 0, 0
+    while at < len(sent):
+        step = steps[count % len(steps)]
+        came += layer.receive(sent[at : at + step])
+        at, count = at + step, count + 1
+    assert came == data
+
+
+def test_large_data(context: ssl.SSLContext) -> None:
+    client, layer = connected(context)
+    data = bytes(5 << 20)
+    layer.send(data)
+    client.incoming.write(layer.outgoing())
+    assert client.read() == data
+
+
+@pytest.mark.parametrize("protocols", [[], ["http/1.1"]])
+def test_who_does_not_speak_http2(context: ssl.SSLContext, protocols: list[str]) -> None:
+    client, layer = Client(protocols), TlsLayer(context)
+    with pytest.raises(BrokenTls):
+        client.shake_hands(layer)
+    assert not layer.ready
+
+
+@given(st.binary(min_size=5, max_size=100))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_who_does_not_speak_tls(context: ssl.SSLContext, data: bytes) -> None:
+    layer = TlsLayer(context)
+    with contextlib.suppress(BrokenTls):
+        assert layer.receive(data) == b""
+    assert not layer.ready
+    layer.outgoing()
+    layer.close()
+
+
+def test_plain_http2(context: ssl.SSLContext) -> None:
+    with pytest.raises(BrokenTls):
+        TlsLayer(context).receive(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+
+
+def test_a_record_that_is_not_what_was_sent(context: ssl.SSLContext) -> None:
+    client, layer = connected(context)
+    client.tls.write(b"a request")
+    sent = bytearray(client.outgoing.read())
+    sent[-1] ^= 1
+    with pytest.raises(BrokenTls):
+        layer.receive(bytes(sent))
+    layer.close()
+
+
+def test_certificates_of_clients(mutual: ssl.SSLContext, keys: Path) -> None:
+    known, layer = Client(["h2"], keys=keys), TlsLayer(mutual)
+    known.shake_hands(layer)
+    assert layer.ready
+    with pytest.raises(BrokenTls):
+        Client(["h2"]).shake_hands(TlsLayer(mutual))
+
+
+def test_the_end(context: ssl.SSLContext) -> None:
+    """Each side says so; nothing that is said late is a fault of ours."""
+    client, layer = connected(context)
+    layer.close()
+    client.incoming.write(layer.outgoing())
+    assert client.read() == b""
+    layer.send(b"late")
+    other, layer = connected(context)
+    with pytest.raises(ssl.SSLWantReadError):
+        other.tls.unwrap()
+    assert layer.receive(other.outgoing.read()) == b""
+    layer.send(b"the rest")
+    layer.close()
+    other.incoming.write(layer.outgoing())

@@ -1,0 +1,115 @@
+"""The layout of frames, and that it makes no difference how a client's bytes are cut."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+from shmserve.gateway.http2.limits import Limits
+from tests.support.wire import http2 as wire
+from tests.support.wire.http2_engine import Engine, frames_of
+
+# --- frames by themselves
+
+
+@given(st.integers(0, 255), st.integers(0, 255), st.integers(0, 2**31 - 1), st.binary(max_size=300))
+def test_a_frame(kind: int, flags: int, stream: int, payload: bytes) -> None:
+    made = frames.frame(kind, flags, stream, payload)
+    assert made == wire.frame(kind, flags, stream, payload)
+    assert frames_of(made) == [(kind, flags, stream, payload)]
+
+
+@given(st.integers(0, 2**24 - 1))
+def test_the_size_of_a_frame(size: int) -> None:
+    high, low, *_ = frames.HEAD.unpack(frames.head(size, 0, 0, 1))
+    assert high << 8 | low == size
+
+
+@given(st.lists(st.tuples(st.integers(7, 2**16 - 1), st.integers(0, 2**32 - 1)), max_size=9))
+def test_settings(values: list[tuple[int, int]]) -> None:
+    payload = b"".join(struct.pack(">HI", *value) for value in values)
+    assert list(frames.parse_settings(payload)) == values
+    assert frames.settings(dict(values))[9:] == b"".join(
+        struct.pack(">HI", *value) for value in dict(values).items()
+    )
+
+
+def test_a_number() -> None:
+    assert frames.parse_long(b"\xff\0\0\1", "it") == 0xFF000001
+    for wrong in (b"", b"123", b"12345"):
+        with pytest.raises(ConnectionFault, match="it of a wrong size") as caught:
+            frames.parse_long(wrong, "it")
+        assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_goaway() -> None:
+    it = frames_of(frames.goaway(7, ErrorCode.ENHANCE_YOUR_CALM, "too many"))
+    assert it == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
+
+
+# --- however they are cut
+
+_BLOCKS = [
+    *(b"\x83\x86\x84", b"\x83\x86\x84\x40\x01a\x01b", b"\x83\x86\x84\xbe", b"\x83\x86"),
+    *(b"", wire.post("/x"), wire.post("/x", (b"content-length", b"5"))),
+]
+streams = st.sampled_from([1, 3, 5, 7, 1, 3, 0, 2])
+flags = st.sampled_from([0, 1, 4, 5, 5, 4, 8, 9, 12, 0x2D, 0xFF])
+payloads = st.one_of(
+    st.sampled_from(_BLOCKS),
+    st.binary(max_size=12),
+    st.sampled_from([b"\x05data" + bytes(5), bytes(4), bytes(5), bytes(6), bytes(8), b"\0\0\0\1"]),
+    st.integers(0, 3000).map(bytes),
+)
+some_frames = st.one_of(
+    st.builds(wire.frame, st.integers(0, 10), flags, streams, payloads),
+    st.builds(wire.frame, st.just(wire.HEADERS), flags, streams, st.sampled_from(_BLOCKS)),
+    st.builds(wire.frame, st.just(wire.DATA), flags, streams, payloads),
+    st.builds(wire.frame, st.just(wire.PING), st.just(0), st.just(0), st.just(bytes(8))),
+)
+
+
+def _seen(engine: Engine) -> Any:
+    requests = {
+        number: (it.fields, it.data, it.ended, it.cancelled)
+        for number, it in engine.requests.items()
+    }
+    return requests, engine.sent, engine.gone, engine.acknowledged, engine.http2.frames_in
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(some_frames, max_size=12),
+    st.binary(max_size=8),
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+)
+def test_it_makes_no_difference_how_bytes_are_cut(
+    sent: list[bytes], rest: bytes, steps: list[int]
+) -> None:
+    """Nor how many frames are handled in a turn."""
+    stream = wire.OPENED + b"".join(sent) + rest
+    limits = Limits(frame=16384, window=70000)
+    whole = Engine(limits).take(stream)
+    cut, slow = Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1))
+    at = count = 0
+    while at < len(stream):
+        step = steps[count % len(steps)]
+        cut.take(stream[at : at + step])
+        at, count = at + step, count + 1
+    slow.take(stream)
+    assert _seen(cut) == _seen(whole)
+    assert _seen(slow) == _seen(whole)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    """They are frames, or the connection is told what is wrong."""
+    engine = Engine().take(wire.OPENED + data)
+    assert engine.gone is None or engine.http2.closing
+    assert Engine().take(data).http2.frames_in == 0

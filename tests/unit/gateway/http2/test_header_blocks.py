@@ -1,0 +1,166 @@
+"""Header blocks: what is kept of them is never wrong, whatever they do to the table."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hpack import Decoder, Encoder, HPACKError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from shmserve.gateway.http2.header_blocks import (
+    Fields,
+    HeaderDecoder,
+    check_request,
+    content_length,
+    encode,
+)
+from tests.support.wire.http2_engine import RequestFields
+
+REQUEST = b"\x83\x86\x84"
+_LARGEST = 65536
+
+names = st.sampled_from([b"a", b"b", b"te", b"grpc-timeout", b"x" * 50])
+values = st.sampled_from([b"", b"b", b"trailers", b"1S", b"y" * 60, b"z" * 200])
+
+
+def _string(value: bytes) -> bytes:
+    return encode(((value, b""),))[1:-1]
+
+
+def _literal(start: int, name: bytes, value: bytes) -> bytes:
+    return bytes((start,)) + _string(name) + _string(value)
+
+
+pieces = st.one_of(
+    st.integers(0x81, 0xC8).map(lambda index: bytes((index,))),  # of both tables, and beyond
+    st.builds(_literal, st.sampled_from([0x40, 0x40, 0x00, 0x10]), names, values),
+    st.builds(lambda at, value: bytes((0x40 | at,)) + _string(value), st.integers(1, 63), values),
+)
+updates = st.sampled_from([b"\x20", b"\x3f\x01", b"\x3f\x4b", b"\x3f\xe1\x1f", b"\x3f\x81\x02"])
+blocks = st.builds(
+    lambda first, rest: b"".join(first) + REQUEST + b"".join(rest),
+    st.lists(updates, max_size=2) | st.just([]),
+    st.lists(pieces, max_size=4),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
+def test_a_block_means_what_it_means_to_a_decoder_that_keeps_nothing(
+    known: list[bytes], order: list[int]
+) -> None:
+    ours, theirs = HeaderDecoder(RequestFields, _LARGEST), Decoder(_LARGEST)
+    for number in order:
+        block, what = known[number % len(known)], number % 3
+        try:
+            expected = list(theirs.decode(block, raw=True))
+        except HPACKError:
+            with pytest.raises(ConnectionFault):
+                ours.request(block)
+            return
+        if what == 1:
+            ours.skip(block)
+            continue
+        try:
+            check_request(expected)
+        except StreamFault:
+            with pytest.raises(StreamFault):
+                ours.request(block)
+        else:
+            assert list(ours.request(block)) == expected
+        mine, other = ours._decoder.header_table, theirs.header_table
+        assert list(mine.dynamic_entries) == list(other.dynamic_entries)
+
+
+@settings(max_examples=50)
+@given(st.integers(0), st.lists(st.lists(st.tuples(names, values), max_size=4), max_size=30))
+def test_an_encoder_of_a_client(seed: int, requests: list[list[tuple[bytes, bytes]]]) -> None:
+    """What a client's encoder makes of its requests, whose table changes its size at times."""
+    chance = random.Random(seed)
+    encoder, ours = Encoder(), HeaderDecoder(RequestFields, _LARGEST)
+    start = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")]
+    for fields in requests:
+        fields = [(name, b"trailers" if name == b"te" else value) for name, value in fields]
+        if chance.random() < 0.2:
+            encoder.header_table_size = chance.choice([0, 40, 100, 4096])
+        for _ in range(3):
+            block = encoder.encode([*start, *fields], huffman=chance.random() < 0.5)
+            assert list(ours.request(block)) == [*start, *fields]
+
+
+def test_what_is_asked_again_is_read_once() -> None:
+    reads: list[object] = []
+
+    def read(fields: Fields) -> RequestFields:
+        reads.append(fields)
+        return RequestFields(fields)
+
+    decoder = HeaderDecoder(read, _LARGEST)
+    first = decoder.request(REQUEST)
+    assert decoder.request(REQUEST) is first
+    assert len(reads) == 1
+    decoder.skip(b"\x40\x01a\x01b")  # the table is another
+    assert decoder.request(REQUEST) is not first
+
+
+def test_a_malformed_request_stays_malformed() -> None:
+    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    for _ in range(3):
+        with pytest.raises(StreamFault):
+            decoder.request(REQUEST[:2])
+
+
+def test_a_bounded_number_is_kept() -> None:
+    """And no long ones: memory is for what comes often."""
+    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    for number in range(1000):
+        decoder.request(REQUEST + encode(((b"a", b"%d" % number),)))
+        assert len(decoder._known) <= 64
+    long = REQUEST + encode(((b"a", b"x" * 1000),))
+    decoder.request(long)
+    assert long not in decoder._known
+
+
+def test_without_a_look_at_the_table_nothing_is_kept() -> None:
+    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    decoder._keeps = False
+    assert decoder.request(REQUEST) is not decoder.request(REQUEST)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=300)), max_size=5))
+def test_what_we_encode(fields: list[tuple[bytes, bytes]]) -> None:
+    """It is what it was, and leaves no trace in a client's table."""
+    decoder = Decoder()
+    assert list(decoder.decode(encode(fields), raw=True)) == fields
+    assert not decoder.header_table.dynamic_entries
+
+
+def test_lengths_at_the_edges_of_numbers() -> None:
+    for size in (0, 126, 127, 128, 254, 255, 16510, 16511, 40000):
+        field = (b"n" * size, b"v" * size)
+        assert list(Decoder(10**6).decode(encode([field]), raw=True)) == [field]
+
+
+def test_a_list_that_is_too_large() -> None:
+    """By the sum of its fields, as HPACK counts them, before they are all there."""
+    decoder = HeaderDecoder(RequestFields, 1000)
+    field = b"\x00" + _string(b"n" * 34) + _string(b"v" * 34)  # 100 bytes
+    start = 43 + 43 + 38  # of REQUEST: method, scheme, path
+    assert len(decoder.request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
+    with pytest.raises(ConnectionFault) as caught:
+        decoder.request(REQUEST + field * ((1000 - start) // 100 + 1))
+    assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_content_lengths() -> None:
+    field = b"content-length"
+    assert content_length([]) == -1
+    assert content_length([(field, b"0")]) == 0
+    assert content_length([(field, b"17"), (b"a", b"b"), (field, b"17")]) == 17
+    assert content_length([(field, b"9" * 19)]) == 10**19 - 1
+    for wrong in (b"9" * 20, b"-1", b"1.0", b"0x1", b" 1", b"1_0", b""):
+        with pytest.raises(StreamFault):
+            content_length([(field, wrong)])

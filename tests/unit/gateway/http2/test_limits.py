@@ -1,0 +1,420 @@
+"""Attacks on a connection: each ends it, or costs a bounded number of bytes and steps."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+from shmserve.gateway.http2.header_blocks import encode
+from shmserve.gateway.http2.limits import Budget, Limits
+from tests.support.wire.http2 import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GO_AWAY,
+    HEADERS,
+    OPENED,
+    PING,
+    PRIORITY,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    frame,
+)
+from tests.support.wire.http2_engine import Engine
+
+PADDED, UNKNOWN = 0x8, 0x16
+REQUEST = b"\x83\x86\x84"
+SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
+_ENOUGH = 200  # of anything, for small limits
+
+
+def begin(stream: int, *, end: bool = False, block: bytes = REQUEST) -> bytes:
+    """A request."""
+    return frame(HEADERS, END_HEADERS | end, stream, block)
+
+
+def window(stream: int, more: int) -> bytes:
+    """WINDOW_UPDATE."""
+    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- what clients give up, or have us give up
+
+GIVEN_UP: dict[str, Callable[[int], bytes]] = {
+    "rapid reset": lambda n: begin(n) + frame(RESET, 0, n, bytes(4)),
+    "rapid reset of whole requests": lambda n: begin(n, end=True) + frame(RESET, 0, n, bytes(4)),
+    "a window by nothing": lambda n: begin(n, end=True) + window(n, 0),
+    "a window that is too large": lambda n: begin(n, end=True) + window(n, 2**31 - 1),
+    "a broken PRIORITY": lambda n: begin(n) + frame(PRIORITY, 0, n, b"1"),
+    "a PRIORITY on itself": lambda n: begin(n) + frame(PRIORITY, 0, n, struct.pack(">IB", n, 0)),
+    "more data than is said": lambda n: (
+        begin(n, block=REQUEST + encode([(b"content-length", b"1")])) + frame(DATA, 0, n, b"12")
+    ),
+    "less data than is said": lambda n: begin(
+        n, end=True, block=REQUEST + encode([(b"content-length", b"1")])
+    ),
+    "more data than was granted": lambda n: (
+        begin(n) + frame(DATA, 0, n, bytes(SMALL.window)) + frame(DATA, 0, n, b"1")
+    ),
+    "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
+    "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
+    "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_streams_that_are_given_up(name: str) -> None:
+    """By the client, or by us because it has us do so: a number of them at once ends it."""
+    clock = Clock()
+    engine = Engine(SMALL, clock).take(OPENED)
+    streams = iter(range(1, 100_000, 2))
+    for _ in range(SMALL.resets):
+        engine.take(GIVEN_UP[name](next(streams)))
+        assert engine.gone is None
+        assert not engine.http2.streams
+    engine.take(GIVEN_UP[name](next(streams)))
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert len(engine.sent) < 100
+
+
+def test_as_many_as_time_allows() -> None:
+    """Who gives up streams more slowly may go on."""
+    clock = Clock()
+    engine = Engine(SMALL, clock).take(OPENED)
+    for number in range(1, 1000, 2):
+        engine.take(GIVEN_UP["rapid reset"](number))
+        clock.now += 1 / SMALL.resets_per_s
+    assert engine.gone is None
+
+
+def test_who_is_answered_may_give_up_as_many() -> None:
+    """As clients with deadlines do, at any rate; and when their ends cross ours."""
+    engine = Engine(SMALL, Clock()).take(OPENED)
+    for number in range(1, 4000, 4):
+        engine.take(begin(number, end=True))
+        engine.http2.sending.respond(engine.stream(number), b"\x88", (b"12345",), b"\x88")
+        engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
+        if number % 3 == 0:
+            engine.take(frame(RESET, 0, number, bytes(4)))
+    assert engine.gone is None
+
+
+# --- frames that carry nothing
+
+
+def _always(sent: bytes) -> Callable[[int], bytes]:
+    return lambda _: sent
+
+
+CONTROL: dict[str, Callable[[int], bytes]] = {
+    "PING": _always(frame(PING, 0, 0, bytes(8))),
+    "answers to no PING": _always(frame(PING, ACK, 0, bytes(8))),
+    "SETTINGS": _always(frame(SETTINGS, 0, 0)),
+    "SETTINGS with values": _always(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
+    "acknowledgements of SETTINGS": _always(frame(SETTINGS, ACK, 0)),
+    "RST_STREAM of a stream that is over": _always(frame(RESET, 0, 3, bytes(4))),
+    "PRIORITY": _always(frame(PRIORITY, 0, 7, bytes(5))),
+    "PRIORITY of many streams": lambda n: frame(PRIORITY, 0, n + 1000, bytes(5)),
+    "GOAWAY": _always(frame(GO_AWAY, 0, 0, bytes(8))),
+    "frames of no known kind": _always(frame(UNKNOWN, 0, 1, b"x")),
+    "windows of all": _always(window(0, 1)),
+    "windows of a stream": _always(window(1, 1)),
+    "windows of a stream that is over": _always(window(3, 1)),
+    "empty DATA": _always(frame(DATA, 0, 1)),
+    "DATA of nothing but padding": _always(frame(DATA, PADDED, 1, b"\x05" + bytes(5))),
+    "DATA of a stream that we have ended": _always(frame(DATA, 0, 5, b"x")),
+    "trailers of a stream that we have ended": _always(begin(5, block=b"")),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_floods(name: str) -> None:
+    """A number of them at once ends it; what is answered is bounded by what comes."""
+    clock = Clock()
+    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
+    engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
+    engine.http2.reset(engine.stream(5), ErrorCode.CANCEL)
+    engine.flush()
+    before = len(engine.sent)
+    for number in range(_ENOUGH):
+        engine.take(CONTROL[name](2 * number))
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert len(engine.sent) - before <= SMALL.control + 1
+
+
+@pytest.mark.parametrize("name", CONTROL)
+def test_as_many_as_an_honest_client_sends(name: str) -> None:
+    """As time allows, or with calls: it may go on."""
+    clock = Clock()
+    engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
+    engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
+    engine.http2.reset(engine.stream(5), ErrorCode.CANCEL)
+    for number in range(_ENOUGH):
+        engine.take(CONTROL[name](2 * number))
+        clock.now += 1 / SMALL.control_per_s
+    assert engine.gone is None
+
+
+def test_calls_earn_what_clients_say_beside_them() -> None:
+    """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
+    engine = Engine(SMALL, Clock()).take(OPENED)
+    for number in range(1, 2000, 2):
+        beside = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
+        engine.take(begin(number, end=True) + beside)
+        engine.http2.sending.respond(engine.stream(number), b"\x88", (b"12345",), b"\x88")
+    assert engine.gone is None
+
+
+def test_data_that_is_sent_earns_what_clients_say_of_it() -> None:
+    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
+    for _ in range(1000):
+        engine.http2.sending.data(engine.stream(1), b"token")
+        engine.take(window(0, 5) + window(1, 5))
+    assert engine.gone is None
+
+
+# --- header blocks
+
+
+def test_continuations_without_an_end() -> None:
+    for piece in (b"", b"\x84"):
+        engine = Engine().take(OPENED + frame(HEADERS, END_STREAM, 1, REQUEST))
+        for _ in range(Limits().continuations):
+            assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
+        assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_a_header_block_without_an_end() -> None:
+    """By its bytes on the wire, before they are here."""
+    limits = Limits(header_block=20000)
+    engine = Engine(limits).take(OPENED + frame(HEADERS, 0, 1, bytes(15000)))
+    assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
+    assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is ErrorCode.ENHANCE_YOUR_CALM
+    head = frame(HEADERS, END_HEADERS, 1, bytes(20001))[:9]
+    assert Engine(limits).take(OPENED + head).gone is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_a_header_list_is_bounded_while_it_expands() -> None:
+    """A large field of the table, of which each mention takes a byte."""
+    field = b"\x40\x01a\x7f\xc1\x1e" + b"x" * 4032
+    engine = Engine().take(OPENED + begin(1, block=REQUEST + field))
+    tracemalloc.start()
+    engine.take(begin(3, block=REQUEST + b"\xbe" * 50_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert peak < 2**20
+
+
+def test_many_small_fields() -> None:
+    engine = Engine().take(OPENED)
+    assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is ErrorCode.ENHANCE_YOUR_CALM
+
+
+# --- streams, and data
+
+
+def test_streams_without_an_end() -> None:
+    """So many at once; who goes on beginning them is shown out."""
+    engine = Engine(SMALL, Clock()).take(OPENED)
+    for number in range(1, 1000, 2):
+        engine.take(begin(number))
+    assert len(engine.requests) == SMALL.streams
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert len(engine.resets) == SMALL.resets
+
+
+def test_data_without_an_end() -> None:
+    """What is not granted again ends the stream."""
+    engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
+    for _ in range(SMALL.window // 16384 + 1):
+        engine.take(frame(DATA, 0, 1, bytes(16384)))
+    assert engine.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+    assert len(engine.requests[1].data) <= SMALL.window
+
+
+def test_frames_without_an_end() -> None:
+    """Data is not collected; of any other frame no more than a size is."""
+    engine = Engine().take(OPENED + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])
+    for _ in range(60):
+        engine.take(bytes(16384))
+        assert not engine.http2._buffer
+    for kind in (PING, SETTINGS, RESET, WINDOW, PRIORITY, GO_AWAY, UNKNOWN):
+        head = frame(kind, 0, 0, bytes(16385))[:9]
+        assert Engine().take(OPENED + head).gone is ErrorCode.FRAME_SIZE_ERROR
+
+
+def test_who_does_not_read() -> None:
+    """What is owed to it is bounded, however many calls it makes that are answered at once."""
+    engine = Engine(SMALL, Clock()).take(OPENED)
+    engine.http2.sending.paused = True
+    before = len(engine.sent)
+    for number in range(1, 1000, 2):
+        engine.take(begin(number, end=True))
+        if number in engine.requests:
+            engine.http2.sending.head(engine.stream(number), b"\x88", end=True)
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert len(engine.sent) - before <= SMALL.resets + 1
+
+
+# --- work
+
+
+def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
+    """How many frames are handled in each turn that these bytes take."""
+    before = engine.http2.frames_in
+    engine.http2.receive(sent)
+    while True:
+        yield engine.http2.frames_in - before
+        if not engine.http2.pending:
+            break
+        before = engine.http2.frames_in
+        engine.http2.receive(b"")
+
+
+@pytest.mark.parametrize(
+    ("piece", "most"),
+    [
+        (frame(DATA, 0, 1, b"x"), 100),
+        (frame(PING, 0, 0, bytes(8)), 25),
+        (window(1, 1), 25),
+        (frame(PRIORITY, 0, 1, bytes(5)), 25),
+    ],
+)
+def test_a_turn_is_bounded(piece: bytes, most: int) -> None:
+    """By frames, all of which are handled in the end; what carries nothing counts as more."""
+    engine = Engine(Limits(frames=100, control=10**6)).take(OPENED + begin(1))
+    handled = list(_turns(engine, piece * 1000))
+    turns = [most] * (1000 // most)
+    assert handled in (turns, [*turns, 0])
+
+
+@pytest.mark.parametrize(("size", "most"), [(0, 10), (70, 8), (5000, 1)])
+def test_requests_are_more_work(size: int, most: int) -> None:
+    """Long header blocks more than short ones, in one frame or in several."""
+    field = encode([(b"a", b"x" * size)])
+    for sent in (
+        [begin(number, block=REQUEST + field) for number in range(1, 81, 2)],
+        [
+            frame(HEADERS, 0, number, REQUEST) + frame(CONTINUATION, END_HEADERS, number, field)
+            for number in range(1, 81, 2)
+        ],
+    ):
+        engine = Engine(Limits(frames=100, begin=9)).take(OPENED)
+        handled = list(_turns(engine, b"".join(sent)))
+        assert max(handled) <= 2 * most
+        assert len(engine.http2.streams) == 40
+
+
+def test_what_comes_meanwhile_waits_its_turn() -> None:
+    limits = Limits(frames=10)
+    engine = Engine(limits).take(OPENED)
+    pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
+    for at in range(0, 40, 8):
+        engine.http2.receive(b"".join(pings[at : at + 8]))
+    while engine.http2.pending:
+        engine.http2.receive(b"")
+    answers = [sent.payload for sent in engine.flush()]
+    assert answers == [struct.pack(">Q", number) for number in range(40)]
+
+
+def test_nothing_is_pending_once_it_is_over() -> None:
+    engine = Engine(Limits(frames=10))
+    engine.http2.receive(OPENED + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
+    assert engine.http2.closing
+    assert not engine.http2.pending
+    assert not engine.http2._buffer
+
+
+def test_windows_that_grow_are_looked_at_once_a_turn() -> None:
+    """However many frames make them grow, and however many streams wait."""
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    engine = Engine().take(OPENED)
+    streams = range(1, 1001, 2)
+    for number in streams:
+        engine.take(begin(number, end=True))
+    engine.http2.sending.window = 0
+    for number in streams:
+        stream = engine.stream(number)
+        engine.http2.sending.data(stream, bytes(100_000))
+        stream.on_progress = look
+    engine.take(window(0, 1) * 60)
+    assert looks <= 2
+    looks = 0
+    size = struct.pack(">HI", 4, 65536) + struct.pack(">HI", 4, 65537)
+    engine.take(frame(SETTINGS, 0, 0, size * 1000) * 100)
+    assert looks <= len(streams)
+
+
+# --- budgets
+
+
+def test_a_budget() -> None:
+    clock = Clock()
+    budget = Budget(3, 2.0, clock, "things")
+    for _ in range(3):
+        budget.spend()
+    with pytest.raises(ConnectionFault, match="too many things"):
+        budget.spend()
+
+
+def test_time_refills_a_budget() -> None:
+    clock = Clock()
+    budget = Budget(3, 2.0, clock, "things")
+    for _ in range(3):
+        budget.spend()
+    clock.now += 0.5
+    budget.spend()
+    clock.now += 1000
+    for _ in range(4):  # what was left of the first second, and all that it can be
+        budget.spend()
+    with pytest.raises(ConnectionFault):
+        budget.spend()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["spend", "earn", "wait"]), st.integers(0, 50))))
+def test_no_more_is_spent_than_there_was(deeds: list[tuple[str, int]]) -> None:
+    """In all; and at once no more than twice the most: what is there, and what time has earned."""
+    clock = Clock()
+    budget = Budget(10, 2.0, clock, "things")
+    spent, had = 0, 10.0
+    for what, count in deeds:
+        if what == "earn":
+            budget.earn(count)
+            had += count
+        elif what == "wait":
+            clock.now += count
+            had += 2.0 * count
+        else:
+            at_once = 0
+            with contextlib.suppress(ConnectionFault):
+                while at_once < count:
+                    budget.spend()
+                    at_once += 1
+            spent += at_once
+            assert spent <= had
+            assert at_once <= 2 * 10 + 1

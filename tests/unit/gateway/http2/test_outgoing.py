@@ -1,0 +1,286 @@
+"""What a connection sends: never more than its client's windows, all of it in the end, in turns."""
+
+from __future__ import annotations
+
+import struct
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.gateway.http2.frames import ErrorCode
+from tests.support.wire.http2 import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    frame,
+    post,
+)
+from tests.support.wire.http2_engine import Engine, Frame
+
+HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
+INITIAL_WINDOW, MAX_FRAME = 4, 5
+_STREAMS = (1, 3, 5)
+
+
+def window(stream: int, more: int) -> bytes:
+    """WINDOW_UPDATE."""
+    return frame(WINDOW, 0, stream, struct.pack(">I", more))
+
+
+def setting(key: int, value: int) -> bytes:
+    """SETTINGS of one value."""
+    return frame(SETTINGS, 0, 0, struct.pack(">HI", key, value))
+
+
+def begin(*streams: int, end: bool = True) -> bytes:
+    """Requests, ended as they are in the usual case."""
+    flags = END_HEADERS | end
+    return b"".join(frame(HEADERS, flags, stream, post("/x")) for stream in streams)
+
+
+class Client:
+    """The client of an engine: it counts what it has granted, and what comes of that."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.engine.take(OPENED + begin(*_STREAMS))
+        self.sending = self.engine.http2.sending
+        self.window, self.initial, self.frame = 65535, 65535, 16384
+        self.windows = dict.fromkeys(_STREAMS, 65535)
+        self.queued = dict.fromkeys(_STREAMS, b"")
+        self.came = dict.fromkeys(_STREAMS, b"")
+        self.trailers: set[int] = set()
+        self.over: set[int] = set()
+        self.given_up: set[int] = set()
+        self.seen = len(self.engine.sent)
+
+    def look(self) -> None:
+        """Check what has been sent since the last look."""
+        self.engine.flush()
+        fresh, self.seen = self.engine.sent[self.seen :], len(self.engine.sent)
+        for it in fresh:
+            if it.kind == DATA:
+                assert it.stream not in self.over
+                self.window -= len(it.payload)
+                self.windows[it.stream] -= len(it.payload)
+                assert len(it.payload) <= self.frame
+                assert not it.payload or min(self.window, self.windows[it.stream]) >= 0
+                self.came[it.stream] += it.payload
+            elif it.kind == HEADERS and it.flags & END_STREAM:
+                assert it.stream not in self.over
+                assert self.came[it.stream] == self.queued[it.stream]
+                self.over.add(it.stream)
+        for stream in _STREAMS:
+            waits = self.queued[stream][len(self.came[stream]) :]
+            assert self.queued[stream].startswith(self.came[stream])
+            if stream in self.given_up or self.sending.paused:
+                continue
+            if waits:  # only because of a window
+                assert self.window <= 0 or self.windows[stream] <= 0
+            elif stream in self.trailers:
+                assert stream in self.over
+
+    def do(self, what: str, stream: int, size: int) -> None:
+        """One thing that the server or its client does."""
+        target = self.engine.stream(stream)
+        server = stream not in self.trailers | self.given_up
+        if what == "data" and server:
+            piece = bytes((size & 0xFF,)) * size
+            self.queued[stream] += piece
+            self.sending.data(target, piece)
+        elif what == "trailers" and server:
+            self.trailers.add(stream)
+            self.sending.trailers(target, TRAILERS)
+        elif what == "respond" and server and not self.queued[stream]:
+            self.trailers.add(stream)
+            pieces = (bytes(size // 2), b"", bytes(size - size // 2))
+            self.queued[stream] += b"".join(pieces)
+            self.sending.respond(target, HEAD, pieces, TRAILERS)
+        elif what == "grant" and stream not in self.over | self.given_up:
+            self.windows[stream] += size + 1
+            self.engine.take(window(stream, size + 1))
+        elif what == "grant all":
+            self.window += size + 1
+            self.engine.take(window(0, size + 1))
+        elif what == "initial":
+            for each in self.windows:
+                self.windows[each] += size - self.initial
+            self.initial = size
+            self.engine.take(setting(INITIAL_WINDOW, size))
+        elif what == "frame":
+            self.frame = 16384 + size
+            self.engine.take(setting(MAX_FRAME, self.frame))
+        elif what == "pause":
+            self.sending.paused = True
+        elif what == "resume":
+            self.sending.paused = False
+            self.sending.resume()
+        elif what == "give up" and size < 1000:
+            self.given_up.add(stream)
+            self.engine.take(frame(RESET, 0, stream, bytes(4)))
+        self.look()
+
+
+deeds = st.tuples(
+    st.sampled_from(
+        [
+            *("data", "data", "data", "trailers", "respond", "grant", "grant", "grant all"),
+            *("initial", "frame", "pause", "resume", "give up"),
+        ]
+    ),
+    st.sampled_from(_STREAMS),
+    st.sampled_from([0, 1, 5, 500, 16384, 20000, 65535, 70000, 300000]),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(deeds, max_size=30))
+def test_any_client(done: list[tuple[str, int, int]]) -> None:
+    """5.2, 6.9: nothing is sent that was not granted, and all that was; in the end all is sent."""
+    client = Client()
+    for what, stream, size in done:
+        client.do(what, stream, size)
+    client.do("resume", 1, 0)
+    for stream in _STREAMS:
+        client.do("trailers", stream, 0)
+    client.do("initial", 1, 2**24)
+    client.do("grant all", 1, 2**25)
+    assert client.over | client.given_up == set(_STREAMS)
+    assert not client.engine.http2.streams
+    assert not client.sending.waiting
+    assert client.engine.gone is None
+
+
+def test_a_response_is_three_frames() -> None:
+    engine = Engine().take(OPENED + begin(1))
+    done: list[int] = []
+    stream = engine.stream(1)
+    stream.on_sent = lambda: done.append(1)
+    engine.http2.sending.respond(stream, HEAD, (b"01", b"23"), TRAILERS)
+    assert engine.flush() == [
+        Frame(HEADERS, END_HEADERS, 1, HEAD),
+        Frame(DATA, 0, 1, b"0123"),
+        Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
+    ]
+    assert done == [1]
+    engine.http2.sending.respond(stream, HEAD, (b"again",), TRAILERS)
+    engine.http2.sending.head(stream, HEAD)
+    engine.http2.sending.data(stream, b"more")
+    engine.http2.sending.trailers(stream, TRAILERS)
+    assert engine.flush() == []
+    assert done == [1]
+
+
+def test_a_response_to_who_has_not_said_all() -> None:
+    """8.1: the rest of the request is not wanted."""
+    engine = Engine().take(OPENED + begin(1, end=False))
+    engine.http2.sending.respond(engine.stream(1), HEAD, (b"no",), TRAILERS)
+    assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", ErrorCode.NO_ERROR))
+
+
+def test_streams_take_turns_in_the_window_of_all() -> None:
+    """None of them has all of a window that is given in small pieces."""
+    engine = Engine().take(OPENED + begin(1, 3, 5, 7) + setting(INITIAL_WINDOW, 2**20))
+    sending = engine.http2.sending
+    for number in (1, 3, 5, 7):
+        sending.data(engine.stream(number), bytes(100_000))
+    before = {number: engine.stream(number).sent for number in (1, 3, 5, 7)}
+    for _ in range(40):
+        engine.take(window(0, 100))
+    gained = [engine.stream(number).sent - sent for number, sent in before.items()]
+    assert gained == [1000] * 4
+
+
+def test_a_long_response_does_not_hold_up_others() -> None:
+    """Of a window for all of them each has a turn, not the first all of it."""
+    engine = Engine().take(OPENED + begin(1, 3) + setting(INITIAL_WINDOW, 2**30))
+    sending = engine.http2.sending
+    sending.data(engine.stream(1), bytes(2**23))
+    sending.data(engine.stream(3), bytes(2**16))
+    engine.take(window(0, 2**22))
+    assert engine.stream(3).sent == 2**16
+    assert engine.stream(1).sent > 2**21
+
+
+def test_a_stream_whose_window_is_used_up_does_not_hold_up_others() -> None:
+    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1, 3))
+    sending = engine.http2.sending
+    sending.data(engine.stream(1), bytes(100))
+    sending.data(engine.stream(3), bytes(10))
+    sending.trailers(engine.stream(3), TRAILERS)
+    assert (engine.stream(1).sent, engine.stream(3).sent) == (10, 10)
+    assert list(engine.http2.streams) == [1]
+    assert list(sending.waiting) == [engine.stream(1)]
+
+
+def test_who_does_not_read_is_owed_a_bounded_number_of_endings() -> None:
+    """While the socket takes nothing, a stream is not over, however little is to be said on it."""
+    engine = Engine().take(OPENED + begin(1, 3))
+    sending = engine.http2.sending
+    sending.paused = True
+    sending.head(engine.stream(1), HEAD + TRAILERS, end=True)
+    sending.head(engine.stream(3), HEAD)
+    sending.trailers(engine.stream(3), TRAILERS)
+    assert [it.stream for it in engine.flush()] == [3]
+    assert list(engine.http2.streams) == [1, 3]
+    engine.take(window(0, 1))
+    assert list(engine.http2.streams) == [1, 3]
+    sending.paused = False
+    sending.resume()
+    assert [it.payload for it in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
+    assert not engine.http2.streams
+
+
+def test_an_ending_waits_for_no_window() -> None:
+    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
+    sending = engine.http2.sending
+    sending.window = 0
+    sending.respond(engine.stream(1), HEAD, (), TRAILERS)
+    sending.paused = True
+    sending.respond(engine.stream(3), HEAD, (), TRAILERS)
+    sending.paused = False
+    sending.resume()
+    assert not engine.http2.streams
+
+
+def test_progress_is_told() -> None:
+    """Whoever waits for a client to take what it has written hears of it."""
+    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    stream = engine.stream(1)
+    engine.http2.sending.data(stream, bytes(25))
+    left: list[int] = []
+    stream.on_progress = lambda: left.append(stream.queued)
+    engine.take(window(1, 5) + window(1, 100))
+    assert left[0] == 10
+    assert left[-1] == 0
+
+
+def test_a_long_header_block_is_cut() -> None:
+    """4.2, 6.10: a client need not take frames of more than 16 KiB."""
+    engine = Engine().take(OPENED + begin(1, 3))
+    block = bytes(40000)
+    engine.http2.sending.respond(engine.stream(1), HEAD, (b"x",), block)
+    sent = engine.flush()
+    assert [(it.kind, it.flags, len(it.payload)) for it in sent] == [
+        (HEADERS, END_HEADERS, 1),
+        (DATA, 0, 1),
+        (HEADERS, END_STREAM, 16384),
+        (CONTINUATION, 0, 16384),
+        (CONTINUATION, END_HEADERS, 40000 - 2 * 16384),
+    ]
+
+
+def test_a_stream_that_is_given_up_is_forgotten() -> None:
+    engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 10) + begin(1))
+    engine.http2.sending.data(engine.stream(1), bytes(100))
+    engine.take(frame(RESET, 0, 1, bytes(4)))
+    assert not engine.http2.sending.waiting
+    before = len(engine.sent)
+    engine.take(window(1, 100) + setting(INITIAL_WINDOW, 1000))
+    assert {it.kind for it in engine.sent[before:]} == {SETTINGS}
