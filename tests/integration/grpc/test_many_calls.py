@@ -167,7 +167,7 @@ def test_the_text_of_an_error(plain: Way, name: str) -> None:
 def test_metadata(plain: Way) -> None:
     """Text is a model's parameter, where that is asked for; bytes are for nobody here."""
     sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
-    request = request_of("echo_request", np.zeros((1, 1), np.int32), "INT32").SerializeToString()
+    request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
     with plain.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         answer, call = infer.with_call(request, timeout=20, metadata=sent)
