@@ -157,8 +157,8 @@ def test_a_far_deadline(plain: Way) -> None:
 
 @pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
 def test_the_text_of_an_error(plain: Way, name: str) -> None:
+    request = pb.ModelMetadataRequest(name=name).SerializeToString()
     with plain.channel() as channel, pytest.raises(grpc.RpcError) as caught:
-        request = pb.ModelMetadataRequest(name=name).SerializeToString()
         channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == f"Request for unknown model: '{name}' is not found"

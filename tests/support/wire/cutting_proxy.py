@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 _SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # bytes of a piece
 
@@ -78,3 +79,14 @@ class CuttingProxy:
                 sink.shutdown(socket.SHUT_WR)
 
         self._start(go_on)
+
+
+def connect_unix(path: Path) -> socket.socket:
+    """A connection to a unix socket."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(str(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock
