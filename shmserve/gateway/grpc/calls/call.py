@@ -471,10 +471,12 @@ class StreamCall(Call):
             for piece in pieces:
                 sending.data(self._stream, piece)
         self._connection.flush()
-        if self._stream.queued:
-            self._stream.on_progress = self._progress
-            self._written = self._connection.loop.create_future()
-            await self._written
+        if not self._stream.queued:
+            await asyncio.sleep(0)  # they go out before the next ones are made
+            return
+        self._stream.on_progress = self._progress
+        self._written = self._connection.loop.create_future()
+        await self._written
 
     def _progress(self) -> None:
         if not self._stream.queued:
