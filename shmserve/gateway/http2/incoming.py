@@ -125,7 +125,8 @@ class Incoming(Generic[T]):
                 self.frames_in += 1
                 at += self._begin_data(number, flags, size, data, at, events)
                 continue
-            self._check_size(kind, size)
+            if size > _LARGEST_CONTROL:
+                self._check_size(kind, size)
             if end - at < HEAD_SIZE + size:
                 self._needed = HEAD_SIZE + size
                 break
@@ -155,7 +156,7 @@ class Incoming(Generic[T]):
         if kind in (HEADERS, CONTINUATION):
             if size > self._limits.header_block:
                 raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
-        elif size > _LARGEST_CONTROL:
+        else:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
 
     # --- data

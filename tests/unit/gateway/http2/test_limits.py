@@ -192,6 +192,20 @@ def test_data_that_is_sent_earns_what_clients_say_of_it() -> None:
     assert engine.gone is None
 
 
+def test_data_that_is_sent_together_earns_for_each_message() -> None:
+    """A client may grant more for each message that its program takes, when all have come."""
+    engine = Engine(SMALL, Clock()).take(
+        OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
+    )
+    engine.http2.sending.data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    for _ in range(5000):
+        engine.take(window(1, 32))
+    assert engine.gone is None
+    for _ in range(SMALL.control + 200):
+        engine.take(window(1, 32))
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+
+
 # --- header blocks
 
 
