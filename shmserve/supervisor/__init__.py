@@ -15,5 +15,6 @@ Its rooms:
     resources/          what models share: cache bytes, tickets of the rate limiter, workspaces
     local_clients/      programs on this host that use shmserve.client
     events/             the event stream: who subscribes, what is published
-    host/               listeners, the run directory, the log file, the start-up report
+    host/               listeners, the run directory, the log file, the start-up report, the
+                        service manager
 """

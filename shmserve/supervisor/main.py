@@ -30,8 +30,13 @@ from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
-from shmserve.supervisor.host.listeners import Listeners, listen, listen_unix
+from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.host.service_manager import (
+    ServiceManager,
+    inherited_sockets,
+    progress_line,
+)
 from shmserve.supervisor.kept.gateways import Gateways
 from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -125,23 +130,27 @@ def hold_signals() -> list[int]:
 
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:
+    """Where the service manager gave sockets for a protocol, on these alone."""
     guarded = config.guarded
-    http = config.http
-    if http.allow:
+    http, grpc = config.http, config.grpc
+    given = inherited_sockets(os.environ)
+    for name, sockets in given.items():
+        listeners.lent += sockets
+        getattr(listeners, name).extend(lend(sock, guarded) for sock in sockets)
+    if http.allow and "http" not in given:
         listeners.http += listen(http.address, http.port, "--http-address", guarded)
-    if config.allow_metrics:
+    if config.allow_metrics and "metrics" not in given:
         listeners.metrics += listen(
             config.metrics_address, config.metrics_port, "--metrics-address", guarded
         )
     if http.unix_socket is not None:
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if config.grpc is not None:
-        at = config.grpc
-        listeners.grpc += listen(at.address, at.port, "--grpc-address", guarded)
-        if at.unix_socket is not None:
-            unix = listen_unix(at.unix_socket, config.shm.group, "--grpc-unix-socket")
-            listeners.grpc.append(unix)
+    if grpc is not None and "grpc" not in given:
+        listeners.grpc += listen(grpc.address, grpc.port, "--grpc-address", guarded)
+    if grpc is not None and grpc.unix_socket is not None:
+        unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
+        listeners.grpc.append(unix)
 
 
 def compose(
@@ -152,6 +161,8 @@ def compose(
     `signals` are those that came meanwhile, see `hold_signals`. Raises InvalidArgument or
     Unavailable, with a text for the operator.
     """
+    # Before anybody has a copy of the environment.
+    manager = ServiceManager.from_environment(os.environ)
     found = accelerators.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, found)
     registry = ModelRegistry()
@@ -179,6 +190,7 @@ def compose(
 
     def models_changed() -> None:
         progress.update()
+        manager.status(progress_line(registry.progress()))
         feed.models_changed()
         announce_health()
 
@@ -202,6 +214,7 @@ def compose(
         announce_health=announce_health,
         feed=feed,
         progress=progress,
+        manager=manager,
     )
 
 

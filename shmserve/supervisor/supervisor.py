@@ -26,6 +26,7 @@ from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.health import Health
 from shmserve.supervisor.host.console import StartupReport, model_table
 from shmserve.supervisor.host.listeners import Listeners
+from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept.gateways import Gateways
 from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
@@ -65,6 +66,7 @@ class Supervisor:
     announce_health: Callable[[], None]
     feed: EventFeed
     progress: StartupReport
+    manager: ServiceManager
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
 
@@ -135,11 +137,14 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
+            waited_for = asyncio.ensure_future(self.manager.keep_waiting())
             try:
                 loaded, _ = await asyncio.gather(loading, gateways)
             except BaseException:
                 await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
+            finally:
+                await end_all(waited_for)
         for line in model_table(await self.models.index(ready=False)):
             logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
@@ -154,6 +159,7 @@ class Supervisor:
         logger.info("shmserve.client service at %s", self.context.run_dir)
         ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
+        self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         if self.context.config.model_control_mode == "poll":
             self.context.background(self.poller.run())
@@ -190,6 +196,8 @@ class Supervisor:
         """Drain for at most `exit_timeout_s`, or until a second signal, which is one that comes a
         second later or more; then stop everything."""
         context = self.context
+        self.manager.stopping("finishing what is in flight")
+        waited_for = asyncio.ensure_future(self.manager.keep_waiting())
         self.health.exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
@@ -209,6 +217,8 @@ class Supervisor:
         context.events.close()
         context.control.close()
         self.processes.close()
+        await end_all(waited_for)
+        self.manager.close()
         logger.info("the server has ended")
 
     async def _finish(self) -> None:

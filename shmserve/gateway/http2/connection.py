@@ -101,9 +101,7 @@ class Connection(Incoming[T]):
 
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         self._window -= size
-        if self._window < 0:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than was granted")
-        if self._window < LARGEST_WINDOW // 2:
+        if self._window < LARGEST_WINDOW // 2:  # so it is never used up
             more, self._window = LARGEST_WINDOW - self._window, LARGEST_WINDOW
             self.sending.ready.append(frames.frame(WINDOW_UPDATE, 0, 0, pack_long(more)))
         stream = self.streams.get(number)
@@ -242,15 +240,19 @@ class Connection(Incoming[T]):
     def _earn_for_data(self) -> None:
         sent, self._paid_for = self.sending.frames - self._paid_for, self.sending.frames
         self._control.earn(_EARNED * sent)
+        self._resets.earn(sent)
 
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")
-        self._check_begun(number, "RST_STREAM")
-        self._resets.spend()
         stream = self.streams.get(number)
-        if stream is not None:
-            self._forget(stream)
-            events.append(Cancelled(stream))
+        if stream is None:  # it crosses our end
+            self._check_begun(number, "RST_STREAM")
+            self._control.spend()
+            return
+        self._earn_for_data()
+        self._resets.spend()
+        self._forget(stream)
+        events.append(Cancelled(stream))
 
     def _check_begun(self, number: int, what: str) -> None:
         if number > self.last or not number & 1:

@@ -9,6 +9,7 @@ documentation: without it nothing is kept.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -29,6 +30,9 @@ class Head(Protocol):
 T = TypeVar("T", bound=Head)
 Read = TypeVar("Read")
 Fields = Sequence[tuple[bytes, bytes]]
+
+# Its debug lines have every header, and some of those are secrets.
+logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MOST_KNOWN = 64
 _LONGEST_KNOWN = 512

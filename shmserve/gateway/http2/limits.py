@@ -3,7 +3,8 @@
 A budget is generous to programs and lets a flood run out of it at once. What each is for:
 
     resets      streams begun and given up: by the client (rapid reset), or by us because it broke a
-                rule on purpose (MadeYouReset)
+                rule on purpose (MadeYouReset); data that is sent earns some back: who has deadlines
+                may miss as many as it meets
     control     frames that carry nothing: PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA,
                 frames of unknown kinds; calls and data that is sent earn some back
 
@@ -22,15 +23,16 @@ from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
 class Limits:
     """The limits of a connection.
 
-    `header_list` is in bytes as HPACK counts them, `header_block` in bytes on the wire. `frames` is
-    how much work is done before others have their turn, in frames; one that begins a stream counts
-    as `begin`. `window` is how many bytes of a stream's data may come unasked, `frame` how many in
+    `header_list` is in bytes as HPACK counts them, `header_block` in bytes on the wire: as much as
+    grpcio takes, for a block in Huffman's code takes most of a microsecond a byte. `frames` is how
+    much work is done before others have their turn, in frames; one that begins a stream counts as
+    `begin`. `window` is how many bytes of a stream's data may come unasked, `frame` how many in
     one frame.
     """
 
     streams: int = 512
-    header_list: int = 64 * 1024
-    header_block: int = 64 * 1024
+    header_list: int = 16 * 1024
+    header_block: int = 16 * 1024
     continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0

@@ -83,6 +83,21 @@ def _bound_to(family: int, where: Any) -> socket.socket:
     return sock
 
 
+def lend(sock: socket.socket, guarded: bool) -> socket.socket:
+    """A socket that listens already, of the service manager's; raises InvalidArgument where other
+    hosts reach it and it is not `guarded`."""
+    if sock.family == socket.AF_UNIX:
+        refuse_descriptors(sock)
+        return sock
+    host, port = sock.getsockname()[:2]
+    if not guarded and not is_loopback(host):
+        raise InvalidArgument(
+            f"LISTEN_FDS: other hosts reach {host}:{port}, so clients must show a token "
+            "(--auth-token-file FILE), or everybody may do everything (--insecure)"
+        )
+    return sock
+
+
 def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
     """A listening unix socket at `path` for this process's user, and for `group` if there is one.
 
@@ -135,11 +150,15 @@ class Listeners:
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
+    lent: list[socket.socket] = field(default_factory=list)  # of them: others go on with these
 
     def close(self) -> None:
         """Close every one, again if need be."""
         for sock in (*self.http, *self.metrics, *self.grpc):
-            close(sock)
+            if sock in self.lent:
+                sock.close()
+            else:
+                close(sock)
 
     def addresses(self) -> Iterator[str]:
         """A line for the log for each."""

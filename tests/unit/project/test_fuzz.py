@@ -16,6 +16,8 @@ from shmserve.gateway.client_identity import ClientIdentity, ListenerKind, Liste
 from shmserve.ipc.transport import frames
 from tests.fuzz import targets
 from tests.fuzz.__main__ import CORPUS
+from tests.fuzz.by_chance import search
+from tests.fuzz.http2.differences import explained
 
 FILES = sorted(path for path in CORPUS.rglob("*") if path.is_file())
 
@@ -57,6 +59,36 @@ def test_the_corpus_has_every_target() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_corpus(path: Path) -> None:
     targets.TARGETS[path.parent.name](path.read_bytes())
+
+
+def test_inputs_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks a target is kept, and is the same for the same seed."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[bytes] = []
+
+    def target(data: bytes) -> None:
+        seen.append(data)
+        assert len(seen) != 50
+
+    for _ in range(2):
+        seen.clear()
+        with pytest.raises(AssertionError):
+            search(target, [b"corpus", b"other"], 60, seed=7)
+        (kept,) = tmp_path.iterdir()
+        assert kept.name == "crash-7-49"
+        assert kept.read_bytes() == seen[-1]
+    assert search(len, [b"corpus"], 0, seed=7) == 1
+
+
+def test_a_difference_that_nothing_explains_is_a_finding() -> None:
+    """The table is for what is in it, and each entry is there for something."""
+    assert explained("ngh2", "DATA over: PROTOCOL_ERROR x | -") is None
+    assert explained("cut", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK") is None
+    known = explained("ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK")
+    assert known is not None and known.why
+    closed = "DATA over: STREAM_CLOSED a frame of a stream that has ended | -"
+    assert explained("h2", closed) is not None
+    assert explained("h2", f"{closed} behind a reset") is None
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)

@@ -14,6 +14,7 @@ from shmserve.common.tasks import in_background
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.supervisor import Supervisor
 
@@ -27,6 +28,7 @@ def supervisor() -> Any:
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
     ending = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
     parts["models"] = MagicMock(**ending)
+    parts["manager"] = ServiceManager(None)
     return Supervisor(**parts)
 
 

@@ -248,7 +248,8 @@ class Call:
     async def _inflated(self, message: Received) -> bytes:
         assert isinstance(message.data, bytes)
         front = self._connection.front
-        return await inflated(message.data, self.head.encoding, front.largest_inflated)
+        limit = front.largest_inflated
+        return await inflated(message.data, self.head.encoding, limit, front.budget)
 
     def _framed(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater

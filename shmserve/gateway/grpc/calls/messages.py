@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import Inflater
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.status import Ending, StatusCode
@@ -217,22 +217,29 @@ class Assembly:
         return bool(size)
 
 
-async def inflated(data: bytes, encoding: str, limit: int) -> bytes:
-    """A compressed message as it was, in turns of the loop; raises BrokenMessage."""
+async def inflated(data: bytes, encoding: str, limit: int, budget: BodyBudget) -> bytes:
+    """A compressed message as it was, in turns of the loop; raises BrokenMessage. Until it is whole
+    what is here of it counts in `budget`: others may be inflated in the same turns."""
     if encoding == "identity":
         raise BrokenMessage(
             StatusCode.INTERNAL, "a compressed message in a call without grpc-encoding"
         )
     inflater = Inflater(limit)
     pieces: list[bytes] = []
+    memory = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
+            memory.hold(len(piece))
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 await asyncio.sleep(0)  # others have their turn
         inflater.finish()
     except InvalidArgument as error:
         raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, error.message) from None
+    except Unavailable as error:
+        raise BrokenMessage(StatusCode.UNAVAILABLE, error.message) from None
+    finally:
+        memory.give_back()
     return b"".join(pieces)
 
 

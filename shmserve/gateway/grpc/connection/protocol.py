@@ -215,7 +215,11 @@ class GrpcConnection(LimitedConnection):
             return
         sending = self.http2.sending
         ready, transport = sending.ready, self.transport
-        if transport is None or not (ready or self._tls is not None):
+        if transport is None:
+            return
+        if sending.waiting:
+            self._look_soon()
+        if not ready and self._tls is None:
             return
         if self._tls is not None:
             self._flush_encrypted(self._tls, transport)
@@ -227,8 +231,6 @@ class GrpcConnection(LimitedConnection):
                 transport.write(b"".join(ready))
             else:
                 transport.writelines(ready)
-        if sending.waiting:
-            self._look_soon()
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
         sending = self.http2.sending

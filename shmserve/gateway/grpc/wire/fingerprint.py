@@ -171,7 +171,8 @@ class PreparedRequests:
             return None
         model = known.model
         if self._models.find(model.name, known.version) is model:
-            built = known.prepared.fill(b"".join(parts.contents), 0)
+            prepared = known.prepared
+            built = prepared.request(prepared.template.fill(parts.contents))
             if built is not None:
                 built.identify(parts.identity)
                 return model, built

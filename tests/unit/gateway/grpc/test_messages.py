@@ -201,7 +201,7 @@ def test_a_large_message_that_is_given_up() -> None:
 
 
 def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
-    return asyncio.run(inflated(data, encoding, limit))
+    return asyncio.run(inflated(data, encoding, limit, BodyBudget(limit, MallocTrim())))
 
 
 @given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
@@ -233,6 +233,27 @@ def test_a_bomb(encoding: str) -> None:
     with pytest.raises(BrokenMessage) as caught:
         inflate(bomb, encoding, 1 << 20)
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_bombs_at_once() -> None:
+    """Each is within the limit; what they would take together is not there."""
+    size = 4 << 20
+    _, bomb = Deflater(9).framed(bytes(size), "gzip")
+
+    async def run() -> list[bytes | BaseException]:
+        budget = BodyBudget(2 * size, MallocTrim())
+        bombs = (inflated(bomb, "gzip", size, budget) for _ in range(20))
+        found = await asyncio.gather(*bombs, return_exceptions=True)
+        assert budget._used == 0
+        return found
+
+    found = asyncio.run(run())
+    fine = [it for it in found if it == bytes(size)]
+    refused = [it for it in found if isinstance(it, BrokenMessage)]
+    assert len(fine) >= 1
+    assert len(refused) >= 17
+    assert {it.ending[0] for it in refused} == {StatusCode.UNAVAILABLE}
+    assert len(fine) + len(refused) == 20
 
 
 def test_what_is_not_compressed_as_is_said() -> None:

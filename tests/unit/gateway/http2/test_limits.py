@@ -106,6 +106,18 @@ def test_as_many_as_time_allows() -> None:
     assert engine.gone is None
 
 
+def test_who_is_answered_may_give_up_as_many() -> None:
+    """As clients with deadlines do, at any rate; and when their ends cross ours."""
+    engine = Engine(SMALL, Clock()).take(OPENED)
+    for number in range(1, 4000, 4):
+        engine.take(begin(number, end=True))
+        engine.http2.sending.respond(engine.stream(number), b"\x88", (b"12345",), b"\x88")
+        engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
+        if number % 3 == 0:
+            engine.take(frame(RESET, 0, number, bytes(4)))
+    assert engine.gone is None
+
+
 # --- frames that carry nothing
 
 
@@ -119,6 +131,7 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
     "SETTINGS": _always(frame(SETTINGS, 0, 0)),
     "SETTINGS with values": _always(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000)),
     "acknowledgements of SETTINGS": _always(frame(SETTINGS, ACK, 0)),
+    "RST_STREAM of a stream that is over": _always(frame(RESET, 0, 3, bytes(4))),
     "PRIORITY": _always(frame(PRIORITY, 0, 7, bytes(5))),
     "PRIORITY of many streams": lambda n: frame(PRIORITY, 0, n + 1000, bytes(5)),
     "GOAWAY": _always(frame(GO_AWAY, 0, 0, bytes(8))),

@@ -1,0 +1,123 @@
+"""The service manager that started the server, where one did: systemd, which is told how the server
+is (sd_notify(3)), and gives sockets on which it listens already (sd_listen_fds(3)).
+
+What it says in the environment is for the supervisor alone: processes of the server are not to
+speak for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from typing import Self
+
+from shmserve.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+_FIRST_FD = 3
+# What a socket's FileDescriptorName= may say that it is for.
+LISTENERS = ("http", "grpc", "metrics")
+_EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
+_SIGN_OF_LIFE_S = 10.0
+
+
+class ServiceManager:
+    """The one that listens at `address`, a path or an abstract name behind "@"; None: there is
+    none, and nobody is told anything."""
+
+    def __init__(self, address: str | None) -> None:
+        self._socket: socket.socket | None = None
+        self._said = ""
+        if address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            where = f"\0{address[1:]}" if address.startswith("@") else address
+            try:
+                self._socket.connect(where)
+            except OSError as error:
+                logger.warning("the service manager does not hear: %s", error.strerror)
+                self.close()
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
+        """The one that the environment names, which is taken out of it."""
+        return cls(environment.pop("NOTIFY_SOCKET", None))
+
+    def ready(self, state: str) -> None:
+        """The server has started, and this is how it is."""
+        self._tell("READY=1", f"STATUS={state}")
+
+    def stopping(self, state: str) -> None:
+        """The server ends."""
+        self._tell("STOPPING=1", f"STATUS={state}")
+
+    def status(self, state: str) -> None:
+        """How the server is, in a line for `systemctl status`."""
+        if state != self._said:
+            self._said = state
+            self._tell(f"STATUS={state}")
+
+    async def keep_waiting(self) -> None:
+        """Have it wait for a start or an end that takes its time, until this is cancelled."""
+        while self._socket is not None:
+            self._tell(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
+            await asyncio.sleep(_SIGN_OF_LIFE_S)
+
+    def _tell(self, *lines: str) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended, or does not read
+                self._socket.send("\n".join(lines).encode(), socket.MSG_DONTWAIT)
+
+    def close(self) -> None:
+        """Tell it nothing any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def progress_line(progress: Mapping[str, str]) -> str:
+    """The progress of loads, by model, in one line."""
+    loading = [model for model, now in progress.items() if now == "loading"]
+    line = f"{len(progress) - len(loading)}/{len(progress)} models loaded"
+    return f"{line}; loading {', '.join(loading)}" if loading else line
+
+
+def inherited_sockets(environment: MutableMapping[str, str]) -> dict[str, list[socket.socket]]:
+    """The listening sockets that the service manager gave, by their names, of `LISTENERS`; what
+    says so is taken out of the environment.
+
+    Raises InvalidArgument for one of another name, or that does not listen.
+    """
+    said = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
+    if said["PID"] != str(os.getpid()) or not said["FDS"].isdecimal():
+        return {}
+    count = int(said["FDS"])
+    names = said["FDNAMES"].split(":") if said["FDNAMES"] else []
+    found: dict[str, list[socket.socket]] = {}
+    for number in range(count):
+        fd = _FIRST_FD + number
+        os.set_inheritable(fd, False)
+        name = names[number] if number < len(names) else ""
+        if name not in LISTENERS:
+            raise InvalidArgument(
+                f"LISTEN_FDNAMES: a socket named '{name}' "
+                f"(FileDescriptorName= may say: {', '.join(LISTENERS)})"
+            )
+        found.setdefault(name, []).append(_listening(fd, name))
+    return found
+
+
+def _listening(fd: int, name: str) -> socket.socket:
+    try:
+        sock = socket.socket(fileno=fd)
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        listens = 0
+    if not listens:
+        raise InvalidArgument(f"LISTEN_FDS: descriptor {fd} ('{name}') is no socket that listens")
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,171 @@
+"""A connection of gRPC and its calls, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.grpc_settings import GrpcSettings
+from shmserve.gateway.client_identity import ListenerKind, ListenerRules
+from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
+from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.messages import Deflater
+from shmserve.gateway.grpc.connection.protocol import GrpcConnection
+from shmserve.gateway.grpc.status import Ending
+from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.inference.malloc_trim import MallocTrim
+from tests.rigs.clocks import Clock
+from tests.support.wire.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    SETTINGS,
+    frame,
+    message,
+    post,
+)
+
+UNARY, STREAM = "/a.B/Unary", "/a.B/Stream"
+PATIENCE_S = 10.0
+
+
+class Transport(asyncio.Transport):
+    """A socket that takes everything; `frames` has what was written, cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reading = True
+        self.closed = False
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def writelines(self, pieces: Any) -> None:
+        self.write(b"".join(pieces))
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: Any, default: Any = None) -> Any:
+        return default
+
+    def frames(self) -> list[tuple[int, int, int, bytes]]:
+        """Kind, flags, stream and payload of what was written since the last look."""
+        data, self.written = self.written, b""
+        found = []
+        while data:
+            end = 9 + int.from_bytes(data[:3], "big")
+            found.append((data[3], data[4], int.from_bytes(data[5:9], "big"), data[9:end]))
+            data = data[end:]
+        return found
+
+
+class Scene:
+    """A connection whose unary calls wait in `calls`, each with its message, and whose streams
+    `serve` handles."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.calls: list[tuple[bytes, UnaryCall]] = []
+        self.begun: list[Call] = []
+        self.clock = Clock()
+        self.serve: Callable[[StreamCall], Coroutine[Any, Any, Ending | None]] = self._echo
+        deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
+        front = GrpcFront(
+            settings=GrpcSettings(**settings),
+            begin=self._begin,
+            budget=BodyBudget(1 << 20, MallocTrim()),
+            header_timeout_s=PATIENCE_S,
+            body_timeout_s=PATIENCE_S,
+            largest_inflated=1 << 20,
+            tls=None,
+            deflater=deflater,
+        )
+        self.lost = 0
+        rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
+        client = SimpleNamespace(gone=lambda: None, listener=rules)
+        owner: Any = SimpleNamespace(connection_made=lambda _: client, connection_lost=self._lost)
+        self.connection = GrpcConnection(owner, front)
+        self.transport = Transport()
+        self.connection.connection_made(self.transport)
+        self.say(OPENED + frame(SETTINGS, ACK, 0))
+        self.transport.frames()
+
+    def _lost(self, _: Any) -> None:
+        self.lost += 1
+
+    def _begin(self, connection: Any, stream: Any, head: CallHead) -> Call:
+        call: UnaryCall | StreamCall
+        if head.path == UNARY:
+            call = UnaryCall(connection, stream, head, lambda raw, c: self.calls.append((raw, c)))
+        else:
+            call = StreamCall(connection, stream, head)
+            call.run(lambda made: self.serve(made))
+        self.begun.append(call)
+        return call
+
+    @staticmethod
+    async def _echo(call: StreamCall) -> Ending | None:
+        async for request in call.requests():
+            await call.write_all([request])
+        return None
+
+    def say(self, data: bytes) -> None:
+        """The client's bytes."""
+        self.connection.data_received(data)
+
+    def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
+        """A call begins."""
+        return frame(HEADERS, END_HEADERS, stream, post(path, *more))
+
+    def ask(self, stream: int, data: bytes = b"abc", *more: tuple[bytes, bytes]) -> None:
+        """A unary call, whole."""
+        asked = frame(DATA, END_STREAM, stream, message(data))
+        self.say(self.head(stream, UNARY, *more) + asked)
+
+    def statuses(self) -> dict[int, bytes]:
+        """How calls ended since the last look, by stream: the status and what follows it."""
+        return {
+            stream: payload.partition(b"grpc-status")[2][1:]
+            for kind, flags, stream, payload in self.transport.frames()
+            if kind == HEADERS and flags & END_STREAM
+        }
+
+
+def played(play: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
+    """A scene in a loop of its own."""
+
+    async def run() -> None:
+        scene = Scene(**settings)
+        await play(scene)
+        scene.connection.connection_lost(None)
+        await asyncio.sleep(0)
+        assert not scene.connection.http2.streams
+
+    asyncio.run(run())

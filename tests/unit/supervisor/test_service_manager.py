@@ -1,0 +1,141 @@
+"""What a service manager is told, and the sockets that it gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
+
+
+@pytest.fixture(params=["path", "abstract"])
+def heard(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """A service manager's address, and where it hears."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        if request.param == "path":
+            address = str(tmp_path / "notify")
+            sock.bind(address)
+        else:
+            sock.bind(f"\0shmserve-{os.getpid()}")
+            address = f"@shmserve-{os.getpid()}"
+        sock.setblocking(False)
+        yield address, sock
+
+
+def test_it_hears_each_state_once(heard: tuple[str, socket.socket]) -> None:
+    address, sock = heard
+    environment = {"NOTIFY_SOCKET": address, "OTHER": "1"}
+    manager = ServiceManager.from_environment(environment)
+    assert environment == {"OTHER": "1"}
+    for state in ("a", "a", "b"):
+        manager.status(state)
+    manager.ready("c")
+    manager.stopping("d")
+    manager.close()
+    manager.status("e")
+    said = [sock.recv(1000) for _ in range(4)]
+    with pytest.raises(BlockingIOError):
+        sock.recv(1000)
+    assert said == [b"STATUS=a", b"STATUS=b", b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"]
+
+
+def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
+    address, sock = heard
+
+    async def wait() -> None:
+        manager = ServiceManager(address)
+        waiting = asyncio.ensure_future(manager.keep_waiting())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        manager.close()
+
+    asyncio.run(wait())
+    assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
+
+
+@pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
+def test_without_one_nothing_is_said(address: str | None) -> None:
+    manager = ServiceManager(address)
+    manager.ready("a")
+    asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
+
+
+@pytest.mark.parametrize(
+    ("progress", "line"),
+    [
+        ({}, "0/0 models loaded"),
+        ({"a": "ready", "b": "loading", "c": "loading"}, "1/3 models loaded; loading b, c"),
+        ({"a": "ready", "b": "failed: why"}, "2/2 models loaded"),
+    ],
+)
+def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:
+    assert progress_line(progress) == line
+
+
+_ASK = """
+import os
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.host.service_manager import inherited_sockets
+os.environ["LISTEN_PID"] = os.environ["LISTEN_PID"].replace("self", str(os.getpid()))
+try:
+    found = inherited_sockets(os.environ)
+except InvalidArgument as error:
+    print(error.message)
+else:
+    about = lambda sock: (sock.getsockname()[1], sock.get_inheritable())
+    print({name: list(map(about, sockets)) for name, sockets in found.items()})
+print([name for name in os.environ if name.startswith("LISTEN_")])
+"""
+
+
+def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str]:
+    """What a process finds that is given these as its first descriptors."""
+
+    def place() -> None:
+        for number, each in enumerate(sockets):
+            os.dup2(each.fileno(), 20 + number)
+        for number in range(len(sockets)):
+            os.dup2(20 + number, 3 + number)
+
+    told = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK],
+        env={**os.environ, **told},
+        pass_fds=range(3, 3 + len(sockets)),
+        preexec_fn=place,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_sockets_are_taken_by_their_names() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as http,
+        socket.create_server(("127.0.0.1", 0)) as grpc,
+    ):
+        ports = [each.getsockname()[1] for each in (http, grpc)]
+        found = {"http": [(ports[0], False)], "grpc": [(ports[1], False)]}
+        assert ask([http, grpc], "http:grpc") == [str(found), "[]"]
+        assert ask([http], "http", pid="1") == ["{}", "[]"]
+        (wrong, left) = ask([http, grpc], "http:other")
+        assert wrong == (
+            "LISTEN_FDNAMES: a socket named 'other' (FileDescriptorName= may say: http, grpc, "
+            "metrics)"
+        )
+        assert left == "[]"
+
+
+def test_what_does_not_listen_is_refused() -> None:
+    with socket.socket() as sock:
+        assert ask([sock], "http")[0] == (
+            "LISTEN_FDS: descriptor 3 ('http') is no socket that listens"
+        )
