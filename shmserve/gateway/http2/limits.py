@@ -57,6 +57,11 @@ class Budget:
         self._at = clock()
         self._what = what
 
+    @property
+    def debt(self) -> int:
+        """How many were spent and not earned again."""
+        return self._most - self.left
+
     def spend(self) -> None:
         """One more; raises ConnectionFault when that is too many."""
         self.left -= 1

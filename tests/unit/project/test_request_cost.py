@@ -16,11 +16,11 @@ from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
     ("inline", "gateway"): 85.3,
-    ("inline", "grpc gateway"): 141.3,
+    ("inline", "grpc gateway"): 142.3,
     ("inline", "scheduler"): 55.3,
     ("inline", "worker"): 71.0,
     ("placed", "gateway"): 91.3,
-    ("placed", "grpc gateway"): 157.3,
+    ("placed", "grpc gateway"): 158.3,
     ("placed", "scheduler"): 180.9,
     ("placed", "worker"): 208.0,
 }
