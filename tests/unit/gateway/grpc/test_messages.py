@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc.calls.head import CallHead
@@ -72,6 +72,7 @@ def test_however_they_are_cut(sent: list[tuple[bytes, bool]], steps: list[int]) 
     st.lists(st.binary(max_size=60), max_size=12),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=10),
 )
+@example([b"", b"x"], [(5, 0), (1, 1)])
 def test_whenever_they_are_taken(sent: list[bytes], steps: list[tuple[int, int]]) -> None:
     """What is not taken at once is there later, in its order, out of the buffer that it came in."""
     stream = b"".join(map(message, sent))

@@ -106,6 +106,19 @@ def test_what_is_asked_again_is_read_once() -> None:
     assert decoder.request(REQUEST) is not first
 
 
+def test_a_table_may_change_and_be_as_long_as_before() -> None:
+    """A field that comes takes the place of one that goes: the same bytes mean another."""
+    decoder = HeaderDecoder(RequestFields, _LARGEST)
+    newest = REQUEST + b"\xbe"
+    decoder.request(b"\x3f\x03" + REQUEST + b"\x40\x01a\x01b")  # room for one
+    for _ in range(2):
+        assert decoder.request(newest)[-1] == (b"a", b"b")
+    decoder.request(REQUEST + b"\x40\x01c\x01d")
+    assert decoder.request(newest)[-1] == (b"c", b"d")
+    decoder.skip(b"\x40\x01e\x01f")
+    assert decoder.request(newest)[-1] == (b"e", b"f")
+
+
 def test_a_malformed_request_stays_malformed() -> None:
     decoder = HeaderDecoder(RequestFields, _LARGEST)
     for _ in range(3):
