@@ -1,6 +1,7 @@
 """The parser of the command line of `shmserve serve`, by the table of flags.
 
 `--flag=value` and `--flag value` mean the same, a boolean may stand alone for true, as for Triton.
+What the command line says of a flag stands in the place of what the file of `--config` says of it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shmserve.config import config_file
 from shmserve.config.options import ACTED_ON, FLAGS, Value
 from shmserve.errors import InvalidArgument, nearest
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A command line: values by flag (lists where it repeats), the rest, and what has no effect.
+    """A command line and its file: values by flag (lists where it repeats), the rest, and what has
+    no effect.
 
     `behind` are words of the rest that stand behind a boolean flag, which may be meant for it."""
 
@@ -26,13 +29,13 @@ class Parsed:
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """Read `arguments` by the table.
+    """Read `arguments`, and the file that they may name, by the table.
 
     Raises InvalidArgument with one line that names the flag, what was found and what is allowed.
     """
-    values: dict[str, Value | None] = {f.name: f.default for f in ACTED_ON if not f.repeat}
-    repeated: dict[str, list[str]] = {f.name: [] for f in ACTED_ON if f.repeat}
-    parsed = Parsed(values, repeated, [], [], {})
+    given = config_file.Settings()
+    positional: list[str] = []
+    behind: dict[str, str] = {}
     rest = list(arguments)
     alone = ""  # the boolean flag before, without a value
     for word in rest:
@@ -40,9 +43,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            parsed.positional.append(word)
+            positional.append(word)
             if alone:
-                parsed.behind[word] = alone
+                behind[word] = alone
             alone = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
@@ -52,13 +55,18 @@ def parse(arguments: Sequence[str]) -> Parsed:
         count = len(rest)
         value = flag.parse(text if equals else flag.following(rest))
         alone = flag.name if not equals and len(rest) == count else ""
-        if not flag.effect:
-            parsed.without_effect.append(name)
-        elif flag.repeat:
-            repeated[flag.name].append(str(value))
-        else:
-            values[flag.name] = value
-    return parsed
+        given.add(flag, name, value)
+    file = given.values.get("config")
+    written = config_file.read(str(file)) if file is not None else config_file.Settings()
+    return Parsed(
+        values={f.name: f.default for f in ACTED_ON if not f.repeat}
+        | written.values
+        | given.values,
+        repeated={f.name: [] for f in ACTED_ON if f.repeat} | written.repeated | given.repeated,
+        positional=positional,
+        without_effect=written.without_effect + given.without_effect,
+        behind=behind,
+    )
 
 
 def _check_text(word: str) -> None:

@@ -99,8 +99,8 @@ class Connection(Incoming[T]):
 
     @property
     def debt(self) -> int:
-        """A measure of what the client has had us do that nobody needed."""
-        return self._control.debt + _RESET_DEBT * self._resets.debt
+        """What the client has had us do that nobody needed grows this."""
+        return -self._control.left - _RESET_DEBT * self._resets.left
 
     # --- data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def refusal(*arguments: str, **environment: str) -> str:
 
 def a_value(flag: Flag) -> str:
     """A value that the flag takes."""
+    if flag.name == "config":
+        return os.devnull  # is read at once
     if flag.choices:
         return flag.choices[-1]
     return {bool: "false", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]

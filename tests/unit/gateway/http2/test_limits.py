@@ -312,6 +312,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
         (frame(PING, 0, 0, bytes(8)), 25),
         (window(1, 1), 25),
         (frame(PRIORITY, 0, 1, bytes(5)), 25),
+        (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000), 1),
     ],
 )
 def test_a_turn_is_bounded(piece: bytes, most: int) -> None:
