@@ -12,7 +12,9 @@ from pathlib import Path
 _LONGEST = 200
 
 
-def search(target: Callable[[bytes], object], corpus: list[bytes], seconds: float, seed: int) -> int:
+def search(
+    target: Callable[[bytes], object], corpus: list[bytes], seconds: float, seed: int
+) -> int:
     """Try inputs until the time is over; how many there were. What breaks the target is kept as
     crash-SEED-NUMBER in the current folder, and raised."""
     end = time.monotonic() + seconds

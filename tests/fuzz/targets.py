@@ -47,6 +47,7 @@ from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
+from tests.fuzz.grpc_calls import grpc
 from tests.fuzz.http2.target import http2
 
 _LIMIT = 1 << 16
@@ -374,4 +375,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "messages": wire,
     "native": native,
     "http2": http2,
+    "grpc": grpc,
 }

@@ -27,9 +27,14 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.access.auth_tokens import Authorisation
+from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.connection.protocol import GrpcConnection
+from shmserve.gateway.grpc.infer import Inferences
+from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
@@ -59,11 +64,14 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
+from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.scheduler.hosting.host import Host
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.workers.backends.python import PythonBackend
 from tests.rigs import gateway_rig, worker_rig
 from tests.rigs.arrivals import arrived
+from tests.support.wire import http2
+from tests.support.wire.http2 import OPENED
 
 BATCH = 8
 _WARM_UPS = 4
@@ -126,6 +134,34 @@ class Case:
         body = json.dumps(self.http(step, request)).encode()
         head = f"POST /v2/models/{self.model}/infer HTTP/1.1\r\nHost: localhost\r\n"
         return b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
+
+    def call(self, step: int, request: int) -> bytes:
+        """The same over gRPC, the first call on its connection or a later one."""
+        asked = self.http(step, request)
+        made = pb.ModelInferRequest(model_name=self.model)
+        for tensor in asked["inputs"]:
+            named = {key: tensor[key] for key in ("name", "datatype", "shape")}
+            _place(made.inputs.add(**named), tensor)
+            if "data" in tensor:
+                made.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
+        for tensor in asked.get("outputs", ()):
+            _place(made.outputs.add(name=tensor["name"]), tensor)
+        opened = b"" if step else OPENED + http2.frame(http2.SETTINGS, http2.ACK, 0)
+        head = http2.post(f"{http2.SERVICE}ModelInfer")
+        body = http2.message(made.SerializeToString())
+        stream = 2 * step + 1
+        return (
+            opened
+            + http2.frame(http2.HEADERS, http2.END_HEADERS, stream, head)
+            + http2.frame(http2.DATA, http2.END_STREAM, stream, body)
+        )
+
+
+def _place(tensor: Any, described: dict[str, Any]) -> None:
+    """Give a tensor the parameters that say where in a region it is."""
+    for key, value in described.get("parameters", {}).items():
+        kind = "string_param" if isinstance(value, str) else "int64_param"
+        setattr(tensor.parameters[key], kind, value)
 
 
 def inline() -> Case:
@@ -277,6 +313,28 @@ class _Transport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+
+def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
+    handle = App(gateway, ROUTES).handle
+    return partial(HttpConnection, handle=handle, settings=gateway.settings)
+
+
+def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
+    front = GrpcFront(
+        settings=GrpcSettings(),
+        begin=Service(gateway, Inferences(gateway)).begin,
+        budget=gateway.body_budget,
+        header_timeout_s=gateway.settings.header_timeout_s,
+        body_timeout_s=gateway.settings.body_timeout_s,
+        largest_inflated=gateway.settings.max_input_size,
+        tls=None,
+        deflater=None,
+    )
+    return partial(GrpcConnection, front=front)
+
 
 @coroutine
 def _loop_turn() -> Generator[None]:
@@ -284,13 +342,13 @@ def _loop_turn() -> Generator[None]:
     yield
 
 
-def gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Calls:
-    """The gateway's: from the bytes of the requests to those of the responses, as many connections
-    as requests."""
-    return uvloop.run(_gateway(run_dir, case, region))
+def gateway(run_dir: Path, case: Case, region: worker_rig.Region, *, grpc: bool = False) -> Calls:
+    """The gateway's, for HTTP or for gRPC: from the bytes of the requests to those of the
+    responses, as many connections as requests."""
+    return uvloop.run(_gateway(run_dir, case, region, grpc))
 
 
-async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Calls:
+async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: bool) -> Calls:
     calls = Calls()
     schedulers = Router(endpoints.scheduler(run_dir, 1))
     dispatcher = RequestDispatcher()
@@ -313,8 +371,8 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Call
     place = pack_place(region.place(0, region.memory.byte_size))
     made.regions.publish(RegionPublished(_REGION, "/key", list(place), os.getuid(), -1, 0))
     rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
-    make = partial(HttpConnection, handle=App(made, ROUTES).handle, settings=settings)
-    server = Acceptor(make, rules, 1000)
+    server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
+    request = case.call if grpc else case.post
     ends = socket.socketpair()
     connections = [(server(), _Transport(ends[0])) for _ in range(BATCH)]
     for connection, transport in connections:
@@ -322,10 +380,10 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Call
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
-        requests = [case.post(step, at) for at in range(BATCH)]
+        requests = [request(step, at) for at in range(BATCH)]
         with counted:
-            for (connection, _), request in zip(connections, requests, strict=True):
-                connection.data_received(request)
+            for (connection, _), sent in zip(connections, requests, strict=True):
+                connection.data_received(sent)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())
@@ -338,8 +396,8 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region) -> Call
             for _ in range(3):
                 await _loop_turn()
         for _, transport in connections:
-            (response,) = transport.written
-            assert response.startswith(b"HTTP/1.1 200")
+            response = transport.written[-1]
+            assert b"grpc-status\x010" in response or response.startswith(b"HTTP/1.1 200")
             transport.written.clear()
     for connection, _ in connections:
         connection.connection_lost(None)

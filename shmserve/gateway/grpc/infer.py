@@ -92,9 +92,11 @@ class Submitted:
             # The message is a copy: the worker's memory is free again.
             self._pending.scheduler.release_outputs(inferred)
         if templates is not None and _is_plain(self._built.infer_request, inferred):
-            sizes = [len(tensor.data) for tensor in inferred.outputs if type(tensor.data) is bytes]
-            encoder = self._inferences.encoder
-            template = encoder.template(self.model, inferred, sizes)
+            sizes = [
+                len(tensor.data) if type(tensor.data) is bytes else None
+                for tensor in inferred.outputs
+            ]
+            template = self._inferences.encoder.template(self.model, inferred, sizes)
             templates.learn(body, inferred, template)
         return message
 
@@ -118,12 +120,14 @@ class Submitted:
 
 
 def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
-    """Whether all that a response has is sent, and as it is."""
-    return (
-        bool(inferred.outputs)
-        and all(type(tensor.data) is bytes for tensor in inferred.outputs)
-        and not any(output.place is not None or output.classes for output in request.outputs)
-    )
+    """Whether a response is sent as it is: all of it in the message, or all in regions that the
+    client named."""
+    if not inferred.outputs or any(output.classes for output in request.outputs):
+        return False
+    placed = {output.name for output in request.outputs if output.place is not None}
+    if placed:
+        return all(tensor.name in placed for tensor in inferred.outputs)
+    return all(type(tensor.data) is bytes for tensor in inferred.outputs)
 
 
 class RequestRefused(Exception):

@@ -42,8 +42,7 @@ def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
             case "file_by_filename":
                 _describe(response, _POOL.FindFileByName(request.file_by_filename))
             case "file_containing_symbol":
-                symbol = request.file_containing_symbol
-                _describe(response, _POOL.FindFileContainingSymbol(symbol))
+                _describe(response, _file_of(request.file_containing_symbol))
             case "all_extension_numbers_of_type":
                 symbol = request.all_extension_numbers_of_type
                 _POOL.FindMessageTypeByName(symbol)
@@ -63,6 +62,15 @@ SERVICES = frozenset(
     for module in _FILES
     for service in module.DESCRIPTOR.services_by_name.values()
 )
+
+
+def _file_of(symbol: str) -> Any:
+    """The file that has a symbol; of a method, which the pool does not know by name, the one that
+    has its service. Raises KeyError."""
+    try:
+        return _POOL.FindFileContainingSymbol(symbol)
+    except KeyError:
+        return _POOL.FindMethodByName(symbol).containing_service.file
 
 
 def _describe(response: ServerReflectionResponse, file: Any) -> None:

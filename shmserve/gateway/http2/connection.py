@@ -46,6 +46,10 @@ from shmserve.gateway.http2.outgoing import Outgoing, Stream
 _MOST_REMEMBERED = 1024  # streams that we have ended, whose clients may not know it yet
 _RESET_DEBT = 4  # of a stream that is given up, beside a frame of no use
 _EARNED = 4  # frames of control for each call that is begun, and for each frame of data sent
+# Bytes of data sent that earn one, too: a frame may have many messages, and there are clients that
+# grant more with each that their program takes, long after they have come.
+_EARNING = 32
+_MOST_SAVED = 1 << 16
 _NOTHING = memoryview(b"")
 
 
@@ -66,7 +70,8 @@ class Connection(Incoming[T]):
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has begun
         self.acknowledged = False  # the client has acknowledged ours
-        self._paid_for = 0  # frames of data that have earned what they earn
+        self._paid_for = 0, 0  # frames and bytes of data that have earned what they earn
+        self._saved = 0  # what they have earned, and is not needed yet
         self.pings = 0  # of the client, in all
         self._refusing = False  # no new streams: we have said so
         self._promised = STREAM_BITS  # the highest stream that may be served, as the client knows
@@ -94,8 +99,8 @@ class Connection(Incoming[T]):
 
     @property
     def debt(self) -> int:
-        """A measure of what the client has had us do that nobody needed."""
-        return self._control.debt + _RESET_DEBT * self._resets.debt
+        """What the client has had us do that nobody needed grows this."""
+        return -self._control.left - _RESET_DEBT * self._resets.left
 
     # --- data
 
@@ -238,9 +243,15 @@ class Connection(Incoming[T]):
         self.sending.grant(stream, more)
 
     def _earn_for_data(self) -> None:
-        sent, self._paid_for = self.sending.frames - self._paid_for, self.sending.frames
-        self._control.earn(_EARNED * sent)
+        sending, (frames_before, bytes_before) = self.sending, self._paid_for
+        self._paid_for = sending.frames, sending.bytes
+        sent = sending.frames - frames_before
         self._resets.earn(sent)
+        earned = _EARNED * sent + (sending.bytes - bytes_before) // _EARNING
+        saved = min(self._saved + earned, _MOST_SAVED)
+        needed = min(saved, self._control.debt)
+        self._saved = saved - needed
+        self._control.earn(needed)
 
     def _reset_by_client(self, number: int, payload: bytes, events: list[Event[T]]) -> None:
         frames.parse_long(payload, "RST_STREAM")

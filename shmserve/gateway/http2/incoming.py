@@ -32,7 +32,7 @@ from shmserve.gateway.http2.outgoing import Stream
 
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
 _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else
-_BLOCK_SHIFT = 4  # so many bytes of a header block, as a power of two, are as much work as a frame
+_SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
 
 
 class Incoming(Generic[T]):
@@ -125,18 +125,15 @@ class Incoming(Generic[T]):
                 self.frames_in += 1
                 at += self._begin_data(number, flags, size, data, at, events)
                 continue
-            self._check_size(kind, size)
+            if size > _LARGEST_CONTROL:
+                self._check_size(kind, size)
             if end - at < HEAD_SIZE + size:
                 self._needed = HEAD_SIZE + size
                 break
             at += HEAD_SIZE
             self.frames_in += 1
-            if kind == HEADERS:
-                work -= self._limits.begin + (size >> _BLOCK_SHIFT)
-            elif kind == CONTINUATION:
-                work -= size >> _BLOCK_SHIFT
-            else:
-                work -= _CONTROL_WORK
+            work -= self._limits.begin if kind == HEADERS else _CONTROL_WORK
+            work -= size >> _SIZE_SHIFT
             try:
                 self._frame(kind, flags, number, data[at : at + size], events)
             except StreamFault as fault:
@@ -159,7 +156,7 @@ class Incoming(Generic[T]):
         if kind in (HEADERS, CONTINUATION):
             if size > self._limits.header_block:
                 raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
-        elif size > _LARGEST_CONTROL:
+        else:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
 
     # --- data

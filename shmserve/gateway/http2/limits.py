@@ -45,13 +45,13 @@ class Limits:
 
 
 class Budget:
-    """So many of something at once, and so many more a second."""
+    """So many of something at once, and so many more a second; so many are `left`."""
 
-    __slots__ = ("_at", "_clock", "_left", "_most", "_per_s", "_what")
+    __slots__ = ("_at", "_clock", "_most", "_per_s", "_what", "left")
 
     def __init__(self, most: int, per_s: float, clock: Callable[[], float], what: str) -> None:
         self._most = most
-        self._left = most
+        self.left = most
         self._per_s = per_s
         self._clock = clock
         self._at = clock()
@@ -60,21 +60,21 @@ class Budget:
     @property
     def debt(self) -> int:
         """How many were spent and not earned again."""
-        return self._most - self._left
+        return self._most - self.left
 
     def spend(self) -> None:
         """One more; raises ConnectionFault when that is too many."""
-        self._left -= 1
-        if self._left < 0:
+        self.left -= 1
+        if self.left < 0:
             now = self._clock()
             earned = int((now - self._at) * self._per_s)
             if earned:
                 self._at = now
-                self._left = min(self._left + earned, self._most)
-            if self._left < 0:
+                self.left = min(self.left + earned, self._most)
+            if self.left < 0:
                 raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
 
     def earn(self, count: int) -> None:
         """The client did what it is here for."""
-        if self._left < self._most:
-            self._left = min(self._left + count, self._most)
+        if self.left < self._most:
+            self.left = min(self.left + count, self._most)

@@ -75,6 +75,7 @@ class Outgoing:
         self.largest_frame = SMALLEST_FRAME
         self.waiting: dict[Stream, None] = {}  # with data that cannot be sent yet, in turns
         self.frames = 0  # of data, in all
+        self.bytes = 0  # in them
         self.grown = False  # a window is larger: `resume` is to be called
 
     # --- by the receiver of calls
@@ -143,6 +144,7 @@ class Outgoing:
             return
         self.window -= size
         self.frames += 1
+        self.bytes += size
         tag = stream.tag
         before = (_HEADS[len(head)], tag, head, _pack_start(size >> 8, size & 0xFF, DATA, 0), tag)
         end = (_ENDS[len(trailers)], tag, trailers)
@@ -241,6 +243,7 @@ class Outgoing:
         stream.sent += size
         self.window -= size
         self.frames += 1
+        self.bytes += size
         self.ready += (_start(size, DATA, 0) + stream.tag, piece)
 
     def _block(self, stream: Stream, block: bytes, flags: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 
 from tests.support import certificates, repositories
 from tests.support.servers import Server, running
-from tests.support.wire.cutting_proxy import CuttingProxy
+from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
 
 _MODELS = ("simple", "identity", "gated", "echo_request")
 _SEED = 20260
@@ -69,7 +70,9 @@ def plain(repository: Path) -> Iterator[Way]:
         "--grpc-header-forward-pattern=some.*",
     )
     with running(repository, *flags, grpc=True) as server:
+        assert stat.S_IMODE((folder / "socket").stat().st_mode) == 0o600
         yield Way(server, server.grpc_url)
+    assert not (folder / "socket").exists()
     shutil.rmtree(folder)
 
 
@@ -104,9 +107,7 @@ def way(request: pytest.FixtureRequest, door: Way) -> Iterator[Way]:
     def connect() -> socket.socket:
         if not door.target.startswith("unix:"):
             return socket.create_connection(("127.0.0.1", door.server.grpc_port))
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(str(unix_socket(door.server)))
-        return sock
+        return connect_unix(unix_socket(door.server))
 
     if request.param == "whole":
         yield door

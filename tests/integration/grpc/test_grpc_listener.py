@@ -318,7 +318,13 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_drain_answers_what_was_asked(models: Path) -> None:
-    with running(models, grpc=True) as server, stub(server) as call:
+    with (
+        running(models, grpc=True) as server,
+        stub(server) as call,
+        grpc.insecure_channel(server.grpc_url) as channel,
+    ):
+        health = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=30)
+        assert next(health) == b"\x08\x01"
         array = np.full((1, 4), 7, np.int32)
         asked = call.ModelInfer.future(request_of("gated", array, "INT32"), timeout=20)
         wait = threading.Event()
@@ -342,6 +348,7 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
 
         while not _true(stopping):
             pass
+        assert next(health) == b"\x08\x02"
         text = (
             "Server is stopping, scheduler for model has stopped accepting new inference requests"
         )

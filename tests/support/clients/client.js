@@ -11,9 +11,9 @@ const path = require("path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
-const CALLS = 400;
+const CALLS = 200;
 const TOGETHER = 16;
-const STREAMED = 1000;
+const STREAMED = 300;
 const LARGE = 600 * 1024;
 const LARGEST = 5 << 20;
 

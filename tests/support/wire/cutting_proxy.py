@@ -9,6 +9,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 _SIZES = (1, 2, 3, 5, 9, 40, 300, 1400, 9000, 16384)  # bytes of a piece
 
@@ -24,6 +25,7 @@ class CuttingProxy:
         self.port: int = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
+        self.connections = 0
         self.sent = 0
         self.received = 0
 
@@ -50,6 +52,7 @@ class CuttingProxy:
         with contextlib.suppress(OSError):
             while True:
                 here, _ = self._listener.accept()
+                self.connections += 1
                 self._open.append(here)
                 there = self._connect()
                 self._open.append(there)
@@ -76,3 +79,14 @@ class CuttingProxy:
                 sink.shutdown(socket.SHUT_WR)
 
         self._start(go_on)
+
+
+def connect_unix(path: Path) -> socket.socket:
+    """A connection to a unix socket."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(str(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock

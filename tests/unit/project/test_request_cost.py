@@ -16,9 +16,11 @@ from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
     ("inline", "gateway"): 85.3,
+    ("inline", "grpc gateway"): 142.3,
     ("inline", "scheduler"): 55.3,
     ("inline", "worker"): 71.0,
     ("placed", "gateway"): 91.3,
+    ("placed", "grpc gateway"): 158.3,
     ("placed", "scheduler"): 180.9,
     ("placed", "worker"): 208.0,
 }
@@ -41,6 +43,7 @@ def test_a_request_costs_no_more_calls(
     case = counted_processes.inline() if kind == "inline" else counted_processes.placed(region)
     count: dict[str, Callable[[Path, Case], Calls]] = {
         "gateway": partial(counted_processes.gateway, region=region),
+        "grpc gateway": partial(counted_processes.gateway, region=region, grpc=True),
         "scheduler": counted_processes.scheduler,
         "worker": counted_processes.worker,
     }

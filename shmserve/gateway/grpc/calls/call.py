@@ -143,14 +143,12 @@ class Call:
             self.fail(*INTERNAL)
 
     def _assemble(self, piece: memoryview) -> None:
-        assembly = self._assembly or self._begin_assembly()
+        assembly = self._assembly
+        if assembly is None:
+            window = self._connection.front.limits.window
+            assembly = self._assembly = Assembly(window, self.head, self._sinks)
         assembly.feed(piece)
         self._cut(assembly, len(piece))
-
-    def _begin_assembly(self) -> Assembly:
-        window = self._connection.front.limits.window
-        self._assembly = Assembly(window, self.head, self._sinks)
-        return self._assembly
 
     def _cut(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are whole with the `size` bytes that came."""
@@ -251,6 +249,12 @@ class Call:
         limit = front.largest_inflated
         return await inflated(message.data, self.head.encoding, limit, front.budget)
 
+    async def _framed_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
+        deflater = self._connection.front.deflater
+        if self._compression is None or deflater is None or len(data) < LARGE:
+            return self._framed(data)
+        return await deflater.framed_in_turns(data, self._compression)
+
     def _framed(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater
         if self._compression is None or deflater is None:
@@ -295,11 +299,19 @@ class UnaryCall(Call):
 
     def finish(self, response: bytes) -> None:
         """End it with its response."""
+        if self._compression is None or len(response) < LARGE:
+            self._send(self._framed(response))
+        else:
+            self._task = asyncio.ensure_future(self._finish_in_turns(response))
+
+    async def _finish_in_turns(self, response: bytes) -> None:
+        self._send(await self._framed_in_turns(response))
+
+    def _send(self, pieces: tuple[bytes, bytes]) -> None:
         if self.done:
             return
         self._end()
         self._stream.on_sent = self._over
-        pieces = self._framed(response)
         sending = self._connection.http2.sending
         if self._compression is None:
             sending.respond(self._stream, response_blocks.HEAD, pieces, response_blocks.OK)
@@ -415,12 +427,6 @@ class StreamCall(Call):
             extra, assembly.extra = assembly.extra, 0
             self._connection.http2.grant(self._stream, extra)
 
-    def data(self, piece: memoryview, ended: bool) -> None:
-        """A piece of its data is here; `ended`: the last."""
-        if self._assembly is None and self._is_ahead():
-            self._begin_assembly()
-        super().data(piece, ended)
-
     def _is_ahead(self) -> bool:
         return len(self._queue) >= _AHEAD
 
@@ -463,7 +469,11 @@ class StreamCall(Call):
             return
         if not self._begun:
             self._begin()
-        pieces = [part for response in responses for part in self._framed(response)]
+        pieces: list[bytes] = []
+        for response in responses:
+            pieces += await self._framed_in_turns(response)
+        if self.done:
+            return
         sending = self._connection.http2.sending
         if sum(map(len, pieces)) <= _TOGETHER:
             sending.data(self._stream, b"".join(pieces))
@@ -471,10 +481,12 @@ class StreamCall(Call):
             for piece in pieces:
                 sending.data(self._stream, piece)
         self._connection.flush()
-        if self._stream.queued:
-            self._stream.on_progress = self._progress
-            self._written = self._connection.loop.create_future()
-            await self._written
+        if not self._stream.queued:
+            await asyncio.sleep(0)  # they go out before the next ones are made
+            return
+        self._stream.on_progress = self._progress
+        self._written = self._connection.loop.create_future()
+        await self._written
 
     def _progress(self) -> None:
         if not self._stream.queued:

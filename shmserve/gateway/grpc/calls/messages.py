@@ -261,7 +261,21 @@ class Deflater:
     def framed(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """A message as it is sent; as it is where that is shorter."""
         stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
-        small = stream.compress(data) + stream.flush()
-        if len(small) >= len(data):
-            return framed(data)
-        return PREFIX.pack(1, len(small)), small
+        return _shorter(data, stream.compress(data) + stream.flush())
+
+    async def framed_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
+        """The same of a large one, in turns of the loop."""
+        stream = zlib.compressobj(self._level, wbits=_WBITS[encoding])
+        pieces: list[bytes] = []
+        view = memoryview(data)
+        for at in range(0, len(data), LARGE):
+            pieces.append(stream.compress(view[at : at + LARGE]))
+            await asyncio.sleep(0)  # others have their turn
+        pieces.append(stream.flush())
+        return _shorter(data, b"".join(pieces))
+
+
+def _shorter(data: bytes, small: bytes) -> tuple[bytes, bytes]:
+    if len(small) >= len(data):
+        return framed(data)
+    return PREFIX.pack(1, len(small)), small

@@ -35,6 +35,7 @@ class Lifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.leaving = False
+        self.listens = bool(self._settings.max_ping_strikes)  # `received` is to be called
 
     def begin(self) -> None:
         """The connection is there."""
@@ -72,6 +73,7 @@ class Lifetime:
         self._pings_sent += 1
         http2.ping(_ALIVE)
         self._connection.flush()
+        self.listens = True
         self._later("answer", settings.keepalive_timeout_ms / 1000, self._connection.abort)
 
     def acknowledged(self, payload: bytes) -> None:
@@ -116,7 +118,7 @@ class Lifetime:
         """Have the client go when its calls are over, without losing one that is on its way."""
         if self.leaving:
             return
-        self.leaving = True
+        self.leaving = self.listens = True
         http2 = self._connection.http2
         http2.refuse_more(finally_=False)
         http2.ping(_LEAVING)

@@ -52,7 +52,7 @@ class GrpcConnection(LimitedConnection):
         self.lifetime = Lifetime(self)
         self._handling = False
         self._ended = False  # by us
-        self._debt = 0  # as the engine had it at the end of the last turn
+        self._debt = self.http2.debt  # as the engine had it at the end of the last turn
         self._since = self.loop.time()  # something came, or a call was over
         self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening: asyncio.TimerHandle | None = None
@@ -170,7 +170,8 @@ class GrpcConnection(LimitedConnection):
         for call in fresh:
             call.check_message()
         self._handling = False
-        self.lifetime.received()
+        if self.lifetime.listens:
+            self.lifetime.received()
         self.flush()
         if http2.closing:
             self._show_out()

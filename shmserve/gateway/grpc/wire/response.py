@@ -34,18 +34,21 @@ _Form = tuple[str, str, tuple[tuple[str, str, tuple[int, ...]], ...]]
 
 class GrpcResponseTemplate:
     """A serialized response but for its request's id and its tensors' bytes, whose sizes are known;
-    there is at least one."""
+    those in regions have none."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_before", "_pieces")
 
-    def __init__(self, before: Sequence[bytes | memoryview], sizes: list[int]) -> None:
-        self._pieces = [_RAW_OUTPUT + varint(size) for size in sizes]
-        self._pieces[0] = b"".join((*before, self._pieces[0]))
+    def __init__(self, before: Sequence[bytes | memoryview], sizes: Sequence[int | None]) -> None:
+        pieces = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
+        in_regions = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
+        assert len(in_regions) in (0, len(pieces))  # they stand in the order of the outputs
+        self._pieces = [] if in_regions else pieces
+        self._before = b"".join((*before, *in_regions))
 
     def fill(self, request_id: str, contents: Sequence[bytes]) -> bytes:
         """The response with these tensors to the request with this id."""
         pieces = chain.from_iterable(zip(self._pieces, contents, strict=True))
-        return b"".join((*_id(request_id), *pieces))
+        return b"".join((self._before, *_id(request_id), *pieces))
 
 
 class ResponseEncoder:
@@ -78,9 +81,10 @@ class ResponseEncoder:
         return b"".join(pieces)
 
     def template(
-        self, model: GatewayModel, inferred: Inferred, sizes: list[int]
+        self, model: GatewayModel, inferred: Inferred, sizes: Sequence[int | None]
     ) -> GrpcResponseTemplate:
-        """The template of a response whose outputs have these sizes, in bytes."""
+        """The template of a response whose outputs have these sizes, in bytes; None for all, when
+        they are in regions."""
         return GrpcResponseTemplate(self._before(model, "", inferred), sizes)
 
     def streamed_template(

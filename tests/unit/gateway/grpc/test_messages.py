@@ -213,6 +213,26 @@ def test_what_is_deflated_is_inflated(data: bytes, encoding: str, level: int) ->
     assert len(sent) <= len(data)
 
 
+@pytest.mark.parametrize("size", [0, 1, LARGE, 3 * LARGE + 5])
+def test_a_large_message_is_deflated_in_turns(size: int) -> None:
+    data = (bytes(range(256)) * (size // 256 + 1))[:size]
+    turns = 0
+
+    async def run() -> tuple[bytes, bytes]:
+        nonlocal turns
+        task = asyncio.ensure_future(Deflater(6).framed_in_turns(data, "gzip"))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return await task
+
+    prefix, sent = asyncio.run(run())
+    flag, length = PREFIX.unpack(prefix)
+    assert length == len(sent) <= len(data)
+    assert (gzip.decompress(sent) if flag else sent) == data
+    assert turns >= size // LARGE
+
+
 def test_the_encodings_are_what_they_are_called() -> None:
     data = b"abc" * 1000
     assert gzip.decompress(Deflater(6).framed(data, "gzip")[1]) == data

@@ -192,6 +192,20 @@ def test_data_that_is_sent_earns_what_clients_say_of_it() -> None:
     assert engine.gone is None
 
 
+def test_data_that_is_sent_together_earns_for_each_message() -> None:
+    """A client may grant more for each message that its program takes, when all have come."""
+    engine = Engine(SMALL, Clock()).take(
+        OPENED + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
+    )
+    engine.http2.sending.data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    for _ in range(5000):
+        engine.take(window(1, 32))
+    assert engine.gone is None
+    for _ in range(SMALL.control + 200):
+        engine.take(window(1, 32))
+    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+
+
 # --- header blocks
 
 
@@ -298,6 +312,7 @@ def _turns(engine: Engine, sent: bytes) -> Iterator[int]:
         (frame(PING, 0, 0, bytes(8)), 25),
         (window(1, 1), 25),
         (frame(PRIORITY, 0, 1, bytes(5)), 25),
+        (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 2000), 1),
     ],
 )
 def test_a_turn_is_bounded(piece: bytes, most: int) -> None:

@@ -1,0 +1,199 @@
+"""Calls on a connection of gRPC's, as a client may make them, and what else happens meanwhile.
+
+What a handler is given is what its client has sent, and what it answers comes back; nothing is
+logged as a fault, and when the connection is over nothing is left: no call, no task, no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import struct
+from typing import Any
+
+from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.status import StatusCode
+from tests.rigs.grpc_scene import STREAM, UNARY, Scene
+from tests.support.wire.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    RESET,
+    SETTINGS,
+    WINDOW,
+    frame,
+    message,
+    post,
+)
+
+_MOST_STEPS = 40
+_FIELDS: list[tuple[tuple[bytes, bytes], ...]] = [
+    *((), (), (), ((b"grpc-encoding", b"gzip"),), ((b"grpc-timeout", b"9S"),)),
+    *(((b"grpc-timeout", b"0n"),), ((b"grpc-encoding", b"br"),), ((b"grpc-timeout", b"x"),)),
+    *(((b"k-bin", b"YQ"),), ((b"content-length", b"10"),)),
+]
+_MESSAGES = [b"", b"a", b"bcd" * 5, bytes(300), bytes(70_000)]
+
+
+class _Faults(logging.Handler):
+    """What is logged as a fault of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(self.format(record))
+
+
+class _Client:
+    """What a client has sent and not sent yet, by stream."""
+
+    def __init__(self, scene: Scene, data: bytes) -> None:
+        self.scene = scene
+        self._data = data
+        self._at = 0
+        self._next = 1
+        self._open: list[int] = []
+        self.sent: dict[int, list[bytes]] = {}  # whole messages
+        self.rest: dict[int, bytearray] = {}  # bytes that are to be sent
+        self.came: dict[int, bytearray] = {}
+
+    def number(self) -> int:
+        at = self._at
+        self._at = at + 1
+        return self._data[at] if at < len(self._data) else 0
+
+    @property
+    def has_more(self) -> bool:
+        return self._at < len(self._data)
+
+    def _stream(self) -> int:
+        """One that the client has not ended, if there is one; any, at times."""
+        which = self.number()
+        if which > 0xF8 or not self._open:
+            return 1 + 2 * (which % max(1, self._next // 2))
+        return self._open[which % len(self._open)]
+
+    def _end(self, stream: int) -> None:
+        if stream in self._open:
+            self._open.remove(stream)
+
+    def begin(self, path: str) -> None:
+        stream, self._next = self._next, self._next + 2
+        self.sent[stream], self.rest[stream] = [], bytearray()
+        self.came[stream] = bytearray()
+        self._open.append(stream)
+        block = post(path, *_FIELDS[self.number() % len(_FIELDS)])
+        self.scene.say(frame(HEADERS, END_HEADERS, stream, block))
+
+    def write(self) -> None:
+        """A message, whose bytes are sent later, in pieces."""
+        stream, how = self._stream(), self.number()
+        data = _MESSAGES[how % len(_MESSAGES)]
+        if how > 0xF0:
+            self.rest.setdefault(stream, bytearray()).extend(b"\x07" + bytes(4))
+        elif how > 0xD0:
+            small = gzip.compress(data, 1)
+            self.rest.setdefault(stream, bytearray()).extend(
+                struct.pack(">BI", 1, len(small)) + small
+            )
+        else:
+            self.rest.setdefault(stream, bytearray()).extend(message(data))
+        self.sent.setdefault(stream, []).append(data)
+
+    def send(self) -> None:
+        stream, how = self._stream(), self.number()
+        size = (1, 5, 6, 100, 16384, 16384, 16384)[how % 7]
+        rest = self.rest.get(stream, bytearray())
+        piece, rest[:size] = bytes(rest[:size]), b""
+        if how > 0xE0:
+            self._end(stream)
+        self.scene.say(frame(DATA, END_STREAM if how > 0xE0 else 0, stream, piece))
+
+    def step(self) -> None:
+        kind = self.number() % 28
+        scene = self.scene
+        if kind < 3 or not self._open:
+            self.begin(UNARY)
+        elif kind < 5:
+            self.begin(STREAM)
+        elif kind < 9:
+            self.write()
+        elif kind < 16:
+            self.send()
+        elif kind == 16:
+            stream = self._stream()
+            self._end(stream)
+            scene.say(frame(RESET, 0, stream, bytes(4)))
+        elif kind == 17:
+            more = struct.pack(">I", (1, 500, 2**20)[self.number() % 3])
+            scene.say(frame(WINDOW, 0, (0, self._stream())[self.number() % 2], more))
+        elif kind == 18:
+            size = (0, 10, 65535, 2**20)[self.number() % 4]
+            scene.say(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))
+        elif kind == 19:
+            scene.say(frame(PING, 0, 0, bytes(8)))
+        elif kind == 20:
+            scene.connection.pause_writing()
+        elif kind == 21:
+            scene.connection.resume_writing()
+        elif scene.begun:
+            call: Any = scene.begun[self.number() % len(scene.begun)]
+            if kind == 22:
+                (call.late, call._expired)[self.number() % 2]()
+            elif isinstance(call, StreamCall) and self.number() > 0xC0:
+                call.fail(StatusCode.UNAVAILABLE, "no")
+            else:
+                self._answer()
+
+    def _answer(self) -> None:
+        for raw, call in self.scene.calls:
+            assert raw == self.sent[call._stream.id][0]
+            call.finish(raw)
+        self.scene.calls.clear()
+
+    def look(self) -> None:
+        """What came back is what was sent."""
+        for kind, _, stream, payload in self.scene.transport.frames():
+            if kind == DATA:
+                self.came[stream] += payload
+        for stream, came in self.came.items():
+            assert b"".join(map(message, self.sent[stream])).startswith(came)
+
+
+async def _play(data: bytes) -> None:
+    faults = _Faults()
+    logging.getLogger("shmserve").addHandler(faults)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.said.append(str(context)))
+    try:
+        scene = Scene()
+        client = _Client(scene, data)
+        for _ in range(_MOST_STEPS):
+            if not client.has_more or scene.transport.closed or scene.connection._ended:
+                break
+            client.step()
+            if client.number() % 2:
+                await asyncio.sleep(0)
+            client.look()
+        scene.connection.connection_lost(None)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=10)
+        assert all(task.done() for task in others), "a task goes on"
+        assert all(call.done for call in scene.begun)
+        assert not scene.connection.http2.streams
+        assert not scene.connection.http2.sending.waiting
+        assert scene.connection.front.budget._used == 0
+    finally:
+        logging.getLogger("shmserve").removeHandler(faults)
+    assert not faults.said, faults.said[0]
+
+
+def grpc(data: bytes) -> None:
+    """A connection, what its client says, and what its server does."""
+    asyncio.run(_play(data))

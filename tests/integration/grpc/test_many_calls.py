@@ -1,0 +1,249 @@
+"""Much over gRPC: calls on one connection, connections, messages in a stream, large messages; what
+comes with calls; and the services beside Triton's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from shmserve.proto import grpc_service_pb2, reflection_pb2
+from tests.support.wire.cutting_proxy import CuttingProxy
+from tests.support.wire.grpc_calls import is_right, request_of, simple_request
+from tests.support.wire.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    SERVICE,
+    frame,
+    message,
+    post,
+)
+
+if TYPE_CHECKING:
+    from tests.integration.grpc.conftest import Way
+
+CALLS, TOGETHER = 10_000, 100
+CONNECTIONS = 1000
+STREAMED = 20_000
+RAW = simple_request().SerializeToString()
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+ENCODINGS = {  # by gRPC's numbers for them
+    "gzip": (grpc.Compression.Gzip, 0b101),
+    "deflate": (grpc.Compression.Deflate, 0b011),
+}
+
+
+def is_answer(raw: bytes) -> bool:
+    return is_right(pb.ModelInferResponse.FromString(raw))
+
+
+def test_ten_thousand_calls_on_a_connection(plain: Way) -> None:
+    port = plain.server.grpc_port
+    with (
+        CuttingProxy(lambda: socket.create_connection(("127.0.0.1", port)), 1) as proxy,
+        grpc.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        for _ in range(CALLS // TOGETHER):
+            asked = [infer.future(RAW, timeout=30) for _ in range(TOGETHER)]
+            assert all(is_answer(each.result()) for each in asked)
+        assert proxy.connections == 1
+
+
+def test_a_thousand_connections(plain: Way) -> None:
+    async def ask() -> None:
+        channels = [
+            grpc.aio.insecure_channel(plain.target, OWN_CONNECTION) for _ in range(CONNECTIONS)
+        ]
+        try:
+            await asyncio.gather(*(channel.channel_ready() for channel in channels))
+            (gateway,) = plain.server.find("gateway grpc")
+            found = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
+            assert len(found) >= CONNECTIONS
+            asked = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW) for channel in channels]
+            assert all(map(is_answer, await asyncio.gather(*asked)))
+        finally:
+            await asyncio.gather(*(channel.close() for channel in channels))
+
+    asyncio.run(ask())
+
+
+def test_a_long_stream(plain: Way) -> None:
+    def requests() -> Iterator[bytes]:
+        for number in range(STREAMED):
+            yield simple_request(str(number)).SerializeToString()
+
+    with plain.channel() as channel:
+        number = 0
+        for raw in channel.stream_stream(f"{SERVICE}ModelStreamInfer")(requests(), timeout=60):
+            response = pb.ModelStreamInferResponse.FromString(raw).infer_response
+            assert response.id == str(number) and is_right(response)
+            number += 1
+    assert number == STREAMED
+
+
+@pytest.mark.parametrize("encoding", [None, *ENCODINGS])
+@pytest.mark.parametrize("size", [600 * 1024, 16 << 20])
+def test_large_messages(plain: Way, size: int, encoding: str | None) -> None:
+    """Compressed both ways, if at all."""
+    port = plain.server.grpc_port
+    array = np.tile(np.arange(1024, dtype=np.float32), size // 4096)
+    raw = request_of("identity", array, "FP32").SerializeToString()
+    compression, takes = ENCODINGS.get(encoding or "", (None, 0b001))
+    arguments = [
+        ("grpc.compression_enabled_algorithms_bitset", takes),
+        ("grpc.max_receive_message_length", -1),
+    ]
+    with (
+        CuttingProxy(lambda: socket.create_connection(("127.0.0.1", port)), 2) as proxy,
+        grpc.insecure_channel(f"127.0.0.1:{proxy.port}", arguments) as channel,
+    ):
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        answer = pb.ModelInferResponse.FromString(infer(raw, timeout=60, compression=compression))
+        assert answer.raw_output_contents == [array.tobytes()]
+        small = [moved < size // 2 for moved in (proxy.sent, proxy.received)]
+    assert small == [encoding is not None] * 2
+
+
+# --- what comes with calls
+
+
+@pytest.mark.parametrize(
+    ("timeout", "status"),
+    [
+        (b"0n", b"4"),
+        (b"1n", b"4"),
+        (b"00000000S", b"4"),
+        (b"99999999H", b"0"),
+        (b"99999999S", b"0"),
+        (b"20000m", b"0"),
+        (b"20000000u", b"0"),
+        (b"1 S", b"13"),
+        (b"-1S", b"13"),
+        (b"1", b"13"),
+    ],
+)
+def test_deadlines(plain: Way, timeout: bytes, status: bytes) -> None:
+    """Those over, those far away, those that are none."""
+    head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
+    with socket.create_connection(("127.0.0.1", plain.server.grpc_port), timeout=20) as sock:
+        sock.sendall(OPENED + frame(HEADERS, END_HEADERS, 1, head))
+        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW)))
+        said = b""
+        while (found := said.partition(b"grpc-status")[2])[1:] == b"" or len(found) < 1 + found[0]:
+            piece = sock.recv(65536)
+            assert piece, said
+            said += piece
+    assert found[1 : 1 + found[0]] == status
+
+
+def test_a_far_deadline(plain: Way) -> None:
+    with plain.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        for timeout_s in (3600.0, 1e6, 1e9):
+            assert is_answer(infer(RAW, timeout=timeout_s))
+
+
+@pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
+def test_the_text_of_an_error(plain: Way, name: str) -> None:
+    request = pb.ModelMetadataRequest(name=name).SerializeToString()
+    with plain.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == f"Request for unknown model: '{name}' is not found"
+
+
+def test_metadata(plain: Way) -> None:
+    """Text is a model's parameter, where that is asked for; bytes are for nobody here."""
+    sent = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
+    request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
+    with plain.channel() as channel:
+        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
+        answer, call = infer.with_call(request, timeout=20, metadata=sent)
+        assert call.code() is grpc.StatusCode.OK
+    (told,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
+    parameters = json.loads(told[4:])["parameters"]
+    assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
+        "some-text": "words, and more"
+    }
+
+
+def binary_metadata() -> list[tuple[str, bytes]]:
+    return [("some-bin", bytes(range(size))) for size in (0, 1, 2, 3, 255)]
+
+
+# --- the services beside Triton's
+
+
+SERVICES = [
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1.ServerReflection",
+    "inference.GRPCInferenceService",
+]
+
+
+def reflect(plain: Way, version: str, *questions: dict[str, Any]) -> list[Any]:
+    """The answers to questions in one call."""
+    request, response = (
+        reflection_pb2.ServerReflectionRequest,
+        reflection_pb2.ServerReflectionResponse,
+    )
+    with plain.channel() as channel:
+        call = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request.SerializeToString,
+            response.FromString,
+        )
+        return list(call(iter([request(**question) for question in questions]), timeout=20))
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection(plain: Way, version: str) -> None:
+    asked: list[dict[str, Any]] = [
+        {"list_services": "", "host": "here"},
+        {"file_containing_symbol": "inference.GRPCInferenceService"},
+        {"file_containing_symbol": "inference.ModelInferRequest.InferInputTensor"},
+        {"file_containing_symbol": "inference.GRPCInferenceService.ModelInfer"},
+        {"file_by_filename": "grpc_service.proto"},
+        {"file_containing_symbol": "grpc.health.v1.Health"},
+        {"file_containing_symbol": "nobody.Knows"},
+        {"file_by_filename": "nothing.proto"},
+        {"all_extension_numbers_of_type": "inference.ModelInferRequest"},
+        {"file_containing_extension": {"containing_type": "x", "extension_number": 1}},
+        {},
+    ]
+    answers = reflect(plain, version, *asked)
+    assert [answer.original_request for answer in answers] == [
+        reflection_pb2.ServerReflectionRequest(**question) for question in asked
+    ]
+    listed, *described, by_name, health, unknown, no_file, numbers, extension, empty = answers
+    assert listed.valid_host == "here"
+    assert [each.name for each in listed.list_services_response.service] == SERVICES
+    for answer in (*described, by_name):
+        first, *needed = answer.file_descriptor_response.file_descriptor_proto
+        assert first == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
+    assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
+    for answer in (unknown, no_file, extension):
+        assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+        assert answer.error_response.error_message
+    assert numbers.all_extension_numbers_response.base_type_name == "inference.ModelInferRequest"
+    assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+def test_reflection_of_no_request(plain: Way) -> None:
+    path = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    with plain.channel() as channel, pytest.raises(grpc.RpcError) as caught:
+        list(channel.stream_stream(path)(iter([b"\xff"]), timeout=20))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reflect(plain, "v1") == []

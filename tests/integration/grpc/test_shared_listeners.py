@@ -1,0 +1,240 @@
+"""Several gRPC gateways at one port and one unix socket: deaths, titles, and who is known there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.support import repositories
+from tests.support.regions import SharedObject
+from tests.support.servers import Server, running
+from tests.support.users import ALICE, BOB, FRIENDS, as_user, needs_users
+from tests.support.waiting import until
+from tests.support.wire.cutting_proxy import CuttingProxy, connect_unix
+from tests.support.wire.grpc_calls import is_right, place, refusal, simple_request
+from tests.support.wire.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    OPENED,
+    SERVICE,
+    frame,
+    message,
+    post,
+)
+
+TITLES = ["gateway grpc", "gateway grpc1", "gateway grpc2"]
+TOKEN = "0123456789abcdef-all"
+DEATHS, CALLERS = 10, 6
+VALUES = np.arange(1024, dtype=np.float32)
+SIZE = VALUES.nbytes
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    made = Path(tempfile.mkdtemp(prefix="sg-"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """Over TCP it takes a token for all but health."""
+    repositories.add(folder / "models", "simple", "identity")
+    tokens = folder / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    tokens.chmod(0o600)
+    flags = (
+        "--grpc-workers=3",
+        f"--grpc-unix-socket={folder / 'socket'}",
+        f"--shm-group={FRIENDS}",
+        f"--auth-token-file={tokens}",
+    )
+    with running(folder / "models", *flags, grpc=True) as started:
+        until("all are there", lambda: gateways(started) == TITLES)
+        yield started
+    assert not (folder / "socket").exists()
+
+
+def gateways(server: Server) -> list[str]:
+    """The titles of those that are there."""
+    return sorted(title for title in server.titles().elements() if title.startswith(TITLES[0]))
+
+
+def test_the_processes(server: Server) -> None:
+    assert gateways(server) == TITLES
+    for gateway in server.find(TITLES[0]):
+        ports = {c.laddr.port for c in gateway.net_connections("tcp") if c.status == "LISTEN"}
+        assert ports == {server.grpc_port}
+
+
+def live(port: int, asked: Counter[str]) -> None:
+    """Ask on a new connection; who is cut off in the middle asks again."""
+    while True:
+        try:
+            # Nobody is refused, and who is let in is answered unless the gateway dies.
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+                head = frame(HEADERS, END_HEADERS, 1, post(f"{SERVICE}ServerLive"))
+                sock.sendall(OPENED + head + frame(DATA, END_STREAM, 1, message(b"")))
+                said = b""
+                while b"grpc-status\x010" not in said:
+                    piece = sock.recv(65536)
+                    if not piece:
+                        raise ConnectionResetError
+                    said += piece
+        except (ConnectionResetError, BrokenPipeError):
+            asked["cut off"] += 1
+        else:
+            asked["answered"] += 1
+            return
+
+
+def test_no_death_refuses_a_connection(server: Server) -> None:
+    asked: Counter[str] = Counter()
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            live(server.grpc_port, asked)
+
+    def kill(victims: list[psutil.Process]) -> None:
+        for victim in victims:
+            victim.kill()
+        psutil.wait_procs(victims)
+        before = asked["answered"]
+        until("all are back", lambda: gateways(server) == TITLES, 30)
+        until("calls go on", lambda: asked["answered"] > before, 30)
+
+    choice = random.Random(1)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        callers = [pool.submit(ask) for _ in range(CALLERS)]
+        try:
+            for _ in range(DEATHS):
+                kill([choice.choice(server.find(TITLES[0]))])
+            kill(server.find(TITLES[0]))
+        finally:
+            over.set()
+        for caller in callers:
+            caller.result()
+    assert asked["cut off"] <= CALLERS * (DEATHS + 3)
+
+
+def test_calls_of_a_client_go_on(server: Server) -> None:
+    """A client that connects again by itself has one error at most."""
+    metadata = (("authorization", f"Bearer {TOKEN}"),)
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(3):
+            for victim in server.find(TITLES[0]):
+                with contextlib.suppress(grpc.RpcError):
+                    call.ModelInfer(simple_request(), metadata=metadata, timeout=20)
+                victim.kill()
+                psutil.wait_procs([victim])
+            until("all are back", lambda: gateways(server) == TITLES, 30)
+            failed: list[grpc.StatusCode] = []
+            while True:
+                try:
+                    response = call.ModelInfer(
+                        simple_request(), metadata=metadata, timeout=20, wait_for_ready=True
+                    )
+                except grpc.RpcError as error:
+                    failed.append(error.code())
+                    assert failed == [grpc.StatusCode.UNAVAILABLE]
+                else:
+                    assert is_right(response)
+                    break
+
+
+# --- who is known at the unix socket
+
+
+@contextlib.contextmanager
+def unix(path: Path, uid: int, *groups: int) -> Iterator[Any]:
+    """Triton's stub, on a connection to a unix socket that is user `uid`'s."""
+
+    with (
+        CuttingProxy(lambda: as_user(uid, lambda: connect_unix(path), groups), 3) as proxy,
+        grpc.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def register(name: str, made: SharedObject) -> Any:
+    return pb.SystemSharedMemoryRegisterRequest(name=name, key=made.key, byte_size=2 * SIZE)
+
+
+def through(name: str) -> Any:
+    """Identity from the first half of a region into the second."""
+    request = pb.ModelInferRequest(model_name="identity")
+    place(request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE)
+    place(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
+    return request
+
+
+def test_the_sockets_mode(server: Server, folder: Path) -> None:
+    found = (folder / "socket").stat()
+    assert stat.S_IMODE(found.st_mode) == 0o660 and found.st_gid == FRIENDS
+    assert f"gRPC service at unix socket {folder / 'socket'}" in server.log()
+
+
+def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
+    for target, code in ((server.grpc_url, "UNAUTHENTICATED"), (f"unix:{folder}/socket", "")):
+        with grpc.insecure_channel(target) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            if code:
+                assert refusal(call.ModelInfer, simple_request())[0] == code
+            else:
+                assert is_right(call.ModelInfer(simple_request(), timeout=20))
+
+
+@needs_users
+def test_a_client_is_known_by_its_uid(server: Server, folder: Path) -> None:
+    """R18: its regions are its own, and their objects must be."""
+    path, mine = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
+    status = pb.SystemSharedMemoryStatusRequest()
+    with pytest.raises(PermissionError):
+        as_user(BOB, lambda: connect_unix(path))
+    with (
+        SharedObject(2 * SIZE) as hers,
+        SharedObject(2 * SIZE) as ours,
+        unix(path, ALICE, FRIENDS) as alice,
+        unix(path, BOB, FRIENDS) as bob,
+        unix(path, os.geteuid()) as root,
+    ):
+        os.chown(hers.path, ALICE, -1)
+        hers.write(VALUES)
+        assert refusal(alice.ModelInfer, through("hers"))[0] == "UNAUTHENTICATED"
+        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", ours), **mine)
+        assert refused[0] == "PERMISSION_DENIED"
+        alice.SystemSharedMemoryRegister(register("hers", hers), timeout=20, **mine)
+        alice.ModelInfer(through("hers"), timeout=20, **mine)
+        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+        for who, seen in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
+            found = who.SystemSharedMemoryStatus(status, timeout=20, **mine)
+            assert sorted(found.regions) == seen
+        assert refusal(bob.ModelInfer, through("hers"), **mine)[0] == "NOT_FOUND"
+        alice.SystemSharedMemoryUnregister(
+            pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **mine
+        )
+        assert not root.SystemSharedMemoryStatus(status, timeout=20).regions
