@@ -85,5 +85,5 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read '/no/file': No such file"):
         command_line.parse(["--config=/no/file"])
     (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(InvalidArgument, match="cannot read '.*binary': it is not UTF-8 text"):
+    with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
         command_line.parse([f"--config={tmp_path}/binary"])
