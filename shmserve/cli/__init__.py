@@ -7,6 +7,7 @@ client_server.py     the flags that name a server
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 profile.py           `shmserve profile`
+systemd/             `shmserve systemd`
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ usage: shmserve VERB ...
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
   profile        where the steps of a model that generates text spend their time
+  systemd        install, show, remove: the units by which systemd runs a server
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -76,6 +78,8 @@ def _run(arguments: list[str]) -> int:
             return _events(arguments)
         case "profile":
             return _profile(arguments)
+        case "systemd":
+            return _systemd(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -137,6 +141,17 @@ def _profile(arguments: list[str]) -> int:
     )
     profile.add_arguments(parser)
     return profile.run(parser.parse_args(arguments))
+
+
+def _systemd(arguments: list[str]) -> int:
+    from shmserve.cli import systemd
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve systemd",
+        description="Write, show or remove the units by which systemd runs a server.",
+    )
+    systemd.add_arguments(parser)
+    return systemd.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

@@ -58,10 +58,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
         given.add(flag, name, value)
     file = given.values.get("config")
     written = config_file.read(str(file)) if file is not None else config_file.Settings()
+    defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
-        values={f.name: f.default for f in ACTED_ON if not f.repeat}
-        | written.values
-        | given.values,
+        values={**defaults, **written.values, **given.values},
         repeated={f.name: [] for f in ACTED_ON if f.repeat} | written.repeated | given.repeated,
         positional=positional,
         without_effect=written.without_effect + given.without_effect,

@@ -144,9 +144,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
+    "cli.systemd": ("config",),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.host", "cli.transports"),
+        *("supervisor", "supervisor.host", "cli.*"),
     ),
     "__main__": ("cli",),
 }

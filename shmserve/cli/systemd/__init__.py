@@ -1,0 +1,232 @@
+"""`shmserve systemd`: writes, shows and removes the units of a host.
+
+units.py             the files, their texts and purposes (pure)
+*.conf config.toml   the texts
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shmserve.cli.systemd import units
+from shmserve.cli.systemd.units import File, Host
+from shmserve.config import config_file
+from shmserve.errors import InvalidArgument, refused
+
+_RUN = Path("/run/shmserve")
+_HIDDEN = tuple(map(Path, ("/home", "/root", "/run/user", "/tmp", "/var/tmp")))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("verb", choices=("install", "show", "remove"))
+    parser.add_argument("--user", action="store_true", help="for this user's own manager")
+    parser.add_argument("--root", type=Path, help="for the system in this folder, an image")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--force", action="store_true", help="overwrite, or remove, changed files")
+    parser.add_argument("--program", help="the shmserve to start (default: this one)")
+    parser.add_argument(
+        "--device", choices=units.DEVICES, help="default: nvidia where /dev/nvidiactl is"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command; returns its exit status, 1 where a changed file stood in the way.
+
+    Raises InvalidArgument for what cannot work, or cannot be read or written.
+    """
+    if arguments.user and arguments.root:
+        raise InvalidArgument("--root: an image has no user's manager; leave out --user")
+    root = arguments.root or Path("/")
+    host = _host(arguments, root)
+    if arguments.verb == "show":
+        for file in units.files(host):
+            if file.text is not None:
+                print(f"## {file.path}: {file.purpose}\n{file.text}")
+        return 0
+    with refused(f"systemd {arguments.verb}: cannot change the files"):
+        return _Change(host, root, arguments).run(arguments.verb)
+
+
+def _host(arguments: argparse.Namespace, root: Path) -> Host:
+    home = None
+    if arguments.user:
+        config, data = (
+            Path(os.environ.get(f"XDG_{name}_HOME") or Path.home() / usual)
+            for name, usual in (("CONFIG", ".config"), ("DATA", ".local/share"))
+        )
+        home = (config, data)
+    has_gpu = (root / "dev/nvidiactl").exists()
+    place = Host((), home)
+    return Host(
+        program=_program(arguments),
+        home=home,
+        device=arguments.device or ("nvidia" if has_gpu else "cpu"),
+        token=_below(root, place.settings / "token").exists(),
+        exit_timeout_s=_exit_timeout_s(_below(root, place.settings / "shmserve.toml")),
+    )
+
+
+def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
+    script = Path(sys.executable).with_name("shmserve")
+    program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
+    if arguments.program:
+        program = (arguments.program,)
+    if not Path(program[0]).is_absolute():
+        raise InvalidArgument(f"--program: '{program[0]}' is not an absolute path")
+    real = () if arguments.program else (Path(sys.executable).resolve(),)
+    for path in (Path(program[0]), *real):
+        if not arguments.user and any(path.is_relative_to(folder) for folder in _HIDDEN):
+            raise InvalidArgument(
+                f"--program: '{path}' cannot be seen by the unit, from which /home, /root and /tmp "
+                "are hidden; install shmserve elsewhere (python3 -m venv /opt/shmserve)"
+            )
+    return program
+
+
+def _exit_timeout_s(file: Path) -> int:
+    values = config_file.read(str(file)).values if file.exists() else {}
+    return int(values.get("exit-timeout-secs", 30))
+
+
+def _below(root: Path, path: Path) -> Path:
+    return root / path.relative_to("/")
+
+
+class _Change:
+    """What is done to the files of a host, and said about it."""
+
+    def __init__(self, host: Host, root: Path, arguments: argparse.Namespace) -> None:
+        self._host = host
+        self._root = root
+        self._dry = arguments.dry_run
+        self._force = arguments.force
+        self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
+        running = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
+        self._live = arguments.root is None and (running / "systemd").is_dir()
+        self._kept: list[File] = []
+
+    def run(self, verb: str) -> int:
+        files = units.files(self._host)
+        if verb == "install":
+            for file in files:
+                self._install(file)
+        else:
+            self._command(*self._manager, "stop", *_STOPPED)
+            for file in files:
+                self._remove(file)
+            self._remove_links()
+            self._remove_folders()
+        self._finish(verb)
+        return int(any(verb == "remove" or not file.own for file in self._kept))
+
+    def _install(self, file: File) -> None:
+        path = _below(self._root, file.path)
+        there = _text(path)
+        if file.text is None:
+            if there is not None:
+                self._remove(file)
+        elif there == file.text:
+            print(f"as it was  {path}: {file.purpose}")
+        elif there is not None and not (units.untouched(there) or (self._force and not file.own)):
+            self._keep(file, path)
+            self._show_difference(path, there, file.text)
+        else:
+            print(f"{'written' if there is None else 'updated'}    {path}: {file.purpose}")
+            self._show_difference(path, there, file.text)
+            self._write(path, file.text)
+
+    def _write(self, path: Path, text: str) -> None:
+        if not self._dry:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+            new = path.with_name(f"{path.name}.new")
+            new.write_text(text, encoding="utf-8")
+            new.chmod(0o644)
+            new.replace(path)
+
+    def _show_difference(self, path: Path, old: str | None, new: str) -> None:
+        if old is not None:
+            lines = (old.splitlines(), new.splitlines())
+            for line in difflib.unified_diff(*lines, str(path), "installed", lineterm=""):
+                print(f"    {line}")
+
+    def _keep(self, file: File, path: Path) -> None:
+        self._kept.append(file)
+        print(f"kept       {path}: changed since it was written")
+
+    def _remove(self, file: File) -> None:
+        path = _below(self._root, file.path)
+        there = _text(path)
+        if there is None:
+            return
+        if not (units.untouched(there) or self._force):
+            self._keep(file, path)
+            return
+        print(f"removed    {path}")
+        if not self._dry:
+            path.unlink()
+            if "shmserve" in path.parent.name and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+
+    def _remove_links(self) -> None:
+        # Of `systemctl enable`, also those of shmserve@NAME.
+        for link in sorted(_below(self._root, self._host.units).glob("*.wants/shmserve[.@-]*")):
+            if link.is_symlink():
+                print(f"removed    {link}")
+                if not self._dry:
+                    link.unlink()
+
+    def _remove_folders(self) -> None:
+        # Those of tmpfiles.d, where nothing is in them.
+        models = self._host.models
+        for folder in (models, models.parent, *(() if self._host.home else (_RUN,))):
+            path = _below(self._root, folder)
+            if not self._dry and path.is_dir() and not any(path.iterdir()):
+                print(f"removed    {path}")
+                path.rmdir()
+
+    def _finish(self, verb: str) -> None:
+        if any(verb == "remove" or not file.own for file in self._kept):
+            print("Changed files were kept; --force does not keep them.")
+        if verb == "remove":
+            print(
+                "Left where there are any: models, tokens, other drop-ins, the user and the group."
+            )
+        elif self._host.home is None:
+            self._command("systemd-sysusers", str(units.SYSUSERS))
+            self._command("systemd-tmpfiles", "--create", str(self._host.tmpfiles))
+        else:
+            self._command("systemd-tmpfiles", "--user", "--create", str(self._host.tmpfiles))
+        self._command(*self._manager, "daemon-reload")
+        if verb == "install":
+            manager = " ".join(self._manager)
+            print(
+                f"Models go to {self._host.models}. Then: {manager} enable --now shmserve.service"
+            )
+            if not self._host.token:
+                token = self._host.settings / "token"
+                print(
+                    f"No {token}: whoever reaches the sockets is served; write it, install again."
+                )
+
+    def _command(self, *words: str) -> None:
+        # Where no manager runs, as in an image, the next start does it.
+        if self._live:
+            print(f"run        {' '.join(words)}", flush=True)
+            if not self._dry:
+                subprocess.run(words, check=False)
+
+
+_STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve@*.service")
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,181 @@
+"""What `shmserve systemd` writes: the files of a host, their texts and what each is for (pure)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+SERVICES = ("shmserve.service", "shmserve@.service")
+DEVICES = ("cpu", "nvidia")
+# Socket unit -> the name by which the server knows it, its port, and its unix socket's name.
+_SOCKETS = {
+    "shmserve.socket": ("http", 8000, "http.sock"),
+    "shmserve-grpc.socket": ("grpc", 8001, "grpc.sock"),
+    "shmserve-metrics.socket": ("metrics", 8002, ""),
+}
+UNITS = (*SERVICES, *_SOCKETS, "shmserve.slice")
+_STOP_MARGIN_S = 10
+_MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where the units are for: the system's manager, or with `home` that of a user, whose
+    configuration and data are in these folders."""
+
+    program: tuple[str, ...]
+    home: tuple[Path, Path] | None = None
+    device: str = "cpu"
+    token: bool = False
+    exit_timeout_s: int = 30
+
+    @property
+    def units(self) -> Path:
+        """The folder of units."""
+        return self.home[0] / "systemd/user" if self.home else Path("/etc/systemd/system")
+
+    @property
+    def settings(self) -> Path:
+        """The folder of the configuration file, and of tokens."""
+        return self.home[0] / "shmserve" if self.home else Path("/etc/shmserve")
+
+    @property
+    def models(self) -> Path:
+        """The repository that a new configuration file names."""
+        data = self.home[1] if self.home else Path("/var/lib")
+        return data / "shmserve/models"
+
+    @property
+    def tmpfiles(self) -> Path:
+        """The file of the folders that must be there."""
+        folder = self.home[0] / "user-tmpfiles.d" if self.home else Path("/etc/tmpfiles.d")
+        return folder / "shmserve.conf"
+
+
+SYSUSERS = Path("/etc/sysusers.d/shmserve.conf")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of ours; `text` None: not on this host. `own`: the operator changes it in place."""
+
+    path: Path
+    purpose: str
+    text: str | None
+    own: bool = False
+
+
+def files(host: Host) -> list[File]:
+    """All that may be there, in the order in which it is written."""
+    return [
+        File(path, purpose, None if body is None else stamped(body, own), own)
+        for path, purpose, body, own in _bodies(host)
+    ]
+
+
+def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
+    user = host.home is not None
+    models = json.dumps(str(host.models), ensure_ascii=False)
+    group = (
+        "" if user else '# Its members may share memory with the server.\nshm-group = "shmclients"'
+    )
+    yield (
+        host.settings / "shmserve.toml",
+        "the server's flags",
+        _filled("config.toml", models=models, group=group),
+        True,
+    )
+    yield host.units / SERVICES[0], "the server", _service(host, instance=False), False
+    yield (
+        host.units / SERVICES[1],
+        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.toml",
+        _service(host, instance=True),
+        False,
+    )
+    for unit, (name, port, path) in _SOCKETS.items():
+        yield host.units / unit, f"where {name} listens", _socket(name, port, path, user), False
+    yield host.units / UNITS[-1], "what all servers together may use", _filled("slice.conf"), False
+    for service in SERVICES:
+        folder = host.units / f"{service}.d"
+        for device in DEVICES:
+            text = None if user or device != host.device else _filled(f"{device}.conf")
+            yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text, False
+        text = _filled("token.conf", credential=_credential(user)) if host.token else None
+        yield folder / "20-token.conf", "the tokens that clients must send", text, False
+    if user:
+        text = _filled("user-tmpfiles.conf", models=quoted(str(host.models)))
+    else:
+        text = _filled("tmpfiles.conf")
+        yield SYSUSERS, "the user shmserve, the group shmclients", _filled("sysusers.conf"), False
+    yield host.tmpfiles, "the folders that must be there", text, False
+
+
+def _service(host: Host, instance: bool) -> str:
+    user = host.home is not None
+    sockets = " ".join(_SOCKETS)
+    name = "shmserve" if user else "shmserve/server"
+    return _filled(
+        "service.conf",
+        title=" %i" if instance else "",
+        program=" ".join(map(quoted, host.program)),
+        config="%i" if instance else "shmserve",
+        run_dir=f"{name}-%i" if instance else name,
+        stop_timeout_s=host.exit_timeout_s + _STOP_MARGIN_S,
+        system="" if user else _filled("system.conf"),
+        sockets="" if instance else f"Sockets={sockets}\n",
+        target="default.target" if user else "multi-user.target",
+        also="" if instance else f"Also={sockets}",
+    )
+
+
+def _socket(name: str, port: int, path: str, user: bool) -> str:
+    lines = [f"ListenStream=127.0.0.1:{port}"]
+    if path and user:
+        lines += [f"ListenStream=%t/shmserve-{path}", "SocketMode=0600"]
+    elif path:
+        lines += [f"ListenStream=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
+    if not user:
+        lines += ["IPAddressDeny=any", "IPAddressAllow=localhost"]
+    return _filled("socket.conf", name=name, listen="\n".join(lines))
+
+
+def _credential(user: bool) -> str:
+    file = "%E/shmserve/token"
+    if user:  # its manager may read the file for nobody else
+        return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
+    flags = "Environment=SHMSERVE_FLAGS=--auth-token-file=%d/token"
+    return f"LoadCredential=token:{file}\n{flags}"
+
+
+def _filled(template: str, /, **words: object) -> str:
+    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    filled = text.format_map(words)
+    return re.sub(r"\n{3,}", "\n\n", filled).rstrip("\n") + "\n"
+
+
+def quoted(word: str) -> str:
+    """A word of a command line of systemd's, which means this text."""
+    word = word.replace("%", "%%").replace("$", "$$")
+    if re.fullmatch(r"[\w%$@:=,./+-]+", word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def stamped(body: str, own: bool) -> str:
+    """A file's text: `body` behind a line that says who wrote it, and by which it is seen whether
+    somebody has changed it since."""
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    advice = "it is yours to change" if own else "change it by drop-ins, systemctl edit"
+    return f"# Written by `shmserve systemd install` (sha256 {digest}); {advice}.\n{body}"
+
+
+def untouched(text: str) -> bool:
+    """Whether it is as some `install` wrote it."""
+    head, _, body = text.partition("\n")
+    found = _MARK.match(head)
+    return found is not None and found[1] == hashlib.sha256(body.encode()).hexdigest()

@@ -1,0 +1,187 @@
+"""`shmserve systemd`: what it writes, by systemd's own tools; and that it changes no more."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shmserve import cli
+from shmserve.cli.systemd import units
+from shmserve.config import config_file
+from shmserve.supervisor.host.service_manager import LISTENERS
+
+SYSTEM = Path("etc/systemd/system")
+
+
+def run(verb: str, root: Path, *more: str) -> int:
+    """The command for an image."""
+    program = f"--program={sys.executable}"
+    return cli.main(["systemd", verb, f"--root={root}", program, *more])
+
+
+def tool(name: str, *arguments: str | Path) -> str:
+    """What a tool of systemd's prints; it must end with 0."""
+    if shutil.which(name) is None:
+        pytest.skip(f"there is no {name} here")
+    ran = subprocess.run([name, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
+def written(root: Path) -> set[str]:
+    """The files in an image."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+@pytest.fixture(params=["cpu", "nvidia"])
+def image(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """An image with the units, and a token."""
+    token = tmp_path / "etc/shmserve/token"
+    token.parent.mkdir(parents=True)
+    token.write_text("0123456789abcdef\n")
+    assert run("install", tmp_path, f"--device={request.param}") == 0
+    assert (tmp_path / SYSTEM / f"shmserve.service.d/10-{request.param}.conf").exists()
+    return tmp_path
+
+
+def test_systemd_has_nothing_to_say_of_the_units(image: Path) -> None:
+    found = [image / SYSTEM / name for name in units.UNITS]
+    assert tool("systemd-analyze", "verify", "--man=no", *found) == ""
+
+
+@pytest.mark.parametrize("service", units.SERVICES)
+def test_a_service_is_exposed_by_no_more_than_it_needs(image: Path, service: str) -> None:
+    """1.5 of 10, by systemd's own count."""
+    unit = image / SYSTEM / service
+    tool("systemd-analyze", "security", "--offline=true", "--threshold=15", unit)
+
+
+def test_user_and_folders_are_made(image: Path) -> None:
+    tool("systemd-sysusers", "--dry-run", f"--root={image}")
+    tool("systemd-sysusers", f"--root={image}")
+    assert "shmserve:" in (image / "etc/passwd").read_text()
+    assert "shmclients:" in (image / "etc/group").read_text()
+    tool("systemd-tmpfiles", f"--root={image}", "--create")
+    assert (image / "var/lib/shmserve/models").is_dir()
+    assert (image / "run/shmserve").is_dir()
+
+
+def test_the_units_of_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "a home"
+    for name, folder in (("CONFIG_HOME", "c"), ("DATA_HOME", "d"), ("RUNTIME_DIR", "r")):
+        monkeypatch.setenv(f"XDG_{name}", str(home / folder))
+    (home / "r").mkdir(parents=True)
+    assert cli.main(["systemd", "install", "--user"]) == 0
+    assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
+    found = [home / "c/systemd/user" / name for name in units.UNITS]
+    assert not (home / "c/systemd/user/shmserve.service.d").exists()
+    repository = config_file.read(str(home / "c/shmserve/shmserve.toml")).repeated
+    assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
+    tool(
+        "systemd-tmpfiles",
+        f"--root={tmp_path / 'root'}",
+        "--create",
+        str(home / "c/user-tmpfiles.d/shmserve.conf"),
+    )
+    assert tool("systemd-analyze", "--user", "verify", "--man=no", *found) == ""
+    assert cli.main(["systemd", "remove", "--user"]) == 0
+    assert written(home) == set()
+
+
+def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
+    assert run("install", tmp_path) == 0
+    found = config_file.read(str(tmp_path / "etc/shmserve/shmserve.toml"))
+    assert found.values == {"shm-group": "shmclients"}
+    assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
+    names = [
+        line.partition("=")[2]
+        for unit in (tmp_path / SYSTEM).glob("*.socket")
+        for line in unit.read_text().splitlines()
+        if line.startswith("FileDescriptorName=")
+    ]
+    assert sorted(names) == sorted(LISTENERS)
+
+
+def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "etc/shmserve/shmserve.toml"
+    unit = tmp_path / SYSTEM / "shmserve.service"
+    assert run("install", tmp_path, "--dry-run") == 0
+    assert written(tmp_path) == set()
+    assert run("install", tmp_path) == 0
+    capsys.readouterr()
+    assert run("install", tmp_path) == 0
+    assert not {"written", "updated", "kept"} & set(capsys.readouterr().out.split())
+    # What the operator set is kept, and goes into the unit.
+    with file.open("a") as stream:
+        stream.write("exit-timeout-secs = 100\n")
+    assert run("install", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert f"kept       {file}" in shown and "    -exit-timeout-secs = 100\n" in shown
+    assert "    -TimeoutStopSec=40\n" in shown and "    +TimeoutStopSec=110\n" in shown
+    # A unit that somebody has changed is not overwritten, but by --force.
+    before = unit.read_text()
+    unit.write_text(before.replace("RestartSec=1", "RestartSec=9"))
+    assert run("install", tmp_path) == 1
+    shown = capsys.readouterr().out
+    assert f"kept       {unit}" in shown and "    -RestartSec=9\n" in shown
+    assert "RestartSec=9" in unit.read_text()
+    assert run("install", tmp_path, "--force") == 0
+    assert unit.read_text() == before
+    assert "exit-timeout-secs" in file.read_text()
+    # Another device's drop-in goes.
+    assert run("install", tmp_path, "--device=nvidia") == 0
+    drop_ins = {path.name for path in (tmp_path / SYSTEM / "shmserve.service.d").iterdir()}
+    assert drop_ins == {"10-nvidia.conf"}
+
+
+def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
+    wants = image / SYSTEM / "multi-user.target.wants"
+    wants.mkdir()
+    for name in ("shmserve.service", "shmserve@blue.service", "other.service"):
+        (wants / name).symlink_to(f"/etc/systemd/system/{name}")
+    (image / "var/lib/shmserve/models").mkdir(parents=True)
+    changed = image / SYSTEM / "shmserve.socket"
+    changed.write_text(changed.read_text().replace(":8000", ":80"))
+    assert run("remove", image, "--dry-run") == 1
+    assert (wants / "shmserve.service").is_symlink()
+    assert run("remove", image) == 1
+    others = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
+    assert written(image) == {*others, f"{SYSTEM}/shmserve.socket"}
+    assert run("remove", image, "--force") == 0
+    assert written(image) == others
+    assert not (image / "var/lib/shmserve").exists()
+    assert run("remove", image) == 0
+
+
+def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show", tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "## /etc/systemd/system/shmserve.service: the server\n" in shown
+    assert f"ExecStart={sys.executable} serve --config=%E/shmserve/shmserve.toml" in shown
+    assert written(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--program=/home/me/venv/bin/shmserve"], "hidden; install shmserve elsewhere"),
+        (["--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
+        (["--user", "--root=/x"], "--root: an image has no user's manager"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["systemd", "show", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_words_mean_themselves_to_systemd() -> None:
+    assert units.quoted("/opt/a-b_c.d/bin/x") == "/opt/a-b_c.d/bin/x"
+    assert units.quoted('/a b/100%/$x/"y') == '"/a b/100%%/$$x/\\"y"'
