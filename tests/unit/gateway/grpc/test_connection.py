@@ -303,6 +303,23 @@ def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
     played(play)
 
 
+def test_what_is_taken_later_does_not_keep_what_it_came_in() -> None:
+    """A buffer of the socket is larger than what is in it for a stream, and may be used again."""
+
+    async def play(scene: Scene) -> None:
+        scene.say(scene.head(1, STREAM))
+        buffer = bytearray(message(b"x") * 1000)
+        scene.begun[0].data(memoryview(buffer), True)
+        buffer[:] = bytes(len(buffer))
+        over = asyncio.Event()
+        scene.begun[0].on_over = over.set
+        await over.wait()
+        data = b"".join(payload for kind, *_, payload in scene.transport.frames() if kind == DATA)
+        assert data == message(b"x") * 1000
+
+    played(play)
+
+
 def test_a_stream_that_is_ended_for_its_handler() -> None:
     """Who waits for a message, or for the client to take one, waits no longer."""
 

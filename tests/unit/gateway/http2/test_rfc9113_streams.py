@@ -271,6 +271,16 @@ def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
     engine.check_goes_on()
 
 
+def test_a_stream_that_is_reset_in_the_midst_of_a_frame() -> None:
+    """5.1, closed: the rest of its data is passed over, and the next frame is found."""
+    engine = Engine().take(OPENED + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
+    engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+    engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
+    assert len(engine.requests[1].data) == 41
+    assert not engine.requests[1].ended
+    engine.check_goes_on()
+
+
 def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
     engine = Engine().take(OPENED + BEGUN)
