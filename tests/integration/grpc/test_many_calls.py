@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CALLS, TOGETHER = 10_000, 100
 CONNECTIONS = 1000
-STREAMED = 20_000
+STREAMED = 10_000
 RAW = simple_request().SerializeToString()
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 ENCODINGS = {  # by gRPC's numbers for them
