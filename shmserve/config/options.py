@@ -281,7 +281,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "shm-group",
-            "a group whose members may use shmserve.client and the unix socket, and share "
+            "a group whose members may use shmserve.client and the unix sockets, and share "
             "regions: objects that it may read and write",
         ),
         Flag(

@@ -63,6 +63,8 @@ def _host(arguments: argparse.Namespace, root: Path) -> Host:
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
     place = Host((), home)
+    if arguments.verb == "remove":  # works also where what was installed cannot
+        return place
     return Host(
         program=_program(arguments),
         home=home,
@@ -110,6 +112,7 @@ class _Change:
         running = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
         self._live = arguments.root is None and (running / "systemd").is_dir()
         self._kept: list[File] = []
+        self._failed = False
 
     def run(self, verb: str) -> int:
         files = units.files(self._host)
@@ -117,13 +120,17 @@ class _Change:
             for file in files:
                 self._install(file)
         else:
-            self._command(*self._manager, "stop", *_STOPPED)
+            if any(_below(self._root, file.path).exists() for file in files):
+                self._command(*self._manager, "stop", *_STOPPED, may_fail=True)
             for file in files:
                 self._remove(file)
             self._remove_links()
             self._remove_folders()
+        blocked = any(verb == "remove" or not file.own for file in self._kept)
+        if blocked:
+            print("Changed files were kept; --force does not keep them.")
         self._finish(verb)
-        return int(any(verb == "remove" or not file.own for file in self._kept))
+        return int(blocked or self._failed)
 
     def _install(self, file: File) -> None:
         path = _below(self._root, file.path)
@@ -214,12 +221,12 @@ class _Change:
                     f"No {token}: whoever reaches the sockets is served; write it, install again."
                 )
 
-    def _command(self, *words: str) -> None:
+    def _command(self, *words: str, may_fail: bool = False) -> None:
         # Where no manager runs, as in an image, the next start does it.
         if self._live:
             print(f"run        {' '.join(words)}", flush=True)
-            if not self._dry:
-                subprocess.run(words, check=False)
+            if not self._dry and subprocess.run(words, check=False).returncode and not may_fail:
+                self._failed = True
 
 
 _STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve@*.service")

@@ -133,6 +133,14 @@ def test_grpcios_generic_client(way: Way, compression: grpc.Compression) -> None
             assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
 
 
+def test_the_largest_messages(door: Way) -> None:
+    array = np.arange(4 << 20, dtype=np.float32)
+    request = request_of("identity", array, "FP32").SerializeToString()
+    with door.channel() as channel:
+        answer = channel.unary_unary(f"{SERVICE}ModelInfer")(request, timeout=60)
+    assert pb.ModelInferResponse.FromString(answer).raw_output_contents == [array.tobytes()]
+
+
 def test_ends_of_calls(way: Way) -> None:
     """A deadline, a cancelled call, a stream that its client leaves."""
     held = request_of("gated", np.zeros((1, 1), np.int32), "INT32").SerializeToString()

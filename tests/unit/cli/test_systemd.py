@@ -148,11 +148,14 @@ def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
     (image / "var/lib/shmserve/models").mkdir(parents=True)
     changed = image / SYSTEM / "shmserve.socket"
     changed.write_text(changed.read_text().replace(":8000", ":80"))
+    flags = image / "etc/shmserve/shmserve.toml"
+    flags.write_text("no TOML")  # nothing that stands there has to be right for it to go
     assert run("remove", image, "--dry-run") == 1
     assert (wants / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
     others = {"etc/shmserve/token", f"{SYSTEM}/multi-user.target.wants/other.service"}
-    assert written(image) == {*others, f"{SYSTEM}/shmserve.socket"}
+    kept = {f"{SYSTEM}/shmserve.socket", str(flags.relative_to(image))}
+    assert written(image) == others | kept
     assert run("remove", image, "--force") == 0
     assert written(image) == others
     assert not (image / "var/lib/shmserve").exists()

@@ -1,0 +1,155 @@
+"""A real systemd as the system's manager, in namespaces of its own: process 1 of a system that has
+this one's files, with /etc to write on, and whose /run, /tmp, /dev/shm and /var/lib are empty."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.servers import ROOT
+from tests.support.waiting import until
+
+_SYSTEMD = "/lib/systemd/systemd"
+# Nothing of this system may be cleaned or changed by the manager: what it mounts and makes is in
+# its own namespaces, and it knows no units but those that are installed there, and empty targets.
+_INNER = f"""
+set -e
+mount --make-rprivate /
+mount --make-rshared /
+for folder in /run /tmp /var/tmp /dev/shm /var/lib; do mount -t tmpfs tmpfs $folder; done
+mkdir /run/layers
+mount -t tmpfs tmpfs /run/layers
+mkdir /run/layers/upper /run/layers/work
+mount -t overlay overlay -o lowerdir=/etc,upperdir=/run/layers/upper,workdir=/run/layers/work /etc
+mount --bind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+echo 0123456789abcdef0123456789abcdef >/etc/machine-id
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+ip link set lo up
+rm -rf /etc/systemd/system
+mkdir -p /etc/systemd/system /etc/targets
+for name in sysinit basic shutdown sockets multi-user network umount start; do
+    printf '[Unit]\\nDefaultDependencies=no\\n' >/etc/targets/$name.target
+done
+export container=test SYSTEMD_UNIT_PATH=/etc/systemd/system:/etc/targets
+exec {_SYSTEMD} --system --unit=start.target --log-target=console
+"""
+
+
+class Unavailable(Exception):
+    """Why there can be none here."""
+
+
+class Systemd:
+    """The manager; `pid` is its number here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def run(self, *words: str | Path, user: int = 0, groups: str = "") -> str:
+        """What a command prints there, stdout and then stderr, without the end's newlines; the last
+        line is "status N" where it failed."""
+        start = ["nsenter", f"--target={self.pid}", "--all"]
+        if user:
+            groups_of = f"--groups={groups}" if groups else "--clear-groups"
+            start += ["setpriv", f"--reuid={user}", f"--regid={user}", groups_of]
+        ran = subprocess.run(
+            [*start, *words], cwd="/", env=_ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        status = f"\nstatus {ran.returncode}" if ran.returncode else ""
+        return (ran.stdout + ran.stderr).strip() + status
+
+    def path(self, there: str) -> Path:
+        """The path here of a file there."""
+        return Path(f"/proc/{self.pid}/root{there}")
+
+    def show(self, unit: str, name: str) -> str:
+        """A property of a unit."""
+        return self.run("systemctl", "show", f"--property={name}", "--value", unit)
+
+
+_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+
+
+@contextlib.contextmanager
+def booted() -> Iterator[Systemd]:
+    """A manager that has started; raises Unavailable."""
+    _check()
+    group = _control_group()
+    into_group = ("bash", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "bash")
+    unshare = (
+        *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount"),
+        *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER),
+    )
+    with tempfile.TemporaryFile("w+") as log:
+        manager = subprocess.Popen(
+            [*into_group, *unshare], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        children = Path(f"/proc/{manager.pid}/task/{manager.pid}/children")
+        try:
+            until("process 1", lambda: manager.poll() is not None or children.read_text())
+            found = Systemd(int(children.read_text()) if manager.poll() is None else 0)
+
+            def has_started() -> bool:
+                if manager.poll() is not None:
+                    log.seek(0)
+                    raise Unavailable(f"systemd does not start: {log.read().strip()[-200:]}")
+                return found.run("systemctl", "is-active", "start.target") == "active"
+
+            until("systemd", has_started, within_s=30)
+            yield found
+        finally:
+            # Its end is that of all processes there, which have ended when it is waited for.
+            if manager.poll() is None:
+                for pid in map(int, children.read_text().split()):
+                    os.kill(pid, signal.SIGKILL)
+            manager.wait()
+            _remove(group)
+
+
+def _check() -> None:
+    if os.geteuid() != 0:
+        raise Unavailable("namespaces with a systemd are for root to make")
+    if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
+        raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
+    asked = subprocess.run(
+        [sys.executable, "-c", "import shmserve"],
+        cwd="/",
+        env=_ENVIRONMENT,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        check=False,
+    )
+    if asked.returncode:
+        raise Unavailable("a user of the system could not read this checkout")
+
+
+_TOOLS = ("unshare", "nsenter", "setpriv", "ip", "curl", "systemctl", "systemd-sysusers")
+
+
+def _control_group() -> Path:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    top = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
+    own = Path("/proc/self/cgroup").read_text().partition("0::")[2].split("\n")[0]
+    try:
+        if top is None:
+            raise Unavailable("there are no control groups of version 2 here")
+        group = top / own.lstrip("/") / f"shmserve-test-{os.getpid()}"
+        group.mkdir()
+    except OSError as error:
+        raise Unavailable(f"no control group can be made: {error}") from None
+    return group
+
+
+def _remove(group: Path) -> None:
+    for path, _, _ in os.walk(group, topdown=False):
+        os.rmdir(path)
