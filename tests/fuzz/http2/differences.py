@@ -120,6 +120,11 @@ KNOWN = [
         "5.5: it knows the extension, and that a client does not send it",
     ),
     Known(
+        "h2",
+        r"HEADERS over: - \| ProtocolError Received frame with invalid padding\.",
+        "6.2: it takes no empty block in front of padding, as empty trailers are",
+    ),
+    Known(
         "ngh2",
         r"DATA over: (PROTOCOL_ERROR more padding than frame|FRAME_SIZE_ERROR .*) \| -",
         "6.1: it does not look at DATA of a stream that it has reset",
