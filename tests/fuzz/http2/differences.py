@@ -204,7 +204,7 @@ KNOWN = [
     ),
     Known(
         "h2",
-        r"\w+ resets: 1 of .* [^ =]*[^-\w!#$%&'*+.^`|~=: ][^ =]*=.* \| -",
+        r"\w+ resets: 1 of .* [^ =]*([^-\w!#$%&'*+.^`|~=: ][^ =]*=|=[^ =]+=).* \| -",
         "8.2.1: it takes names that are none by RFC 9110, 5.1",
     ),
     Known(
