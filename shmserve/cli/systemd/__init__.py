@@ -110,7 +110,7 @@ class _Change:
         self._force = arguments.force
         self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
         running = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
-        self._live = arguments.root is None and (running / "systemd").is_dir()
+        self._live = arguments.root is None and (running / "systemd/private").exists()
         self._kept: list[File] = []
         self._failed = False
 
