@@ -198,8 +198,6 @@ class _Change:
                 path.rmdir()
 
     def _finish(self, verb: str) -> None:
-        if any(verb == "remove" or not file.own for file in self._kept):
-            print("Changed files were kept; --force does not keep them.")
         if verb == "remove":
             print(
                 "Left where there are any: models, tokens, other drop-ins, the user and the group."
