@@ -177,14 +177,7 @@ def compose(
     memory = LocalMemory(capabilities, opener, control, events.publish)
     snapshot = Snapshot(registry, regions, memory, health)
     context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
-    feed = EventFeed(
-        events,
-        registry.states,
-        processes.all,
-        snapshot.regions,
-        health.current,
-        registry.publish_counters,
-    )
+    feed = _feed(events, registry, processes, snapshot, health)
     announce_health = partial(announce, context, health)
     progress = StartupReport(registry.progress)
 
@@ -216,6 +209,17 @@ def compose(
         progress=progress,
         manager=manager,
     )
+
+
+def _feed(
+    events: EventPublisher,
+    registry: ModelRegistry,
+    processes: ProcessTable,
+    snapshot: Snapshot,
+    health: Health,
+) -> EventFeed:
+    whole = (registry.states, processes.all, snapshot.regions, health.current)
+    return EventFeed(events, *whole, registry.publish_counters)
 
 
 def _region_policy(config: ServerConfig) -> ShmPolicy:

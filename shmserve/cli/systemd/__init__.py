@@ -110,7 +110,7 @@ class _Change:
         self._force = arguments.force
         self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
         running = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
-        self._live = arguments.root is None and (running / "systemd").is_dir()
+        self._live = arguments.root is None and (running / "systemd/private").exists()
         self._kept: list[File] = []
         self._failed = False
 
@@ -198,8 +198,6 @@ class _Change:
                 path.rmdir()
 
     def _finish(self, verb: str) -> None:
-        if any(verb == "remove" or not file.own for file in self._kept):
-            print("Changed files were kept; --force does not keep them.")
         if verb == "remove":
             print(
                 "Left where there are any: models, tokens, other drop-ins, the user and the group."

@@ -130,6 +130,7 @@ def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run("install", tmp_path) == 1
     shown = capsys.readouterr().out
     assert f"kept       {unit}" in shown and "    -RestartSec=9\n" in shown
+    assert shown.count("--force") == 1
     assert "RestartSec=9" in unit.read_text()
     assert run("install", tmp_path, "--force") == 0
     assert unit.read_text() == before
