@@ -12,7 +12,7 @@ import logging
 import struct
 from typing import Any
 
-from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.status import StatusCode
 from tests.rigs.grpc_scene import STREAM, UNARY, Scene
 from tests.support.wire.http2 import (
@@ -145,7 +145,7 @@ class _Client:
             call: Any = scene.begun[self.number() % len(scene.begun)]
             if kind == 22:
                 (call.late, call._expired)[self.number() % 2]()
-            elif isinstance(call, StreamCall) and self.number() > 0xC0:
+            elif isinstance(call, StreamingCall) and self.number() > 0xC0:
                 call.fail(StatusCode.UNAVAILABLE, "no")
             else:
                 self._answer()

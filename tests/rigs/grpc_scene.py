@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
-from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Deflater
@@ -93,9 +93,9 @@ class Scene:
 
     def __init__(self, **settings: Any) -> None:
         self.calls: list[tuple[bytes, UnaryCall]] = []
-        self.begun: list[Call] = []
+        self.begun: list[GrpcCall] = []
         self.clock = Clock()
-        self.serve: Callable[[StreamCall], Coroutine[Any, Any, Ending | None]] = self._echo
+        self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         front = GrpcFront(
             settings=GrpcSettings(**settings),
@@ -120,18 +120,18 @@ class Scene:
     def _lost(self, _: Any) -> None:
         self.lost += 1
 
-    def _begin(self, connection: Any, stream: Any, head: CallHead) -> Call:
-        call: UnaryCall | StreamCall
+    def _begin(self, connection: Any, stream: Any, head: CallHead) -> GrpcCall:
+        call: UnaryCall | StreamingCall
         if head.path == UNARY:
             call = UnaryCall(connection, stream, head, lambda raw, c: self.calls.append((raw, c)))
         else:
-            call = StreamCall(connection, stream, head)
+            call = StreamingCall(connection, stream, head)
             call.run(lambda made: self.serve(made))
         self.begun.append(call)
         return call
 
     @staticmethod
-    async def _echo(call: StreamCall) -> Ending | None:
+    async def _echo(call: StreamingCall) -> Ending | None:
         async for request in call.requests():
             await call.write_all([request])
         return None

@@ -6,7 +6,7 @@ import logging
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import Call, StreamCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of
@@ -51,7 +51,7 @@ class InferenceCalls:
         call.on_over = submitted.leave
         submitted.taken_by(responded)
 
-    async def stream(self, call: StreamCall) -> Ending | None:
+    async def stream(self, call: StreamingCall) -> Ending | None:
         """Handle a ModelStreamInfer."""
         try:
             await stream_infer(self._inferences, call, self._stall_s)
@@ -60,7 +60,7 @@ class InferenceCalls:
         return None
 
 
-def _ending_of_inference(error: Exception, call: Call) -> Ending:
+def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
     """The status of a call whose inference failed with this."""
     if isinstance(error, RequestRefused):
         return ending_of(error.error)

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2
 from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
@@ -20,7 +20,7 @@ _POOL = grpc_service_pb2.DESCRIPTOR.pool
 _MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 
-async def reflect(call: StreamCall) -> Ending | None:
+async def reflect(call: StreamingCall) -> Ending | None:
     """Handle a ServerReflectionInfo."""
     async for raw in call.requests():
         try:

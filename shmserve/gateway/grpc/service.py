@@ -18,9 +18,9 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, serving
 from shmserve.gateway.grpc.calls.call import (
-    Call,
-    StreamCall,
+    GrpcCall,
     StreamHandler,
+    StreamingCall,
     UnaryCall,
     UnaryHandler,
 )
@@ -103,7 +103,7 @@ RPCS: dict[str, Rpc] = {
     },
 }
 
-Begin = Callable[[Carrier, Stream, CallHead], Call]
+Begin = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
@@ -129,7 +129,7 @@ class Service:
         for path in REFLECTIONS:
             self._begins[path] = _stream(reflect)
 
-    def begin(self, connection: Carrier, stream: Stream, head: CallHead) -> Call:
+    def begin(self, connection: Carrier, stream: Stream, head: CallHead) -> GrpcCall:
         """A call that has begun; one that is refused has ended already: of that no message is
         taken, for they can be large."""
         begin = self._begins.get(head.path)
@@ -179,7 +179,7 @@ class Service:
 
         return begin
 
-    async def _watch(self, call: StreamCall) -> Ending | None:
+    async def _watch(self, call: StreamingCall) -> Ending | None:
         async for _ in call.requests():
             break
         else:
@@ -221,8 +221,8 @@ def _cancel(task: asyncio.Task[None]) -> None:
 def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
     """`awaited`: its first message must come in time, as that of a unary call."""
 
-    def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamCall:
-        call = StreamCall(connection, stream, head, sinks)
+    def begin(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
+        call = StreamingCall(connection, stream, head, sinks)
         if awaited:
             call.await_message()
         call.run(handler)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.messages import release
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.placed_request import PlacedRequest
@@ -121,7 +121,7 @@ class StreamEntry:
             self._inferences.left()
 
 
-async def stream_infer(inferences: Inferences, call: StreamCall, stall_s: float) -> None:
+async def stream_infer(inferences: Inferences, call: StreamingCall, stall_s: float) -> None:
     """Handle a call until the client has its last response, or is gone.
 
     Raises the first error in strict mode, and Unavailable when a response is not taken within
@@ -150,7 +150,7 @@ class _Stream:
     bytes have gone either way."""
 
     _inferences: Inferences
-    _call: StreamCall
+    _call: StreamingCall
 
     def __post_init__(self) -> None:
         inferences, head = self._inferences, self._call.head

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shmserve.gateway.http2 import frames
-from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data, Event
+from shmserve.gateway.http2.events import Begun, Data, Event, PingAnswered, StreamReset
 from shmserve.gateway.http2.frames import (
     ACK,
     CONTINUATION,
@@ -34,12 +34,12 @@ from shmserve.gateway.http2.frames import (
     STREAM_BITS,
     WINDOW_UPDATE,
     ConnectionFault,
-    ErrorCode,
+    FaultCode,
     StreamFault,
     pack_long,
 )
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
-from shmserve.gateway.http2.incoming import Incoming
+from shmserve.gateway.http2.incoming import FrameReader
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
@@ -53,7 +53,7 @@ _MOST_SAVED = 1 << 16
 _NOTHING = memoryview(b"")
 
 
-class Connection(Incoming[T]):
+class Http2Connection(FrameReader[T]):
     """One connection. `read_head` makes of a request's fields what its receiver wants to know."""
 
     def __init__(
@@ -117,10 +117,10 @@ class Connection(Incoming[T]):
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
-                self._fail_stream(number, ErrorCode.FLOW_CONTROL_ERROR, events)
+                self._fail_stream(number, FaultCode.FLOW_CONTROL_ERROR, events)
                 stream = None
             elif stream.said >= 0 and not self._is_as_said(stream):
-                self._fail_stream(number, ErrorCode.PROTOCOL_ERROR, events)
+                self._fail_stream(number, FaultCode.PROTOCOL_ERROR, events)
                 stream = None
             elif padding:
                 self._pad(stream, padding)
@@ -155,9 +155,9 @@ class Connection(Incoming[T]):
         self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
     ) -> None:
         if self._block is not None and (kind != CONTINUATION or number != self._block_stream):
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block was interrupted")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a header block was interrupted")
         if not self.ready and (kind != SETTINGS or flags & ACK):
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS must come first")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS must come first")
         if kind == HEADERS:
             self._begin_block(flags, number, payload, events)
         elif kind == CONTINUATION:
@@ -175,11 +175,11 @@ class Connection(Incoming[T]):
         elif kind == GOAWAY:
             self._control.spend()
             if number:
-                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "GOAWAY of a stream")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY of a stream")
             if len(payload) < 8:
-                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of a wrong size")
         elif kind == PUSH_PROMISE:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE of a client")
         else:
             self._control.spend()
             if kind == PRIORITY:
@@ -193,7 +193,7 @@ class Connection(Incoming[T]):
         ended = bool(flags & END_STREAM)
         if self._refusing or len(self.streams) >= self._limits.streams:
             self._headers.skip(block)
-            raise StreamFault(ErrorCode.REFUSED_STREAM)
+            raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.request(block)
         stream = Stream(number, self._limits.window, self.sending.initial_window)
         stream.said = head.data_size
@@ -202,7 +202,7 @@ class Connection(Incoming[T]):
         events.append(Begun(stream, head))
         if ended:
             if stream.said > 0:
-                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+                raise StreamFault(FaultCode.PROTOCOL_ERROR)
             stream.ended = True
             events.append(Data(stream, _NOTHING, True))
 
@@ -215,7 +215,7 @@ class Connection(Incoming[T]):
             return
         self._headers.trailers(block)
         if not flags & END_STREAM or stream.said > 0:
-            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+            raise StreamFault(FaultCode.PROTOCOL_ERROR)
         stream.ended = True
         events.append(Data(stream, _NOTHING, True))
 
@@ -223,9 +223,9 @@ class Connection(Incoming[T]):
         """Data or a header block for a stream that takes none: fine if we have ended it, and the
         client may not have known."""
         if number > self.last or not number & 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a frame of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a frame of a stream not begun")
         if stream is not None or number not in self._left:
-            raise ConnectionFault(ErrorCode.STREAM_CLOSED, "a frame of a stream that has ended")
+            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame of a stream that has ended")
 
     def _window_update(self, number: int, payload: bytes) -> None:
         more = frames.parse_long(payload, "WINDOW_UPDATE") & STREAM_BITS
@@ -236,8 +236,8 @@ class Connection(Incoming[T]):
             return
         if not more:
             if not number:
-                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
-            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
+            raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.spend()
         self.sending.grant(stream, more)
@@ -263,18 +263,18 @@ class Connection(Incoming[T]):
         self._earn_for_data()
         self._resets.spend()
         self._forget(stream)
-        events.append(Cancelled(stream))
+        events.append(StreamReset(stream))
 
     def _check_begun(self, number: int, what: str) -> None:
         if number > self.last or not number & 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{what} of a stream not begun")
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if number:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS of a stream")
         if flags & ACK:
             if payload:
-                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "an acknowledgement with values")
             self.acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last of each is what holds
@@ -287,18 +287,18 @@ class Connection(Incoming[T]):
 
     def _ping(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if number:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PING of a stream")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING of a stream")
         if len(payload) != 8:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "PING of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of a wrong size")
         if flags & ACK:
-            events.append(Acknowledged(payload))
+            events.append(PingAnswered(payload))
             return
         self.pings += 1
         self.sending.ready.append(frames.frame(PING, ACK, 0, payload))
 
     # --- ends
 
-    def _fail_stream(self, number: int, code: ErrorCode, events: list[Event[T]]) -> None:
+    def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
         """The client has broken a rule on this stream."""
         self._resets.spend()
         stream = self.streams.get(number)
@@ -309,9 +309,9 @@ class Connection(Incoming[T]):
             self.sending.ready.append(frames.frame(RST_STREAM, 0, number, pack_long(code)))
         else:
             self.reset(stream, code)
-            events.append(Cancelled(stream))
+            events.append(StreamReset(stream))
 
-    def reset(self, stream: Stream, code: ErrorCode) -> None:
+    def reset(self, stream: Stream, code: FaultCode) -> None:
         """End a stream at once, in both directions."""
         if self.streams.get(stream.id) is stream:
             if not stream.ended:
@@ -338,7 +338,7 @@ class Connection(Incoming[T]):
         else:
             # Nobody wants the rest of the request (RFC 9113, 8.1); a client that has not taken its
             # response is told in a way that it hears without taking it.
-            self.reset(stream, ErrorCode.CANCEL if stream.cut else ErrorCode.NO_ERROR)
+            self.reset(stream, FaultCode.CANCEL if stream.cut else FaultCode.NO_ERROR)
         if stream.on_sent is not None:
             stream.on_sent()
 
@@ -349,7 +349,7 @@ class Connection(Incoming[T]):
             update = frames.frame(WINDOW_UPDATE, 0, stream.id, pack_long(more))
             self.sending.ready.append(update)
 
-    def fail(self, code: ErrorCode, text: str = "") -> None:
+    def fail(self, code: FaultCode, text: str = "") -> None:
         """Tell the client to go, and end."""
         if not self.closing:
             super().fail(code, text)
@@ -362,7 +362,7 @@ class Connection(Incoming[T]):
         if finally_ and not self._refusing:
             self._refusing = True
             self._promised = self.last
-        self.sending.ready.append(frames.goaway(self._promised, ErrorCode.NO_ERROR))
+        self.sending.ready.append(frames.goaway(self._promised, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Ask for a sign of life, of eight bytes; it comes as `Acknowledged`."""
@@ -374,8 +374,8 @@ _SETTINGS_ACK = frames.frame(SETTINGS, ACK, 0)
 
 def _check_priority(number: int, payload: bytes) -> None:
     if not number:
-        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "PRIORITY of no stream")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PRIORITY of no stream")
     if len(payload) != 5:
-        raise StreamFault(ErrorCode.FRAME_SIZE_ERROR)
+        raise StreamFault(FaultCode.FRAME_SIZE_ERROR)
     if int.from_bytes(payload[:4], "big") & STREAM_BITS == number:
-        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        raise StreamFault(FaultCode.PROTOCOL_ERROR)

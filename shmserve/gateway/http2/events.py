@@ -27,17 +27,17 @@ class Data:
 
 
 @dataclass(slots=True, eq=False)
-class Cancelled:
+class StreamReset:
     """A stream is over: the client has given it up, or has broken a rule on it."""
 
     stream: Stream
 
 
 @dataclass(slots=True, eq=False)
-class Acknowledged:
+class PingAnswered:
     """The client has answered a ping of ours."""
 
     payload: bytes
 
 
-Event = Begun[T] | Data | Cancelled | Acknowledged
+Event = Begun[T] | Data | StreamReset | PingAnswered

@@ -33,7 +33,7 @@ _SETTING = struct.Struct(">HI")
 _LONG = struct.Struct(">I")
 
 
-class ErrorCode(IntEnum):
+class FaultCode(IntEnum):
     """Why a stream or a connection ends (RFC 9113, 7)."""
 
     NO_ERROR = 0x0
@@ -52,7 +52,7 @@ class ErrorCode(IntEnum):
 class ConnectionFault(Exception):
     """The client breaks a rule that the whole connection stands on: it ends with this code."""
 
-    def __init__(self, code: ErrorCode, text: str) -> None:
+    def __init__(self, code: FaultCode, text: str) -> None:
         super().__init__(text)
         self.code = code
         self.text = text
@@ -61,7 +61,7 @@ class ConnectionFault(Exception):
 class StreamFault(Exception):
     """The client breaks a rule on one stream: that ends with this code."""
 
-    def __init__(self, code: ErrorCode) -> None:
+    def __init__(self, code: FaultCode) -> None:
         super().__init__(code.name)
         self.code = code
 
@@ -79,7 +79,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 pack_long = _LONG.pack  # a number of 32 bits, as windows, error codes and streams are
 
 
-def goaway(last: int, code: ErrorCode, text: str = "") -> bytes:
+def goaway(last: int, code: FaultCode, text: str = "") -> bytes:
     """GOAWAY: streams above `last` are not served, for this reason."""
     return frame(GOAWAY, 0, 0, pack_long(last) + pack_long(code) + text.encode())
 
@@ -92,22 +92,22 @@ def settings(values: dict[int, int]) -> bytes:
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """The values of a SETTINGS frame; raises ConnectionFault for one that is out of range."""
     if len(payload) % _SETTING.size:
-        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a broken size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of a broken size")
     for key, value in _SETTING.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
         if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise ConnectionFault(
-                ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE out of range"
+                FaultCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE out of range"
             )
         if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
         yield key, value
 
 
 def parse_long(payload: bytes, what: str) -> int:
     """The number that is a frame's whole payload; raises ConnectionFault."""
     if len(payload) != _LONG.size:
-        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"{what} of a wrong size")
+        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{what} of a wrong size")
     number: int = _LONG.unpack(payload)[0]
     return number

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
-from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from shmserve.gateway.http2.frames import ConnectionFault, FaultCode, StreamFault
 
 
 class Head(Protocol):
@@ -95,9 +95,9 @@ class HeaderDecoder(Generic[Read]):
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header list") from None
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header list") from None
         except HPACKError:
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block") from None
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block") from None
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
             self._known.clear()
             return fields, False
@@ -111,7 +111,7 @@ def _check_updates(block: bytes) -> None:
     while at < len(block) and block[at] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
         if count > _MOST_UPDATES:
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "a broken header block")
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a broken header block")
         goes_on = block[at] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         at += 1
         while goes_on and at < len(block):
@@ -125,14 +125,14 @@ def check_request(fields: Fields) -> None:
     for at, (name, value) in enumerate(fields):
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or len(pseudo) != at:
-                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+                raise StreamFault(FaultCode.PROTOCOL_ERROR)
             pseudo.add(name)
             if _is_broken(value) or not (value or name == b":authority"):
-                raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+                raise StreamFault(FaultCode.PROTOCOL_ERROR)
         else:
             _check_field(name, value)
     if not pseudo >= _NEEDED:
-        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        raise StreamFault(FaultCode.PROTOCOL_ERROR)
 
 
 def check_trailers(fields: Fields) -> None:
@@ -143,9 +143,9 @@ def check_trailers(fields: Fields) -> None:
 
 def _check_field(name: bytes, value: bytes) -> None:
     if not _is_name(name) or name in _OF_CONNECTIONS or _is_broken(value):
-        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        raise StreamFault(FaultCode.PROTOCOL_ERROR)
     if name == b"te" and value != b"trailers":
-        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        raise StreamFault(FaultCode.PROTOCOL_ERROR)
 
 
 def content_length(fields: Fields) -> int:
@@ -156,7 +156,7 @@ def content_length(fields: Fields) -> int:
         return -1
     said = found.pop()
     if found or not said.isdigit() or len(said) > _LONGEST_LENGTH:
-        raise StreamFault(ErrorCode.PROTOCOL_ERROR)
+        raise StreamFault(FaultCode.PROTOCOL_ERROR)
     return int(said)
 
 

@@ -23,7 +23,7 @@ from shmserve.gateway.http2.frames import (
     PREFACE,
     STREAM_BITS,
     ConnectionFault,
-    ErrorCode,
+    FaultCode,
     StreamFault,
 )
 from shmserve.gateway.http2.header_blocks import T
@@ -35,7 +35,7 @@ _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody 
 _SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
 
 
-class Incoming(Generic[T]):
+class FrameReader(Generic[T]):
     """The reading half of a connection; what frames mean is for its kinds.
 
     `closing`: it is over but for what is to be written. `frames_in`: what came, to see silence.
@@ -86,7 +86,7 @@ class Incoming(Generic[T]):
             self._needed = 0
         return events
 
-    def fail(self, code: ErrorCode, text: str = "") -> None:
+    def fail(self, code: FaultCode, text: str = "") -> None:
         """Tell the client to go, and end."""
         self.closing = True
         self._buffer.clear()
@@ -143,7 +143,7 @@ class Incoming(Generic[T]):
 
     def _open(self, data: bytes) -> int:
         if not PREFACE.startswith(data[: len(PREFACE)]):
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "not HTTP/2")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "not HTTP/2")
         if len(data) < len(PREFACE):
             self._needed = len(PREFACE)
             return 0
@@ -152,12 +152,12 @@ class Incoming(Generic[T]):
 
     def _check_size(self, kind: int, size: int) -> None:
         if size > self._limits.frame:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
         if kind in (HEADERS, CONTINUATION):
             if size > self._limits.header_block:
-                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
         else:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
 
     # --- data
 
@@ -166,14 +166,14 @@ class Incoming(Generic[T]):
     ) -> int:
         """The head of a DATA frame is here; how many bytes of padding's length were behind it."""
         if size > self._limits.frame:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
         padding = taken = 0
         if flags & PADDED:
             if not size:
-                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
+                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of a wrong size")
             padding, taken = data[at], 1
             if padding >= size:
-                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
         self._piece_left = size - taken - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
@@ -196,7 +196,7 @@ class Incoming(Generic[T]):
 
     def _begin_block(self, flags: int, number: int, payload: bytes, events: list[Event[T]]) -> None:
         if not number & 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "HEADERS of no stream of a client")
         if flags & (PADDED | HAS_PRIORITY):
             payload = _block_of(flags, number, payload)
         if flags & END_HEADERS:
@@ -207,14 +207,14 @@ class Incoming(Generic[T]):
 
     def _continue_block(self, flags: int, payload: bytes, events: list[Event[T]]) -> None:
         if self._block is None:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
         self._block += payload
         self._block_frames += 1
         if (
             self._block_frames > self._limits.continuations
             or len(self._block) > self._limits.header_block
         ):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too large a header block")
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
             self._headers_came(self._block_stream, self._block_flags, block, events)
@@ -240,7 +240,7 @@ class Incoming(Generic[T]):
         """A whole frame is here that is not data."""
         raise NotImplementedError
 
-    def _fail_stream(self, number: int, code: ErrorCode, events: list[Event[T]]) -> None:
+    def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
         """The client has broken a rule on this stream."""
         raise NotImplementedError
 
@@ -250,15 +250,15 @@ def _block_of(flags: int, number: int, payload: bytes) -> bytes:
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
         start, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
         if len(payload) - start < 5:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of a wrong size")
         depends_on = int.from_bytes(payload[start : start + 4], "big") & STREAM_BITS
         if depends_on == number:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a stream that depends on itself")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a stream that depends on itself")
         start += 5
     if end < start:
-        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
+        raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
     return payload[start:end]

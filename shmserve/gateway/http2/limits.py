@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Budget:
                 self._at = now
                 self.left = min(self.left + earned, self._most)
             if self.left < 0:
-                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._what}")
 
     def earn(self, count: int) -> None:
         """The client did what it is here for."""

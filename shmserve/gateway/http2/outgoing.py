@@ -20,7 +20,7 @@ from shmserve.gateway.http2.frames import (
     LARGEST_WINDOW,
     SMALLEST_FRAME,
     ConnectionFault,
-    ErrorCode,
+    FaultCode,
     StreamFault,
     pack_long,
 )
@@ -176,12 +176,12 @@ class Outgoing:
         if stream is None:
             self.window += more
             if self.window > LARGEST_WINDOW:
-                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
             self.grown = True
             return
         stream.send_window += more
         if stream.send_window > LARGEST_WINDOW:
-            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR)
+            raise StreamFault(FaultCode.FLOW_CONTROL_ERROR)
         while self._pump(stream):
             pass
 
@@ -192,7 +192,7 @@ class Outgoing:
         for stream in streams:
             stream.send_window += more
             if stream.send_window > LARGEST_WINDOW:
-                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, _OVERFLOW)
+                raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _OVERFLOW)
         if more > 0:
             self.grown = True
 

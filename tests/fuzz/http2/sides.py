@@ -11,7 +11,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.exceptions import H2Error
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire.http2 import ACK, GO_AWAY, OPENED, PING, RESET, SETTINGS
@@ -50,7 +50,7 @@ class Seen:
                 self.resets[it.stream] = self.fresh
                 self.requests.pop(it.stream, None)
             elif it.kind == GO_AWAY:
-                code = ErrorCode(int.from_bytes(it.payload[4:8], "big")).name
+                code = FaultCode(int.from_bytes(it.payload[4:8], "big")).name
                 text = it.payload[8:].decode("latin-1")
                 self.over = self.over or f"{code} {text}".strip()
             elif it.kind in (SETTINGS, PING) and it.flags & ACK:
@@ -138,7 +138,7 @@ class Ours:
 
     def reset(self, stream: int) -> None:
         at = len(self._engine.sent)
-        self._engine.http2.reset(self._engine.stream(stream), ErrorCode.CANCEL)
+        self._engine.http2.reset(self._engine.stream(stream), FaultCode.CANCEL)
         self._engine.flush()
         self._look(at)
 
@@ -189,11 +189,11 @@ class H2:
         ended = self.seen.answered(stream)
         self._engine.send_headers(stream, [(b":status", b"200")], end_stream=True)
         if not ended:
-            self._engine.reset_stream(stream, ErrorCode.NO_ERROR)
+            self._engine.reset_stream(stream, FaultCode.NO_ERROR)
         self.seen.take(self._engine.data_to_send())
 
     def reset(self, stream: int) -> None:
-        self._engine.reset_stream(stream, ErrorCode.CANCEL)
+        self._engine.reset_stream(stream, FaultCode.CANCEL)
         self.seen.take(self._engine.data_to_send())
 
 
@@ -236,11 +236,11 @@ class Ngh2:
         self._engine.send_response(stream, [(b":status", b"200")], end_stream=True)
         self.seen.take(self._engine.data_to_send())
         if not ended:
-            self._engine.reset_stream(stream, ErrorCode.NO_ERROR)
+            self._engine.reset_stream(stream, FaultCode.NO_ERROR)
             self.seen.take(self._engine.data_to_send())
 
     def reset(self, stream: int) -> None:
-        self._engine.reset_stream(stream, ErrorCode.CANCEL)
+        self._engine.reset_stream(stream, FaultCode.CANCEL)
         self.seen.take(self._engine.data_to_send())
 
 

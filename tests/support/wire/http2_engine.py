@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shmserve.gateway.http2.connection import Connection
-from shmserve.gateway.http2.events import Acknowledged, Begun, Cancelled, Data
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.connection import Http2Connection
+from shmserve.gateway.http2.events import Begun, Data, PingAnswered, StreamReset
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import Fields, content_length
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
@@ -80,7 +80,7 @@ class Engine:
     def __init__(
         self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.http2 = Connection(RequestFields, limits or Limits(), clock)
+        self.http2 = Http2Connection(RequestFields, limits or Limits(), clock)
         self.requests: dict[int, Request] = {}
         self.acknowledged: list[bytes] = []
         self.sent: list[Frame] = []
@@ -105,12 +105,12 @@ class Engine:
                 assert not (request.ended or request.cancelled)
                 request.data += event.piece
                 request.ended = event.ended
-            elif isinstance(event, Cancelled):
+            elif isinstance(event, StreamReset):
                 request = self.requests[event.stream.id]
                 assert not request.cancelled
                 request.cancelled = True
             else:
-                assert isinstance(event, Acknowledged)
+                assert isinstance(event, PingAnswered)
                 self.acknowledged.append(event.payload)
         self.flush()
 
@@ -126,19 +126,19 @@ class Engine:
         return self.requests[number].stream
 
     @property
-    def gone(self) -> ErrorCode | None:
+    def gone(self) -> FaultCode | None:
         """Why the connection is over; None: it is not."""
         if not self.http2.closing:
             return None
         last = self.sent[-1]
         assert last.kind == GO_AWAY
-        return ErrorCode(int.from_bytes(last.payload[4:8], "big"))
+        return FaultCode(int.from_bytes(last.payload[4:8], "big"))
 
     @property
-    def resets(self) -> dict[int, ErrorCode]:
+    def resets(self) -> dict[int, FaultCode]:
         """The streams that the engine has reset, and why."""
         return {
-            sent.stream: ErrorCode(int.from_bytes(sent.payload, "big"))
+            sent.stream: FaultCode(int.from_bytes(sent.payload, "big"))
             for sent in self.sent
             if sent.kind == RESET
         }
@@ -166,8 +166,8 @@ class Case:
     section: str
     title: str
     sent: bytes
-    ends: tuple[ErrorCode, ...] = ()
-    resets: tuple[tuple[int, ErrorCode], ...] = ()
+    ends: tuple[FaultCode, ...] = ()
+    resets: tuple[tuple[int, FaultCode], ...] = ()
     served: tuple[tuple[int, bytes], ...] = ()
     before: bytes = OPENED
 

@@ -40,14 +40,14 @@ from shmserve.gateway.http2.outgoing import Stream
 logger = logging.getLogger(__name__)
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
-StreamHandler = Callable[["StreamCall"], Coroutine[Any, Any, Ending | None]]
+StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
 _TOGETHER = 64 * 1024  # bytes of small messages that are sent in one frame
 _OVER_S = 0.005  # a call with less time left is over
 _AHEAD = 256  # messages of a stream that nobody has asked for; a small one is larger than its bytes
 
 
-class Call:
+class GrpcCall:
     """A call of a client; `done` once nothing more is sent but what is queued."""
 
     __slots__ = (
@@ -262,7 +262,7 @@ class Call:
         return deflater.framed(data, self._compression)
 
 
-class UnaryCall(Call):
+class UnaryCall(GrpcCall):
     """A call with one message, for which `on_message` is called, and one response: `finish` or
     `fail` it once."""
 
@@ -345,7 +345,7 @@ class UnaryCall(Call):
             self.fail(*MISSING)
 
 
-class StreamCall(Call):
+class StreamingCall(GrpcCall):
     """A call with any number of messages and responses, which a task handles; that is cancelled
     when the client has left."""
 

@@ -12,7 +12,7 @@ from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage, Deflater
-from shmserve.gateway.http2.connection import Connection
+from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
@@ -42,7 +42,7 @@ class Carrier(Protocol):
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
     guarded: bool  # calls of this client must be authorised
-    http2: Connection[CallHead]
+    http2: Http2Connection[CallHead]
 
     def flush(self) -> None:
         """Write what is ready."""

@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable
 
 from shmserve.gateway.grpc.calls.front import Carrier
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 
 _ALIVE, _LEAVING = b"alive?\0\0", b"leaving\0"
 _SPREAD = 0.1  # of an age, so that not all come anew at once
 _GOES_S = 1.0  # for a client to answer the ping of its first GOAWAY
 
 
-class Lifetime:
+class ConnectionLifetime:
     """The timers of one connection."""
 
     def __init__(self, connection: Carrier) -> None:
@@ -104,7 +104,7 @@ class Lifetime:
         self._strikes += came if soon else came - 1
         self._last_ping = now
         if self._strikes > settings.max_ping_strikes:
-            http2.fail(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
+            http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     # --- ends
 

@@ -16,15 +16,15 @@ from typing import cast
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
-from shmserve.gateway.grpc.calls.call import Call
+from shmserve.gateway.grpc.calls.call import GrpcCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
-from shmserve.gateway.grpc.connection.lifetime import Lifetime
+from shmserve.gateway.grpc.connection.lifetime import ConnectionLifetime
 from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
-from shmserve.gateway.http2.connection import Connection
-from shmserve.gateway.http2.events import Begun, Cancelled, Data
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.connection import Http2Connection
+from shmserve.gateway.http2.events import Begun, Data, StreamReset
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 
@@ -48,8 +48,8 @@ class GrpcConnection(LimitedConnection):
         self.transport = None
         self.client: ClientIdentity
         self.guarded = False
-        self.http2: Connection[CallHead] = Connection(CallHead, front.limits)
-        self.lifetime = Lifetime(self)
+        self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
+        self.lifetime = ConnectionLifetime(self)
         self._handling = False
         self._ended = False  # by us
         self._debt = self.http2.debt  # as the engine had it at the end of the last turn
@@ -58,7 +58,7 @@ class GrpcConnection(LimitedConnection):
         self._opening: asyncio.TimerHandle | None = None
         # --- patience
         self._looking: asyncio.TimerHandle | None = None
-        self._arriving: dict[Call, ArrivingMessage] = {}
+        self._arriving: dict[GrpcCall, ArrivingMessage] = {}
         self._stalled: dict[Stream, tuple[float, int]] = {}  # since when, and what it had sent
 
     # --- the connection
@@ -154,7 +154,7 @@ class GrpcConnection(LimitedConnection):
                 return
         self._handling = True
         http2 = self.http2
-        fresh: list[Call] = []
+        fresh: list[GrpcCall] = []
         for event in http2.receive(data):
             if isinstance(event, Data):
                 if event.stream.call is not None:
@@ -162,7 +162,7 @@ class GrpcConnection(LimitedConnection):
             elif isinstance(event, Begun):
                 if not event.stream.finished:  # given up by what came behind it
                     self._begin(event.stream, event.head, fresh)
-            elif isinstance(event, Cancelled):
+            elif isinstance(event, StreamReset):
                 if event.stream.call is not None:
                     event.stream.call.gone()
             else:
@@ -201,12 +201,12 @@ class GrpcConnection(LimitedConnection):
             self.transport.resume_reading()
             self.data_received(b"")
 
-    def _begin(self, stream: Stream, head: CallHead, fresh: list[Call]) -> None:
+    def _begin(self, stream: Stream, head: CallHead, fresh: list[GrpcCall]) -> None:
         try:
             call = stream.call = self.front.begin(self, stream, head)
         except Exception:
             logger.exception("a call could not begin")
-            self.http2.reset(stream, ErrorCode.INTERNAL_ERROR)
+            self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             fresh.append(call)
 
@@ -255,12 +255,12 @@ class GrpcConnection(LimitedConnection):
 
     # --- patience
 
-    def watch(self, call: Call, arriving: ArrivingMessage) -> None:
+    def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
         """Have an eye on a call whose message is not here."""
         self._arriving[call] = arriving
         self._look_soon()
 
-    def unwatch(self, call: Call) -> None:
+    def unwatch(self, call: GrpcCall) -> None:
         """Its message is here, or it is over."""
         self._arriving.pop(call, None)
 
@@ -302,6 +302,6 @@ class GrpcConnection(LimitedConnection):
             self.abort()
             return
         del self._stalled[stream]
-        self.http2.reset(stream, ErrorCode.CANCEL)
+        self.http2.reset(stream, FaultCode.CANCEL)
         if stream.call is not None:
             stream.call.gone()

@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from shmserve.gateway.grpc.calls.call import StreamCall
+from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
@@ -255,7 +255,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
     async def play(scene: Scene) -> None:
         monkeypatch.setattr(time, "monotonic", scene.clock.read)
 
-        async def much(call: StreamCall) -> None:
+        async def much(call: StreamingCall) -> None:
             await call.write_all([bytes(1 << 20)])
 
         scene.serve = much
@@ -277,7 +277,7 @@ def test_a_stream_of_tiny_messages_takes_no_more_than_what_came() -> None:
     async def play(scene: Scene) -> None:
         go_on, over, seen = asyncio.Event(), asyncio.Event(), []
 
-        async def slow(call: StreamCall) -> Ending | None:
+        async def slow(call: StreamingCall) -> Ending | None:
             await go_on.wait()
             async for request in call.requests():
                 seen.append(request)  # noqa: PERF401
@@ -326,7 +326,7 @@ def test_a_stream_that_is_ended_for_its_handler() -> None:
     async def play(scene: Scene) -> None:
         over: list[int] = []
 
-        async def serve(call: StreamCall) -> Ending | None:
+        async def serve(call: StreamingCall) -> Ending | None:
             async for request in call.requests():
                 await call.write_all([request])
             over.append(1)

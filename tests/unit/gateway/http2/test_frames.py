@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2 import frames
-from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire import http2 as wire
 from tests.support.wire.http2_engine import Engine, frames_of
@@ -45,11 +45,11 @@ def test_a_number() -> None:
     for wrong in (b"", b"123", b"12345"):
         with pytest.raises(ConnectionFault, match="it of a wrong size") as caught:
             frames.parse_long(wrong, "it")
-        assert caught.value.code is ErrorCode.FRAME_SIZE_ERROR
+        assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 
 
 def test_goaway() -> None:
-    it = frames_of(frames.goaway(7, ErrorCode.ENHANCE_YOUR_CALM, "too many"))
+    it = frames_of(frames.goaway(7, FaultCode.ENHANCE_YOUR_CALM, "too many"))
     assert it == [(7, 0, 0, struct.pack(">II", 7, 11) + b"too many")]
 
 

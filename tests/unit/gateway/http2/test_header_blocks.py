@@ -9,7 +9,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from shmserve.gateway.http2.frames import ConnectionFault, FaultCode, StreamFault
 from shmserve.gateway.http2.header_blocks import (
     Fields,
     HeaderDecoder,
@@ -165,7 +165,7 @@ def test_a_list_that_is_too_large() -> None:
     assert len(decoder.request(REQUEST + field * ((1000 - start) // 100))) == 3 + 8
     with pytest.raises(ConnectionFault) as caught:
         decoder.request(REQUEST + field * ((1000 - start) // 100 + 1))
-    assert caught.value.code is ErrorCode.ENHANCE_YOUR_CALM
+    assert caught.value.code is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_content_lengths() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.http2.frames import ConnectionFault, ErrorCode
+from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 from shmserve.gateway.http2.header_blocks import encode
 from shmserve.gateway.http2.limits import Budget, Limits
 from tests.support.wire.http2 import (
@@ -92,7 +92,7 @@ def test_streams_that_are_given_up(name: str) -> None:
         assert engine.gone is None
         assert not engine.http2.streams
     engine.take(GIVEN_UP[name](next(streams)))
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) < 100
 
 
@@ -152,12 +152,12 @@ def test_floods(name: str) -> None:
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
-    engine.http2.reset(engine.stream(5), ErrorCode.CANCEL)
+    engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     before = len(engine.sent)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - before <= SMALL.control + 1
 
 
@@ -167,7 +167,7 @@ def test_as_many_as_an_honest_client_sends(name: str) -> None:
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
-    engine.http2.reset(engine.stream(5), ErrorCode.CANCEL)
+    engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
         clock.now += 1 / SMALL.control_per_s
@@ -203,7 +203,7 @@ def test_data_that_is_sent_together_earns_for_each_message() -> None:
     assert engine.gone is None
     for _ in range(SMALL.control + 200):
         engine.take(window(1, 32))
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 # --- header blocks
@@ -214,7 +214,7 @@ def test_continuations_without_an_end() -> None:
         engine = Engine().take(OPENED + frame(HEADERS, END_STREAM, 1, REQUEST))
         for _ in range(Limits().continuations):
             assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
-        assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is ErrorCode.ENHANCE_YOUR_CALM
+        assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_a_header_block_without_an_end() -> None:
@@ -222,9 +222,9 @@ def test_a_header_block_without_an_end() -> None:
     limits = Limits(header_block=20000)
     engine = Engine(limits).take(OPENED + frame(HEADERS, 0, 1, bytes(15000)))
     assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
-    assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is FaultCode.ENHANCE_YOUR_CALM
     head = frame(HEADERS, END_HEADERS, 1, bytes(20001))[:9]
-    assert Engine(limits).take(OPENED + head).gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert Engine(limits).take(OPENED + head).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_a_header_list_is_bounded_while_it_expands() -> None:
@@ -235,13 +235,13 @@ def test_a_header_list_is_bounded_while_it_expands() -> None:
     engine.take(begin(3, block=REQUEST + b"\xbe" * 50_000))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert peak < 2**20
 
 
 def test_many_small_fields() -> None:
     engine = Engine().take(OPENED)
-    assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.take(begin(1, block=REQUEST + b"\x90" * 3000)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 # --- streams, and data
@@ -253,7 +253,7 @@ def test_streams_without_an_end() -> None:
     for number in range(1, 1000, 2):
         engine.take(begin(number))
     assert len(engine.requests) == SMALL.streams
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.resets) == SMALL.resets
 
 
@@ -262,7 +262,7 @@ def test_data_without_an_end() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED + begin(1))
     for _ in range(SMALL.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
-    assert engine.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+    assert engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert len(engine.requests[1].data) <= SMALL.window
 
 
@@ -274,7 +274,7 @@ def test_frames_without_an_end() -> None:
         assert not engine.http2._buffer
     for kind in (PING, SETTINGS, RESET, WINDOW, PRIORITY, GO_AWAY, UNKNOWN):
         head = frame(kind, 0, 0, bytes(16385))[:9]
-        assert Engine().take(OPENED + head).gone is ErrorCode.FRAME_SIZE_ERROR
+        assert Engine().take(OPENED + head).gone is FaultCode.FRAME_SIZE_ERROR
 
 
 def test_who_does_not_read() -> None:
@@ -286,7 +286,7 @@ def test_who_does_not_read() -> None:
         engine.take(begin(number, end=True))
         if number in engine.requests:
             engine.http2.sending.head(engine.stream(number), b"\x88", end=True)
-    assert engine.gone is ErrorCode.ENHANCE_YOUR_CALM
+    assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - before <= SMALL.resets + 1
 
 

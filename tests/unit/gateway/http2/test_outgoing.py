@@ -7,7 +7,7 @@ import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from tests.support.wire.http2 import (
     CONTINUATION,
     DATA,
@@ -181,7 +181,7 @@ def test_a_response_to_who_has_not_said_all() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
     engine.http2.sending.respond(engine.stream(1), HEAD, (b"no",), TRAILERS)
-    assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", ErrorCode.NO_ERROR))
+    assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
 def test_streams_take_turns_in_the_window_of_all() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from tests.support.wire.http2 import END_HEADERS, END_STREAM, HEADERS, OPENED, frame
 from tests.support.wire.http2_engine import Case, Engine
 
-BROKEN = (ErrorCode.COMPRESSION_ERROR,)
+BROKEN = (FaultCode.COMPRESSION_ERROR,)
 # Of the table that never changes: :method: POST, :scheme: http, :path: /.
 REQUEST = b"\x83\x86\x84"
 SERVED = ((1, b""),)

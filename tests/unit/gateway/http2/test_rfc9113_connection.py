@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire.http2 import (
     ACK,
@@ -28,9 +28,9 @@ from tests.support.wire.http2 import (
 )
 from tests.support.wire.http2_engine import Case, Engine, Frame
 
-PROTOCOL = (ErrorCode.PROTOCOL_ERROR,)
-FRAME_SIZE = (ErrorCode.FRAME_SIZE_ERROR,)
-FLOW = (ErrorCode.FLOW_CONTROL_ERROR,)
+PROTOCOL = (FaultCode.PROTOCOL_ERROR,)
+FRAME_SIZE = (FaultCode.FRAME_SIZE_ERROR,)
+FLOW = (FaultCode.FLOW_CONTROL_ERROR,)
 PUSH_PROMISE, UNKNOWN = 5, 0x16
 PADDED = 0x8
 
@@ -98,7 +98,7 @@ CASES = [
     Case("4.2", "too large an unknown frame", frame(UNKNOWN, 0, 0, bytes(16385)), FRAME_SIZE),
     Case(
         *("4.3", "no header block", frame(HEADERS, END_HEADERS, 1, b"\x00\x00")),
-        (ErrorCode.COMPRESSION_ERROR,),
+        (FaultCode.COMPRESSION_ERROR,),
     ),
     Case(
         "4.3",
@@ -212,7 +212,7 @@ def test_settings_are_acknowledged_each() -> None:
 def test_goaway_names_the_last_stream() -> None:
     """6.8, 5.4.1: the highest that may have been served; and nothing is handled behind it."""
     engine = Engine().take(OPENED + BEGUN + frame(HEADERS, END_HEADERS, 7, GET) + frame(PING, 0, 0))
-    assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, ErrorCode.FRAME_SIZE_ERROR)
+    assert engine.sent[-1].payload[:8] == struct.pack(">II", 7, FaultCode.FRAME_SIZE_ERROR)
     before = len(engine.sent)
     engine.take(frame(HEADERS, END_HEADERS, 9, GET) + frame(PING, 0, 0, bytes(8)))
     assert 9 not in engine.requests
@@ -232,4 +232,4 @@ def test_a_drain_tells_twice_and_never_more_than_before() -> None:
     engine.take(frame(PING, 0, 0))
     named = [struct.unpack_from(">I", it.payload)[0] for it in engine.sent if it.kind == GO_AWAY]
     assert named == [2**31 - 1, 3, 3, 3]
-    assert engine.resets[5] is ErrorCode.REFUSED_STREAM
+    assert engine.resets[5] is FaultCode.REFUSED_STREAM

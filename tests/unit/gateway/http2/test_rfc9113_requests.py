@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.header_blocks import encode
 from tests.support.wire.http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame
 from tests.support.wire.http2_engine import Case
 
 Fields = tuple[tuple[bytes, bytes], ...]
 
-MALFORMED = ((1, ErrorCode.PROTOCOL_ERROR),)
+MALFORMED = ((1, FaultCode.PROTOCOL_ERROR),)
 METHOD, SCHEME, PATH = (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x")
 PSEUDO = (METHOD, SCHEME, PATH)
 

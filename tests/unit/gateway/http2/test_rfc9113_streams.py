@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from shmserve.gateway.http2.frames import ErrorCode
+from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.limits import Limits
 from tests.support.wire.http2 import (
     ACK,
@@ -26,10 +26,10 @@ from tests.support.wire.http2 import (
 )
 from tests.support.wire.http2_engine import Case, Engine
 
-PROTOCOL = (ErrorCode.PROTOCOL_ERROR,)
-FRAME_SIZE = (ErrorCode.FRAME_SIZE_ERROR,)
-CLOSED = (ErrorCode.STREAM_CLOSED,)
-FLOW = (ErrorCode.FLOW_CONTROL_ERROR,)
+PROTOCOL = (FaultCode.PROTOCOL_ERROR,)
+FRAME_SIZE = (FaultCode.FRAME_SIZE_ERROR,)
+CLOSED = (FaultCode.STREAM_CLOSED,)
+FLOW = (FaultCode.FLOW_CONTROL_ERROR,)
 PADDED, HAS_PRIORITY = 0x8, 0x20
 WHOLE = END_HEADERS | END_STREAM
 
@@ -124,7 +124,7 @@ CASES = [
         "5.3",
         "a stream that depends on itself",
         BEGUN + priority(1, 1),
-        resets=((1, ErrorCode.PROTOCOL_ERROR),),
+        resets=((1, FaultCode.PROTOCOL_ERROR),),
     ),
     Case(
         "5.3",
@@ -181,7 +181,7 @@ CASES = [
     Case("6.3", "PRIORITY of no stream", priority(0), PROTOCOL),
     Case(
         *("6.3", "too short a PRIORITY", BEGUN + frame(PRIORITY, 0, 1, bytes(4))),
-        resets=((1, ErrorCode.FRAME_SIZE_ERROR),),
+        resets=((1, FaultCode.FRAME_SIZE_ERROR),),
     ),
     Case(
         "6.3", "too short a PRIORITY of an idle stream", frame(PRIORITY, 0, 1, bytes(4)), FRAME_SIZE
@@ -195,7 +195,7 @@ CASES = [
     Case("6.9", "of all by nothing", window(0, 0), PROTOCOL),
     Case(
         *("6.9", "of a stream by nothing", BEGUN + window(1, 0)),
-        resets=((1, ErrorCode.PROTOCOL_ERROR),),
+        resets=((1, FaultCode.PROTOCOL_ERROR),),
     ),
     Case("6.9", "by nothing, but for the reserved bit", window(0, 2**31), PROTOCOL),
     Case("6.9", "too short a WINDOW_UPDATE", frame(WINDOW, 0, 0, bytes(3)), FRAME_SIZE),
@@ -206,7 +206,7 @@ CASES = [
     Case("6.9.1", "a stream's largest", BEGUN + window(1, 2**31 - 1 - 65535) + LAST, served=SERVED),
     Case(
         *("6.9.1", "a stream's larger one", BEGUN + window(1, 2**31 - 1)),
-        resets=((1, ErrorCode.FLOW_CONTROL_ERROR),),
+        resets=((1, FaultCode.FLOW_CONTROL_ERROR),),
     ),
     Case(
         "6.9.2",
@@ -263,7 +263,7 @@ def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
     """5.1, closed: what its client sent before it knew is ignored."""
     engine = Engine().take(OPENED + BEGUN)
     if how == "reset":
-        engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+        engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
         engine.http2.sending.head(engine.stream(1), b"\x88", end=True)
     engine.take(late)
@@ -274,7 +274,7 @@ def test_a_stream_that_we_have_ended(name: str, late: bytes, how: str) -> None:
 def test_a_stream_that_is_reset_in_the_midst_of_a_frame() -> None:
     """5.1, closed: the rest of its data is passed over, and the next frame is found."""
     engine = Engine().take(OPENED + BEGUN + frame(DATA, END_STREAM, 1, bytes(100))[:50])
-    engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+    engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     engine.take(frame(DATA, END_STREAM, 1, bytes(100))[50:])
     assert len(engine.requests[1].data) == 41
     assert not engine.requests[1].ended
@@ -284,7 +284,7 @@ def test_a_stream_that_is_reset_in_the_midst_of_a_frame() -> None:
 def test_header_blocks_of_ended_streams_are_decoded() -> None:
     """4.3: their fields are in the table for the blocks that follow."""
     engine = Engine().take(OPENED + BEGUN)
-    engine.http2.reset(engine.stream(1), ErrorCode.CANCEL)
+    engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     kept = b"\x40\x01a\x01b"  # in the table from now on
     engine.take(frame(HEADERS, WHOLE, 1, kept) + frame(HEADERS, WHOLE, 3, GET + b"\xbe"))
     assert engine.requests[3].fields[-1] == (b"a", b"b")
@@ -294,8 +294,8 @@ def test_a_stream_that_was_answered_in_whole() -> None:
     """5.1, closed: both are done; only what may cross the answer is ignored."""
     for late, ends in [
         (window(1, 1) + priority(1) + frame(RESET, 0, 1, bytes(4)), None),
-        (LAST, ErrorCode.STREAM_CLOSED),
-        (TRAILERS, ErrorCode.STREAM_CLOSED),
+        (LAST, FaultCode.STREAM_CLOSED),
+        (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(OPENED + ASKED)
         engine.http2.sending.respond(engine.stream(1), b"\x88", (b"data",), b"\x88")
@@ -309,7 +309,7 @@ def test_more_streams_than_may_be() -> None:
     for stream in (1, 3, 5):
         engine.take(frame(HEADERS, END_HEADERS, stream, GET))
     assert list(engine.requests) == [1, 3]
-    assert engine.resets == {5: ErrorCode.REFUSED_STREAM}
+    assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
     engine.http2.sending.respond(engine.stream(1), b"\x88", (), b"\x88")
     engine.check_goes_on()
@@ -335,13 +335,13 @@ def test_more_data_than_was_granted() -> None:
     full = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
     assert Engine(limits).take(OPENED + BEGUN + full).resets == {}
     one_more = Engine(limits).take(OPENED + BEGUN + full + frame(DATA, 0, 1, b"x"))
-    assert one_more.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+    assert one_more.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
     assert one_more.requests[1].cancelled
     granted = Engine(limits).take(OPENED + BEGUN + full)
     granted.http2.grant(granted.stream(1), 6)
     assert granted.take(frame(DATA, PADDED, 1, b"\4" + bytes(5))).resets == {}
     granted.take(frame(DATA, PADDED, 1, b"\0"))
-    assert granted.resets == {1: ErrorCode.FLOW_CONTROL_ERROR}
+    assert granted.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
 
 
 def test_padding_is_granted_again() -> None:
