@@ -266,6 +266,8 @@ class GrpcConnection(LimitedConnection):
 
     def over(self) -> None:
         """A call is over, and all of it is sent."""
+        if not self.http2.streams:
+            self._since = self.loop.time()
         if self.lifetime.leaving:
             self.lifetime.over()
 
