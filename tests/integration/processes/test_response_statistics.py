@@ -33,7 +33,7 @@ def repeating(repository: Path, serve: Callable[..., Server]) -> Server:
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
     with stream(repeating) as (client, told):
         for count in (3, 1):
-            ask_repeat(client, list(range(count)))
+            ask_repeat(client, list(range(count)), delay_ms=2)  # a first one counts in whole ms
             assert ended(told) == count
         (over_grpc,) = client.get_inference_statistics("repeat").model_stats
     with repeating.http() as http:
