@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -94,10 +95,9 @@ def start(
     """A server that finds these from descriptor 3 on."""
 
     def place() -> None:
-        for number, each in enumerate(given):
-            os.dup2(each.fileno(), 30 + number)
-        for number in range(len(given)):
-            os.dup2(30 + number, 3 + number)
+        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in given]  # beyond their places
+        for number, copy in enumerate(copies):
+            os.dup2(copy, 3 + number)
 
     place_pid = 'LISTEN_PID=$$ exec "$@"'
     return subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import subprocess
@@ -99,10 +100,9 @@ def ask(sockets: list[socket.socket], names: str, pid: str = "self") -> list[str
     """What a process finds that is given these as its first descriptors."""
 
     def place() -> None:
-        for number, each in enumerate(sockets):
-            os.dup2(each.fileno(), 20 + number)
-        for number in range(len(sockets)):
-            os.dup2(20 + number, 3 + number)
+        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in sockets]  # beyond their places
+        for number, copy in enumerate(copies):
+            os.dup2(copy, 3 + number)
 
     told = {"LISTEN_PID": pid, "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
     done = subprocess.run(
