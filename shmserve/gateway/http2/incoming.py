@@ -6,6 +6,7 @@ whole frame is here, a header block when all its frames are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic
 
@@ -35,7 +36,7 @@ _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody 
 _SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
 
 
-class FrameReader(Generic[T]):
+class FrameReader(ABC, Generic[T]):
     """The reading half of a connection; what frames mean is for its kinds.
 
     `closing`: it is over but for what is to be written. `frames_in`: what came, to see silence.
@@ -221,28 +222,28 @@ class FrameReader(Generic[T]):
 
     # --- for its kinds
 
+    @abstractmethod
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         """A DATA frame of so many bytes begins, some of them padding; its pieces are for
         `_piece_stream`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
         """A piece of data is here."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _headers_came(self, number: int, flags: int, block: bytes, events: list[Event[T]]) -> None:
         """A whole header block is here."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _frame(
         self, kind: int, flags: int, number: int, payload: bytes, events: list[Event[T]]
     ) -> None:
         """A whole frame is here that is not data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fail_stream(self, number: int, code: FaultCode, events: list[Event[T]]) -> None:
         """The client has broken a rule on this stream."""
-        raise NotImplementedError
 
 
 def _block_of(flags: int, number: int, payload: bytes) -> bytes:

@@ -215,7 +215,6 @@ class Outgoing:
         if stream not in self.waiting:
             return False
         turn = _TURN
-        room = 0
         while stream.queued and turn > 0 and not self.paused:
             room = min(self.largest_frame, stream.send_window, self.window)
             if room <= 0:

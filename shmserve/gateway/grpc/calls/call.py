@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.calls import response_blocks
 from shmserve.gateway.grpc.calls.front import Carrier
-from shmserve.gateway.grpc.calls.head import CallHead, Metadata
+from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
@@ -47,7 +48,7 @@ _OVER_S = 0.005  # a call with less time left is over
 _AHEAD = 256  # messages of a stream that nobody has asked for; a small one is larger than its bytes
 
 
-class GrpcCall:
+class GrpcCall(ABC):
     """A call of a client; `done` once nothing more is sent but what is queued."""
 
     __slots__ = (
@@ -84,11 +85,6 @@ class GrpcCall:
     def client(self) -> ClientIdentity:
         """Whose it is."""
         return self._connection.client
-
-    @property
-    def metadata(self) -> Metadata:
-        """What the client sent with it."""
-        return self.head.metadata
 
     def time_remaining(self) -> float | None:
         """Until its deadline, in seconds; None: it has none."""
@@ -173,7 +169,7 @@ class GrpcCall:
         extra, assembly.extra = assembly.extra, 0
         self._connection.http2.grant(self._stream, extra)
 
-    def check_message(self) -> None:
+    def check_message(self) -> None:  # noqa: B027
         """All is handled that came with its beginning."""
 
     def await_message(self) -> ArrivingMessage:
@@ -237,11 +233,13 @@ class GrpcCall:
         """Whether more messages are here than are asked for: others are taken later."""
         return False
 
+    @abstractmethod
     def _received(self, message: Received) -> None:
-        raise NotImplementedError
+        """A message is here."""
 
+    @abstractmethod
     def _half_closed(self) -> None:
-        raise NotImplementedError
+        """The client sends no more."""
 
     async def _inflated(self, message: Received) -> bytes:
         assert isinstance(message.data, bytes)
@@ -302,6 +300,7 @@ class UnaryCall(GrpcCall):
         if self._compression is None or len(response) < LARGE:
             self._send(self._framed(response))
         else:
+            self.on_gone = None  # there is nothing to be given up any more
             self._task = asyncio.ensure_future(self._finish_in_turns(response))
 
     async def _finish_in_turns(self, response: bytes) -> None:
@@ -313,11 +312,8 @@ class UnaryCall(GrpcCall):
         self._end()
         self._stream.on_sent = self._over
         sending = self._connection.http2.sending
-        if self._compression is None:
-            sending.respond(self._stream, response_blocks.HEAD, pieces, response_blocks.OK)
-        else:
-            head = response_blocks.head(self._compression)
-            sending.respond(self._stream, head, pieces, response_blocks.OK)
+        head = response_blocks.HEADS[self._compression]
+        sending.respond(self._stream, head, pieces, response_blocks.OK)
         self._connection.flush()
 
     def _received(self, message: Received) -> None:
@@ -461,7 +457,7 @@ class StreamingCall(GrpcCall):
     def _begin(self) -> None:
         self._begun = True
         sending = self._connection.http2.sending
-        sending.head(self._stream, response_blocks.head(self._compression))
+        sending.head(self._stream, response_blocks.HEADS[self._compression])
 
     async def write_all(self, responses: Sequence[bytes]) -> None:
         """Write these; returns when the client takes the last of them, or has left."""

@@ -12,23 +12,19 @@ _FIELDS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
 )
-HEAD = STATUS_200 + encode(_FIELDS)
-_HEADS: dict[str | None, bytes] = {
-    None: HEAD,
-    **{name: HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
+_HEAD = STATUS_200 + encode(_FIELDS)
+# Of responses whose messages may be compressed so; None: they are not.
+HEADS: dict[str | None, bytes] = {
+    None: _HEAD,
+    **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
 }
 OK = encode(((b"grpc-status", b"0"),))
-
-
-def head(compression: str | None) -> bytes:
-    """The head of a response whose messages may be compressed so."""
-    return _HEADS[compression]
 
 
 def start(http_status: int) -> bytes:
     """The start of the only block of a response without messages."""
     if http_status == 200:
-        return HEAD
+        return _HEAD
     return encode(((b":status", str(http_status).encode()), *_FIELDS))
 
 

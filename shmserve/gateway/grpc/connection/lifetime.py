@@ -28,7 +28,6 @@ class ConnectionLifetime:
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._frames = 0  # that had come at the last look
-        self._unanswered = False
         self._pings_sent = 0  # in a row, without data
         self._data_sent = 0
         self._pings = 0

@@ -395,3 +395,21 @@ def test_who_reads_again_is_told_all() -> None:
         assert scene.statuses().keys() == {1, 3}
 
     played(play)
+
+
+def test_who_leaves_while_its_response_is_deflated_has_given_nothing_up() -> None:
+    """What it asked for is done, and its memory may be another's by now."""
+
+    async def play(scene: Scene) -> None:
+        told: list[str] = []
+        scene.ask(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
+        call = scene.calls[0][1]
+        call.on_gone = lambda: told.append("gone")
+        call.on_over = lambda: told.append("over")
+        call.finish(bytes(1 << 20))
+        scene.say(frame(RESET, 0, 1, bytes(4)))
+        await scene.clock.go_on(0)
+        assert told == ["over"]
+        assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
+
+    played(play, deflate=1)
