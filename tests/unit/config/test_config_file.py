@@ -111,7 +111,7 @@ def test_what_no_server_can_have_is_named_by_its_place(tmp_path: Path) -> None:
         server.from_flags(read(tmp_path, text), {})
     start = f"--config: '{tmp_path}/shmserve.yaml' line 1: --model-repository: '/no/models'"
     assert caught.value.message.startswith(start)
-    with pytest.raises(InvalidArgument, match="^--model-repository: "):
+    with pytest.raises(InvalidArgument, match=r"^--model-repository: "):
         server.from_flags(read(tmp_path, text, "--model-repository=/none"), {})
 
 
