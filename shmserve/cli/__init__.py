@@ -25,6 +25,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 
 if TYPE_CHECKING:
     from shmserve.config.options import Flag
+    from shmserve.config.server import ServerConfig
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -100,7 +101,10 @@ def _serve(arguments: list[str]) -> int:
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    return serve(server.from_flags(command_line.parse(arguments), os.environ))
+    def read() -> ServerConfig:
+        return server.from_flags(command_line.parse(arguments), os.environ)
+
+    return serve(read(), read)
 
 
 def _check(arguments: list[str]) -> int:

@@ -65,7 +65,7 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     systemd.run("systemctl", "daemon-reload")
     started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
     assert "status" not in started, log.read_text() if log.exists() else started
-    assert systemd.show("shmserve.service", "StatusText") == "1/1 models loaded"
+    assert systemd.show("shmserve.service", "StatusText") == "1/1 models ready"
 
     # Who is in the group is served, with memory of its own; who is not finds every door closed.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
