@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # One line, whatever the arguments that it quotes hold.
-        line = "".join(char if char.isprintable() else "?" for char in error.message)
-        print(f"shmserve: {line}", file=sys.stderr)
+        # One line for each problem, whatever the arguments that it quotes hold.
+        for problem in getattr(error, "problems", [error.message]):
+            line = "".join(char if char.isprintable() else "?" for char in problem)
+            print(f"shmserve: {line}", file=sys.stderr)
         return 2
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)

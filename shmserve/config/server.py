@@ -125,8 +125,15 @@ _AS_GIVEN = (
 def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
-    Raises InvalidArgument with one line naming the flag.
+    Raises InvalidArgument with one line naming the flag, and where a file sets it.
     """
+    try:
+        return _from_flags(parsed, environment)
+    except InvalidArgument as error:
+        raise parsed.located(error) from None
+
+
+def _from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     repositories, files = _models(parsed)
     return ServerConfig(

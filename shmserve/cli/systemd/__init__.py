@@ -1,7 +1,7 @@
 """`shmserve systemd`: writes, shows and removes the units of a host.
 
 units.py             the files, their texts and purposes (pure)
-*.conf config.toml   the texts
+*.conf config.yaml   the texts
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Host:
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
         token=_below(root, place.settings / "token").exists(),
-        exit_timeout_s=_exit_timeout_s(_below(root, place.settings / "shmserve.toml")),
+        exit_timeout_s=_exit_timeout_s(_below(root, place.settings / "shmserve.yaml")),
     )
 
 

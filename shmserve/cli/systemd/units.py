@@ -81,19 +81,17 @@ def files(host: Host) -> list[File]:
 def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
     user = host.home is not None
     models = json.dumps(str(host.models), ensure_ascii=False)
-    group = (
-        "" if user else '# Its members may share memory with the server.\nshm-group = "shmclients"'
-    )
+    group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     yield (
-        host.settings / "shmserve.toml",
+        host.settings / "shmserve.yaml",
         "the server's flags",
-        _filled("config.toml", models=models, group=group),
+        _filled("config.yaml", models=models, group=group),
         True,
     )
     yield host.units / SERVICES[0], "the server", _service(host, instance=False), False
     yield (
         host.units / SERVICES[1],
-        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.toml",
+        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml",
         _service(host, instance=True),
         False,
     )
