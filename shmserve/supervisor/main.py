@@ -6,6 +6,7 @@ listening sockets -> run directory -> compose -> Supervisor.run -> the run direc
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
@@ -84,6 +85,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     logs.configure("supervisor", config.log)
     name_process("supervisor")
     fd_limits.raise_limit()
+    faulthandler.enable()  # where it is when a service manager ends it, or it breaks
     listeners = Listeners()
     group = config.shm.group
     try:
