@@ -6,7 +6,9 @@ client_infer.py      its verb `infer`; client_tensors.py: what that reads and pr
 client_server.py     the flags that name a server
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+guide.py             `shmserve guide`: pages to read, some of which are made when asked for
 profile.py           `shmserve profile`
+serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
 """
 
@@ -15,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from shmserve.common import fd_limits
 from shmserve.errors import InvalidArgument, ShmserveError
 
 if TYPE_CHECKING:
-    from shmserve.config.options import Flag
+    from shmserve.config.server import ServerConfig
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -33,6 +34,7 @@ usage: shmserve VERB ...
   check          load every model of a repository once, run one batch each, report
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
+  guide          pages to read: how to make models, ask a server, run it
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
 
@@ -50,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # One line, whatever the arguments that it quotes hold.
-        line = "".join(char if char.isprintable() else "?" for char in error.message)
-        print(f"shmserve: {line}", file=sys.stderr)
+        # One line for each problem, whatever the arguments that it quotes hold.
+        for problem in getattr(error, "problems", [error.message]):
+            line = "".join(char if char.isprintable() else "?" for char in problem)
+            print(f"shmserve: {line}", file=sys.stderr)
         return 2
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)
@@ -76,6 +79,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "guide":
+            return _guide(arguments)
         case "profile":
             return _profile(arguments)
         case "systemd":
@@ -94,12 +99,17 @@ def _run(arguments: list[str]) -> int:
 
 def _serve(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
-        print(_serve_help())
+        from shmserve.cli import serve_help
+
+        print(serve_help.text())
         return 0
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    return serve(server.from_flags(command_line.parse(arguments), os.environ))
+    def read() -> ServerConfig:
+        return server.from_flags(command_line.parse(arguments), os.environ)
+
+    return serve(read(), read)
 
 
 def _check(arguments: list[str]) -> int:
@@ -130,6 +140,16 @@ def _events(arguments: list[str]) -> int:
     )
     events.add_arguments(parser)
     return events.run(parser.parse_args(arguments))
+
+
+def _guide(arguments: list[str]) -> int:
+    from shmserve.cli import guide
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve guide", description="Show a page of the guide; without a topic its contents."
+    )
+    guide.add_arguments(parser)
+    return guide.run(parser.parse_args(arguments))
 
 
 def _profile(arguments: list[str]) -> int:
@@ -166,40 +186,3 @@ once, holds its outputs against its configuration, and prints a line a model. It
 sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
 every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
 in it, as one text. Exit status: 0 all is well, 2 something is not."""
-
-
-def _flag_help(flag: Flag) -> list[str]:
-    kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
-        flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
-    )
-    default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
-    return [
-        f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}",
-        *textwrap.wrap(
-            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
-        ),
-    ]
-
-
-def _serve_help() -> str:
-    from shmserve.config.options import GROUPS, IDLE
-
-    lines = [
-        "usage: shmserve serve --model-repository DIR [flags]",
-        "       shmserve serve path/model.py:Class [flags]",
-    ]
-    for group, flags in GROUPS.items():
-        lines += ["", f"{group}:"]
-        for flag in flags:
-            lines += _flag_help(flag)
-    lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for instead, flags in IDLE.items():
-        names = ", ".join(f"--{flag.name}" for flag in flags)
-        lines += textwrap.wrap(
-            f"{names}: {instead}",
-            92,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)

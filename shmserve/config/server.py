@@ -50,7 +50,7 @@ class HttpConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The settings of `shmserve serve`. `model_files` are "path/model.py:Class", whose
-    parameters are `class_settings`.
+    parameters are `class_settings`. `flags`: what each flag was given, or has by default.
 
     No `tokens`: none is asked for. The restricted APIs are by scope.
     """
@@ -99,6 +99,7 @@ class ServerConfig:
     backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
+    flags: Mapping[str, Any]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
         """The settings of --backend-config for a backend (those without a backend are for all)."""
@@ -125,8 +126,15 @@ _AS_GIVEN = (
 def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
-    Raises InvalidArgument with one line naming the flag.
+    Raises InvalidArgument with one line naming the flag, and where a file sets it.
     """
+    try:
+        return _from_flags(parsed, environment)
+    except InvalidArgument as error:
+        raise parsed.located(error) from None
+
+
+def _from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     repositories, files = _models(parsed)
     return ServerConfig(
@@ -177,6 +185,7 @@ def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+        flags={**parsed.values, **parsed.repeated},
     )
 
 
