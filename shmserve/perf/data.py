@@ -22,7 +22,7 @@ import numpy as np
 from shmserve.cli.client_tensors import ModelTensor, WrongInput, encode, load, split_input
 from shmserve.cli.transports import InputTensor, Transport, TransportError
 from shmserve.errors import InvalidArgument, refused
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, STORED, element_count
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
 
 _MOST = 1000  # requests, of a file or a program
 _SEED = 0
@@ -107,11 +107,11 @@ class _Maker:
             raise InvalidArgument(f"the model has no input '{name}'; it has {known}")
         return self.model.inputs[name]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of an input as it is sent."""
+    def shape(self, name: str, given: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Of an input as it is sent; `given`: of a row, where it is known."""
         tensor = self.tensor(name)
         row = tensor.shape[1:] if self.model.batches else tensor.shape
-        row = self.shapes.get(name, row)
+        row = self.shapes.get(name, row) if given is None else tuple(given)
         if -1 in row:
             dims = ",".join(map(str, row))
             raise InvalidArgument(
@@ -124,18 +124,18 @@ class _Maker:
         """An input of zeros, or of random numbers or letters."""
         tensor, shape = self.tensor(name), self.shape(name)
         zero = self.given.source == "zero"
+        kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the half of that
         if tensor.datatype == "BYTES":
             length = 0 if zero else self.given.text_length
             letters = self.draw.integers(97, 123, (element_count(shape), length), np.uint8)
             array: Any = np.array([row.tobytes() for row in letters], np.object_).reshape(shape)
         elif zero:
-            array = np.zeros(shape, STORED[tensor.datatype])
-        elif STORED[tensor.datatype].kind == "f" or tensor.datatype == "BF16":
-            kind = np.float32 if tensor.datatype == "BF16" else STORED[tensor.datatype]
+            array = np.zeros(shape, kind)
+        elif kind.kind == "f":
             array = self.draw.random(shape).astype(kind)
         else:
             most = 2 if tensor.datatype == "BOOL" else _LARGEST_NUMBER
-            array = self.draw.integers(0, most, shape).astype(STORED[tensor.datatype])
+            array = self.draw.integers(0, most, shape).astype(kind)
         return self.encoded(name, array)
 
     def encoded(self, name: str, value: Any) -> InputTensor:
@@ -146,29 +146,22 @@ class _Maker:
 
     def of_elements(self, name: str, value: Any) -> InputTensor:
         """An input as a file has it: its elements, in one list or nested."""
-        shape = self.tensor(name).shape
-        if isinstance(value, dict):
-            if "shape" in value:
-                row = tuple(value["shape"])
-                shape = (self.given.batch, *row) if self.model.batches else row
-            if "b64" in value:
-                return self._of_bytes(name, shape, base64.b64decode(value["b64"], validate=True))
-            value = value["content"]
-        if -1 in shape or self.model.batches:
-            shape = shape if isinstance(value, dict) and "shape" in value else self.shape(name)
-        flat = np.array(value, np.object_).ravel()
-        copies, rest = divmod(element_count(shape), max(flat.size, 1))
-        if rest or not copies or (copies > 1 and copies != self.given.batch):
+        parts = value if isinstance(value, dict) else {"content": value}
+        shape = self.shape(name, parts.get("shape"))
+        if "b64" in parts:
+            return self._of_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
+        flat = np.array(parts["content"], np.object_).ravel()
+        if flat.size * self.given.batch == element_count(shape):
+            flat = np.tile(flat, self.given.batch)
+        if flat.size != element_count(shape):
             raise InvalidArgument(f"input '{name}': {flat.size} elements are not of shape {shape}")
-        return self.encoded(name, np.tile(flat, copies).reshape(shape).tolist())
+        return self.encoded(name, flat.reshape(shape).tolist())
 
     def _of_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
-        tensor = self.tensor(name)
-        sent = self.shape(name) if -1 in shape else shape
-        item = ITEM_SIZE[tensor.datatype]
-        if item and len(raw) != item * element_count(sent):
-            raise InvalidArgument(f"input '{name}': {len(raw)} bytes are not of shape {sent}")
-        return InputTensor(name, tensor.datatype, list(sent), raw)
+        datatype = self.tensor(name).datatype
+        if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
+            raise InvalidArgument(f"input '{name}': {len(raw)} bytes are not of shape {shape}")
+        return InputTensor(name, datatype, list(shape), raw)
 
 
 def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
@@ -243,7 +236,7 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
         if not isinstance(entry, Mapping):
             raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
         try:
-            yield {name: maker.encoded(name, np.asarray(value)) for name, value in entry.items()}
+            yield {name: maker.encoded(name, value) for name, value in entry.items()}
         except (WrongInput, ValueError, TypeError) as error:
             raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 

@@ -27,9 +27,9 @@ _clock = time.monotonic_ns
 class Slot:
     """A lane, and the encoded requests that take turns on it."""
 
-    def __init__(self, load: Load, requests: Sequence[Any], first: int) -> None:
+    def __init__(self, load: Load, requests: Sequence[Any]) -> None:
         self._load = load
-        self._requests = itertools.cycle([*requests[first:], *requests[:first]])
+        self._requests = itertools.cycle(requests)
         self._began_ns = self._late_ns = self._first_ns = self._latest_ns = 0
         self._responses = 0
         self.lane: Lane
@@ -92,8 +92,7 @@ class Load:
         self._count = slots
         self._last_ns = 0  # when something ended
         for number in range(slots):
-            given = requests(number)
-            slot = Slot(self, given, number % len(given) if schedule is None else 0)
+            slot = Slot(self, requests(number))
             slot.lane = door.lane(slot)
             self._free.append(slot)
         self._lanes = [slot.lane for slot in self._free]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from array import array
@@ -54,18 +55,18 @@ class Mark(NamedTuple):
     cpu_s: float
 
 
-def rates(records: Records, marks: Sequence[Mark]) -> list[float]:
+def rates(marks: Sequence[Mark]) -> list[float]:
     """Requests a second in each window."""
     return [
         (after.requests - before.requests) * 1e9 / (after.at_ns - before.at_ns)
-        for before, after in zip(marks, marks[1:], strict=False)
+        for before, after in itertools.pairwise(marks)
     ]
 
 
 def means(records: Records, marks: Sequence[Mark]) -> list[float]:
     """The mean latency in each window, nanoseconds; 0 where none ended."""
     found = []
-    for before, after in zip(marks, marks[1:], strict=False):
+    for before, after in itertools.pairwise(marks):
         taken = latencies(records, before, after)
         found.append(float(taken.mean()) if taken.size else 0.0)
     return found

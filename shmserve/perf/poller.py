@@ -43,10 +43,11 @@ class Poller:
 
     def turn(self, wait_ns: int) -> None:
         """Wait so long, or until something is ready, and handle all that is."""
-        while self._soon:
-            calls, self._soon = self._soon, []
-            for call in calls:
-                call()
+        calls, self._soon = self._soon, []
+        for call in calls:
+            call()
+        if self._soon:  # for the next turn
+            wait_ns = 0
         if 0 < wait_ns < 2 * _COARSE_NS:
             if not select.select((self._epoll,), (), (), wait_ns / 1e9)[0]:
                 return

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import posix_ipc
 
@@ -41,7 +42,7 @@ class SystemMemory:
                 posix_ipc.unlink_shared_memory(self._key)
             raise Unavailable(f"no {byte_size} bytes of shared memory: {error}") from None
         made.close_fd()
-        self.fields = {"key": self._key, "offset": 0, "byte_size": byte_size}
+        self.fields: dict[str, Any] = {"key": self._key, "offset": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
         """Put bytes there."""
@@ -63,7 +64,7 @@ class CudaMemory:
         self._memory: DeviceAllocation | None = DeviceAllocation(exporting(), 0, byte_size)
         self._pointer, self._cuda = self._memory.pointer, self._memory.cuda
         raw = self._memory.handle.raw
-        self.fields = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}
+        self.fields: dict[str, Any] = {"raw_handle": raw, "device_id": 0, "byte_size": byte_size}
 
     def write(self, offset: int, raw: bytes) -> None:
         """Copy bytes there."""
@@ -75,7 +76,10 @@ class CudaMemory:
         self._memory = None
 
 
-KINDS = {"system": SystemMemory, "cuda": CudaMemory}
+KINDS: dict[str, type[SystemMemory] | type[CudaMemory]] = {
+    "system": SystemMemory,
+    "cuda": CudaMemory,
+}
 
 
 class Regions:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.cli.client_tensors import decode
-from shmserve.cli.transports import InputTensor, OutgoingRequest
+from shmserve.cli.transports import Address, Credentials, InputTensor, OutgoingRequest
 from shmserve.cli.transports.http import model_path
 from shmserve.errors import InvalidArgument
 from shmserve.perf.doors import Heard
 from shmserve.perf.doors.http import HttpDoor, HttpLane
+from shmserve.perf.poller import Poller
 
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _JSON = {"Content-Type": "application/json"}
@@ -88,7 +89,13 @@ class OpenAIDoor(HttpDoor):
     the end, a token."""
 
     streams = True
-    route = ""
+
+    def __init__(
+        self, address: Address, credentials: Credentials, poller: Poller, route: str
+    ) -> None:
+        """Raises InvalidArgument for files of TLS that are none."""
+        super().__init__(address, credentials, poller)
+        self.route = route
 
     def encode(self, request: Any) -> bytes:
         """A POST of a body."""

@@ -7,7 +7,9 @@ Some lanes share a connection; what they send in one turn of the loop leaves as 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 from hpack import Decoder
@@ -26,10 +28,9 @@ _SHARE = 6  # lanes a connection, as Triton's client has it
 _HEADER_TABLE_SIZE = 1
 _TOP_UP = 1 << 30  # bytes read, after which a window is made as large as it was
 _MESSAGE_HEAD = 5  # bytes: compressed or not, size
-# A parameter of a response, as it is serialised: true, or not.
-_FINAL_NAME = b"\x0a\x15triton_final_response"
-_FINAL = _FINAL_NAME + b"\x12\x02\x08\x01"
-_FAILED = 0x0A  # a message of the stream that begins with its error
+# A parameter of a response that is true, as it is serialised.
+_FINAL = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
+_FAILED = b"\x0a"  # what a message of the stream begins with that is an error
 
 
 class GrpcDoor:
@@ -121,7 +122,7 @@ class GrpcLane:
     def _response(self, message: bytes) -> None:
         if not self._busy:
             return
-        if message[:1] == b"\x0a":
+        if message[:1] == _FAILED:
             self._busy = False
             self.heard.ended(pb.ModelStreamInferResponse.FromString(message).error_message)
         elif _FINAL not in message:
@@ -283,7 +284,7 @@ class Http2Connection:
         block, self._block = self._block, b""
         error = self._known.get(block)
         if error is None:
-            error = self._known[block] = _error_of(dict(self._decoder.decode(block)))
+            error = self._known[block] = _error_of(self._decoder.decode(block))
         if flags & h2.END_STREAM:
             self._finish(stream, error)
 
@@ -324,8 +325,9 @@ def _window_update(stream: int, size: int) -> bytes:
     return h2.frame(h2.WINDOW_UPDATE, 0, stream, h2.pack_long(size))
 
 
-def _error_of(fields: dict[str, str]) -> str:
+def _error_of(decoded: Iterable[Any]) -> str:
     """What a response's head or trailers say went wrong; "" for nothing."""
+    fields: dict[str, str] = dict(decoded)
     if fields.get("grpc-status", "0") != "0":
         text = unquote(fields.get("grpc-message", ""))
         return f"{text} (gRPC status {fields['grpc-status']})"
