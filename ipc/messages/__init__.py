@@ -69,6 +69,7 @@ from shmserve.ipc.messages.memory import (
     RegionUse,
 )
 from shmserve.ipc.messages.supervision import (
+    Accept,
     Acknowledged,
     AdminRequest,
     Answer,
@@ -116,7 +117,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
-    HealthChanged | SetLogging | Answer | Ending
+    HealthChanged | SetLogging | Answer | Accept | Ending
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady
