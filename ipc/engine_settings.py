@@ -149,7 +149,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 _CHOICES = {
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION,
-    "weights": ("fp32", "int8"),
+    "weights": ("fp32", "bf16", "int8"),
     "method": ("draft", "ngram"),
 }
 # The least and the greatest value of each number.

@@ -24,7 +24,7 @@ What the class may have besides `predict`:
 
     ragged = ("x",)             inputs that come flat, one request after the other
     batch_input, batch_output   lists of mappings, as in a configuration, for these
-    padding = {"x": {...}}      inputs that are filled up to one shape (README.md)
+    padding = {"x": {...}}      inputs that are filled up to one shape (guide/shapes.md)
 
     def load(self, context)     before the first batch, with a `Context`
     def is_ready(self)          whether it is, a bool: see below

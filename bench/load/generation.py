@@ -32,10 +32,10 @@ from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
@@ -60,14 +60,13 @@ class Generating:
     def __init__(self, model: Transformer, rows: int) -> None:
         self._blocks = (PROMPT + NEW) // BLOCK
         cache = KvCache(model.architecture, BLOCK, rows * self._blocks, 0)
-        attention = make_attention(cache, model.architecture, "cpu")
         parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
         prompts = {
             key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
             for key in range(rows)
         }
         self._rows = rows
-        self._engine = WorkerEngine(model, cache, attention, None, prompts, lambda news: None)
+        self._engine = WorkerEngine(Passes(model, cache), None, prompts, lambda news: None)
 
     def prefill(self) -> float:
         """Compute all prompts, one a step; seconds."""

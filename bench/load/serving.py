@@ -33,9 +33,9 @@ from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.scheduler.statistics.generation_stats import GenerationStats
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampling.speculation import DraftModel
@@ -64,10 +64,8 @@ class Serving:
         cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
         self._prompts: dict[int, Prompt] = {}
         self._worker = WorkerEngine(
-            model,
-            cache,
-            make_attention(cache, model.architecture, "cpu"),
-            DraftModel(draft, *sizes) if draft else None,
+            Passes(model, cache),
+            DraftModel(Passes(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None,
             self._prompts,
             lambda news: None,
         )

@@ -7,7 +7,9 @@ client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+guide.py             `shmserve guide`: pages to read, some of which are made when asked for
 profile.py           `shmserve profile`
+serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
 """
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from shmserve.common import fd_limits
 from shmserve.errors import InvalidArgument, ShmserveError
 
 if TYPE_CHECKING:
-    from shmserve.config.options import Flag
+    from shmserve.config.server import ServerConfig
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -35,6 +36,7 @@ usage: shmserve VERB ...
   doctor         what this host lacks for a server, and what to do about it
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
+  guide          pages to read: how to make models, ask a server, run it
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
 
@@ -52,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except InvalidArgument as error:
-        # One line, whatever the arguments that it quotes hold.
-        line = "".join(char if char.isprintable() else "?" for char in error.message)
-        print(f"shmserve: {line}", file=sys.stderr)
+        # One line for each problem, whatever the arguments that it quotes hold.
+        for problem in getattr(error, "problems", [error.message]):
+            line = "".join(char if char.isprintable() else "?" for char in problem)
+            print(f"shmserve: {line}", file=sys.stderr)
         return 2
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)
@@ -80,6 +83,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "guide":
+            return _guide(arguments)
         case "profile":
             return _profile(arguments)
         case "systemd":
@@ -98,12 +103,17 @@ def _run(arguments: list[str]) -> int:
 
 def _serve(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
-        print(_serve_help())
+        from shmserve.cli import serve_help
+
+        print(serve_help.text())
         return 0
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    return serve(server.from_flags(command_line.parse(arguments), os.environ))
+    def read() -> ServerConfig:
+        return server.from_flags(command_line.parse(arguments), os.environ)
+
+    return serve(read(), read)
 
 
 def _check(arguments: list[str]) -> int:
@@ -152,6 +162,16 @@ def _events(arguments: list[str]) -> int:
     return events.run(parser.parse_args(arguments))
 
 
+def _guide(arguments: list[str]) -> int:
+    from shmserve.cli import guide
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve guide", description="Show a page of the guide; without a topic its contents."
+    )
+    guide.add_arguments(parser)
+    return guide.run(parser.parse_args(arguments))
+
+
 def _profile(arguments: list[str]) -> int:
     from shmserve.cli import profile
 
@@ -196,40 +216,3 @@ prints a finding a check: ok, warning or wrong, what was found, and behind an ar
 it. --peer PID asks instead whether that process can share memory with the server, the one that runs
 in the run directory, or else one that this user would start here. --json prints an object. Exit
 status: 0 all is well, 1 there are warnings, 2 something is wrong."""
-
-
-def _flag_help(flag: Flag) -> list[str]:
-    kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
-        flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
-    )
-    default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
-    return [
-        f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}",
-        *textwrap.wrap(
-            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
-        ),
-    ]
-
-
-def _serve_help() -> str:
-    from shmserve.config.options import GROUPS, IDLE
-
-    lines = [
-        "usage: shmserve serve --model-repository DIR [flags]",
-        "       shmserve serve path/model.py:Class [flags]",
-    ]
-    for group, flags in GROUPS.items():
-        lines += ["", f"{group}:"]
-        for flag in flags:
-            lines += _flag_help(flag)
-    lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
-    for instead, flags in IDLE.items():
-        names = ", ".join(f"--{flag.name}" for flag in flags)
-        lines += textwrap.wrap(
-            f"{names}: {instead}",
-            92,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
-    return "\n".join(lines)

@@ -34,9 +34,11 @@ class Server:
 
         An input is a numpy array, a torch tensor, anything with DLPack, or lists of numbers; its
         shape has the batch dimension if the model has one. `outputs` names those wanted, or says
-        where they go: a region, or {name: array of a region}. `timeout` is in seconds. For a model
-        that keeps state `sequence` is the id of the request's sequence, whose first has `start`,
-        and whose last `end`.
+        where they go: a region, or {name: array of a region}. `version` is the latest without one.
+        `timeout` is in seconds, `priority` a level of the model's (1 is the first), `parameters`
+        are what the model gets beside its inputs, and `request_id` names the request in the
+        server's errors. For a model that keeps state `sequence` is the id of the request's
+        sequence, whose first has `start`, and whose last `end`.
 
         Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected. In the
         callback of a future of `infer_async`, Unavailable when other threads have every channel.

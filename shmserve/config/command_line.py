@@ -7,7 +7,7 @@ What the command line says of a flag stands in the place of what the file of `--
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shmserve.config import config_file
 from shmserve.config.options import ACTED_ON, FLAGS, Value
@@ -19,13 +19,21 @@ class Parsed:
     """A command line and its file: values by flag (lists where it repeats), the rest, and what has
     no effect.
 
-    `behind` are words of the rest that stand behind a boolean flag, which may be meant for it."""
+    `behind` are words of the rest that stand behind a boolean flag, which may be meant for it.
+    `places`: where the file sets a flag that holds."""
 
     values: dict[str, Value | None]
     repeated: dict[str, list[str]]
     positional: list[str]
     without_effect: list[str]
     behind: dict[str, str]
+    places: dict[str, str] = field(default_factory=dict)
+
+    def located(self, error: InvalidArgument) -> InvalidArgument:
+        """An error that begins with a flag, and with its place in the file where that set it."""
+        flag = error.message.partition(":")[0]
+        place = self.places.get(flag.removeprefix("--"))
+        return InvalidArgument(f"{place}: {error.message}") if place else error
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
@@ -58,6 +66,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         given.add(flag, name, value)
     file = given.values.get("config")
     written = config_file.read(str(file)) if file is not None else config_file.Settings()
+    said = {*given.values, *given.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
         values={**defaults, **written.values, **given.values},
@@ -65,6 +74,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         positional=positional,
         without_effect=written.without_effect + given.without_effect,
         behind=behind,
+        places={k: v for k, v in written.places.items() if k not in said},
     )
 
 

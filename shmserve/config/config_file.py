@@ -1,30 +1,34 @@
-"""The configuration file of `shmserve serve --config FILE`: TOML, a key for each flag by its name.
+"""The configuration file of `shmserve serve --config FILE`: YAML, a key for each flag by its name.
 
-    http-port = 8000
-    model-repository = ["/srv/models", "/srv/more"]     # a flag that repeats: one text, or a list
+    http-port: 8000
+    model-repository: [/srv/models, /srv/more]     # a flag that repeats: one value, or a list
 
-Values are checked by the table of flags, as those of the command line are.
+A value is read as the text that stands there, by the table of flags, as those of the command line
+are: `exit-on-error: no` and `id: 12` need no quotes.
 """
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import yaml
 
 from shmserve.config.options import FLAGS, Flag, Value
-from shmserve.errors import InvalidArgument, nearest, refused
+from shmserve.errors import InvalidArgument, clip, nearest, refused
+
+_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a file, or a command line, sets: values by flag (lists where it repeats), and the flags
-    without effect."""
+    without effect. `places`: where a file does, "'FILE' line N"."""
 
     values: dict[str, Value] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
     without_effect: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, name: str, value: Value) -> None:
         """Take a value of `flag`, which was given by `name`."""
@@ -36,50 +40,86 @@ class Settings:
             self.values[flag.name] = value
 
 
+class Problems(InvalidArgument):
+    """All that is wrong in a file, a line each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
 def read(path: str) -> Settings:
     """The settings in a file.
 
-    Raises InvalidArgument with one line that names the file, the key and what is allowed.
+    Raises InvalidArgument where it cannot be read, and Problems, whose lines name the file, the
+    line in it, the key, what stands there and what is allowed.
     """
     with refused(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
         text = Path(path).read_text(encoding="utf-8")
+    return parse(text, path)
+
+
+def parse(text: str, path: str) -> Settings:
+    """The settings in the text of the file at `path` (pure). Raises Problems."""
     try:
-        return parse(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidArgument(f"--config: '{path}' is not TOML: {error}") from None
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--config: '{path}': {error.message}") from None
-
-
-def parse(text: str) -> Settings:
-    """The settings in the text of a file (pure).
-
-    Raises TOMLDecodeError, and InvalidArgument with one line that begins with the key.
-    """
+        top = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or clip(str(error), 200)
+        raise Problems([f"{_at(path, mark)}: it is not YAML: {reason}"]) from None
+    if top is None:
+        return Settings()
+    if not isinstance(top, yaml.MappingNode):
+        kind = "list" if isinstance(top, yaml.SequenceNode) else "text"
+        raise Problems([f"{_at(path, top.start_mark)}: a {kind} is no flag's value: NAME: VALUE"])
     settings = Settings()
-    for key, given in tomllib.loads(text).items():
-        flag = FLAGS.get(key)
-        if flag is None:
-            near = nearest(key, FLAGS)
-            hint = f"did you mean {near}?" if near else "shmserve serve --help lists all flags"
-            raise InvalidArgument(f"{key[:80]}: there is no such flag; {hint}")
-        if key == "config":
-            raise InvalidArgument("config: a file cannot name another one")
-        if isinstance(given, list) and not flag.repeat:
-            raise InvalidArgument(f"{key}: takes one value, not a list")
-        for value in given if isinstance(given, list) else [given]:
-            settings.add(flag, key, _value(flag, key, value))
+    lines: dict[str, int] = {}
+    problems: list[str] = []
+    for key, value in top.value:
+        place = _at(path, key.start_mark)
+        name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+        try:
+            if name in lines:
+                raise InvalidArgument(f"it stands in line {lines[name]} already")
+            lines[name] = key.start_mark.line + 1
+            flag = _flag(name)
+            for text in _texts(flag, value):
+                settings.add(flag, name, flag.parse(text))
+            settings.places[flag.name] = place
+        except InvalidArgument as error:
+            reason = error.message.removeprefix(f"--{name}: ")
+            problems.append(f"{place}: {name}: {reason}")
+    if problems:
+        raise Problems(problems)
     return settings
 
 
-def _value(flag: Flag, key: str, value: Any) -> Value:
-    if not isinstance(value, str | int | float):
-        kind = "table" if isinstance(value, dict) else type(value).__name__
-        raise InvalidArgument(f"{key}: a {kind} is no value of a flag")
-    if flag.kind is str and not isinstance(value, str):
-        raise InvalidArgument(f'{key}: takes a text ("...")')
-    try:
-        return flag.parse(str(value).lower() if isinstance(value, bool) else str(value))
-    except InvalidArgument as error:
-        reason = error.message.removeprefix(f"--{flag.name}: ")
-        raise InvalidArgument(f"{key}: {reason}") from None
+def _at(path: str, mark: yaml.Mark | None) -> str:
+    return f"--config: '{path}'" + ("" if mark is None else f" line {mark.line + 1}")
+
+
+def _flag(name: str) -> Flag:
+    flag = FLAGS.get(name)
+    if flag is None:
+        near = nearest(name, FLAGS)
+        hint = f"did you mean {near}?" if near else "shmserve serve --help lists all flags"
+        raise InvalidArgument(f"there is no such flag; {hint}")
+    if name == "config":
+        raise InvalidArgument("a file cannot name another one")
+    return flag
+
+
+def _texts(flag: Flag, value: yaml.Node) -> list[str]:
+    """What stands there for a flag: one text, or those of a list; raises InvalidArgument."""
+    is_list = isinstance(value, yaml.SequenceNode)
+    if is_list and not flag.repeat:
+        raise InvalidArgument("takes one value, not a list")
+    texts = []
+    for node in value.value if is_list else [value]:
+        if not isinstance(node, yaml.ScalarNode):
+            kind = "list" if isinstance(node, yaml.SequenceNode) else "mapping"
+            raise InvalidArgument(f"a {kind} is no value of a flag")
+        if node.tag == _NULL:
+            raise InvalidArgument("a value is missing")
+        texts.append(node.value)
+    return texts

@@ -305,7 +305,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Server": (
         Flag(
             "config",
-            "a TOML file with these flags as keys (http-port = 8000; a list where a flag repeats); "
+            "a YAML file with these flags as keys (http-port: 8000; a list where a flag repeats); "
             "what the command line says of a flag counts",
         ),
         Flag("id", "the name that GET /v2 shows", default="triton"),

@@ -50,7 +50,7 @@ class HttpConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The settings of `shmserve serve`. `model_files` are "path/model.py:Class", whose
-    parameters are `class_settings`.
+    parameters are `class_settings`. `flags`: what each flag was given, or has by default.
 
     No `tokens`: none is asked for. The restricted APIs are by scope.
     """
@@ -99,6 +99,7 @@ class ServerConfig:
     backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
+    flags: Mapping[str, Any]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
         """The settings of --backend-config for a backend (those without a backend are for all)."""
@@ -127,8 +128,17 @@ def from_flags(
 ) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
-    Raises InvalidArgument with one line naming the flag.
+    Raises InvalidArgument with one line naming the flag, and where a file sets it.
     """
+    try:
+        return _from_flags(parsed, environment, models_needed)
+    except InvalidArgument as error:
+        raise parsed.located(error) from None
+
+
+def _from_flags(
+    parsed: Parsed, environment: Mapping[str, str], models_needed: bool
+) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     repositories, files = _models(parsed, models_needed)
     return ServerConfig(
@@ -179,6 +189,7 @@ def from_flags(
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+        flags={**parsed.values, **parsed.repeated},
     )
 
 

@@ -23,9 +23,9 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Step, Stepped
 from shmserve.scheduler.generative.sequences import Generation
 from shmserve.workers.backends.llm.engine import Planned, WorkerEngine
-from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sequences import Prompt
@@ -79,9 +79,8 @@ class ModelWorker(GenerativeWorker):
         sizes = settings.block_size, settings.kv_cache_blocks, settings.swap_blocks
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
-        attention = make_attention(cache, model.architecture, model.device)
         self._asked: dict[int, Prompt] = {}
-        self.engine = NotingEngine(model, cache, attention, None, self._asked, lambda news: None)
+        self.engine = NotingEngine(Passes(model, cache), None, self._asked, lambda news: None)
         self.engine.bits = {}
         self.known: Any = self.engine._sequences
 

@@ -20,6 +20,9 @@ _SOCKETS = {
 }
 UNITS = (*SERVICES, *_SOCKETS, "shmserve.slice")
 _STOP_MARGIN_S = 10
+_KNOWS_RELOADS = 253  # the version from which on `systemctl reload` waits for their end
+_RELOADS = "Type=notify-reload"
+_IS_SIGNALLED = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 
 
@@ -33,6 +36,7 @@ class Host:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
+    version: int = 0  # systemd's, where it is known
 
     @property
     def units(self) -> Path:
@@ -81,19 +85,17 @@ def files(host: Host) -> list[File]:
 def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
     user = host.home is not None
     models = json.dumps(str(host.models), ensure_ascii=False)
-    group = (
-        "" if user else '# Its members may share memory with the server.\nshm-group = "shmclients"'
-    )
+    group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     yield (
-        host.settings / "shmserve.toml",
+        host.settings / "shmserve.yaml",
         "the server's flags",
-        _filled("config.toml", models=models, group=group),
+        _filled("config.yaml", models=models, group=group),
         True,
     )
     yield host.units / SERVICES[0], "the server", _service(host, instance=False), False
     yield (
         host.units / SERVICES[1],
-        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.toml",
+        f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml",
         _service(host, instance=True),
         False,
     )
@@ -122,6 +124,7 @@ def _service(host: Host, instance: bool) -> str:
     return _filled(
         "service.conf",
         title=" %i" if instance else "",
+        type=_RELOADS if host.version >= _KNOWS_RELOADS else _IS_SIGNALLED,
         program=" ".join(map(quoted, host.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,

@@ -124,18 +124,28 @@ def test_the_example(http: Http) -> None:
     assert np.allclose(found[0, 1:4, 1:4], 1)
 
 
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
 def test_what_the_readme_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its model is the example's, and its client programs run as they stand."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    model, streaming, sequence, plain, shared, direct = blocks
-    assert model in (ROOT / "examples" / "native_model.py").read_text()
-    assert streaming in (ROOT / "examples" / "native_stream.py").read_text()
-    assert sequence in (ROOT / "examples" / "native_sequence.py").read_text()
-    program = (plain + shared).replace("localhost:8000", server.url)
+    """Its client programs run as they stand."""
+    program = "".join(blocks("README.md")).replace("localhost:8000", server.url)
+    program = program.replace("connect()", f"connect({str(server.run_dir)!r})")
     names: dict[str, Any] = {}
     exec(program.replace("/frames", f"/test-{os.getpid()}-readme"), names)
     names["client"].close()
-    assert capsys.readouterr().out.count("[[[") == 2
+    assert capsys.readouterr().out.count("[[[") == 3
+
+
+def test_what_the_guide_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its models are the examples', and its client program runs as it stands."""
+    model, streaming = blocks("shmserve/guide/models.md")
+    (sequence,) = blocks("shmserve/guide/sequences.md")
+    assert model in (ROOT / "examples" / "native_model.py").read_text()
+    assert streaming in (ROOT / "examples" / "native_stream.py").read_text()
+    assert sequence in (ROOT / "examples" / "native_sequence.py").read_text()
+    (*_, direct) = blocks("shmserve/guide/clients.md")
     exec(direct.replace("connect()", f"connect({str(server.run_dir)!r})"), {})
     assert float(capsys.readouterr().out) > 0.4
 

@@ -359,8 +359,8 @@ def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None
     assert ("native", "1") in metadata
 
 
-def test_the_readmes_example(client: shmserve.client.Server) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_guides_example(client: shmserve.client.Server) -> None:
+    text = (ROOT / "shmserve" / "guide" / "sequences.md").read_text()
     declared = text.partition("    def predict(self, value")[2].partition("```")[0]
     assert declared in (ROOT / "examples" / "native_sequence.py").read_text()
     means = [

@@ -79,7 +79,7 @@ def test_the_units_of_a_user(
     assert "\nrun " not in capsys.readouterr().out  # no manager of this user's runs
     found = [home / "c/systemd/user" / name for name in units.UNITS]
     assert not (home / "c/systemd/user/shmserve.service.d").exists()
-    repository = config_file.read(str(home / "c/shmserve/shmserve.toml")).repeated
+    repository = config_file.read(str(home / "c/shmserve/shmserve.yaml")).repeated
     assert repository == {"model-repository": [str(home / "d/shmserve/models")]}
     tool(
         "systemd-tmpfiles",
@@ -94,7 +94,7 @@ def test_the_units_of_a_user(
 
 def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
-    found = config_file.read(str(tmp_path / "etc/shmserve/shmserve.toml"))
+    found = config_file.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
     assert found.values == {"shm-group": "shmclients"}
     assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
     names = [
@@ -107,7 +107,7 @@ def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "etc/shmserve/shmserve.toml"
+    file = tmp_path / "etc/shmserve/shmserve.yaml"
     unit = tmp_path / SYSTEM / "shmserve.service"
     assert run("install", tmp_path, "--dry-run") == 0
     assert written(tmp_path) == set()
@@ -117,10 +117,10 @@ def test_what_is_there_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not {"written", "updated", "kept"} & set(capsys.readouterr().out.split())
     # What the operator set is kept, and goes into the unit.
     with file.open("a") as stream:
-        stream.write("exit-timeout-secs = 100\n")
+        stream.write("exit-timeout-secs: 100\n")
     assert run("install", tmp_path) == 0
     shown = capsys.readouterr().out
-    assert f"kept       {file}" in shown and "    -exit-timeout-secs = 100\n" in shown
+    assert f"kept       {file}" in shown and "    -exit-timeout-secs: 100\n" in shown
     assert "    -TimeoutStopSec=40\n" in shown and "    +TimeoutStopSec=110\n" in shown
     # A unit that somebody has changed is not overwritten, but by --force.
     before = unit.read_text()
@@ -147,8 +147,8 @@ def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
     (image / "var/lib/shmserve/models").mkdir(parents=True)
     changed = image / SYSTEM / "shmserve.socket"
     changed.write_text(changed.read_text().replace(":8000", ":80"))
-    flags = image / "etc/shmserve/shmserve.toml"
-    flags.write_text("no TOML")  # nothing that stands there has to be right for it to go
+    flags = image / "etc/shmserve/shmserve.yaml"
+    flags.write_text("[no YAML")  # nothing that stands there has to be right for it to go
     assert run("remove", image, "--dry-run") == 1
     assert (wants / "shmserve.service").is_symlink()
     assert run("remove", image) == 1
@@ -161,11 +161,28 @@ def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
     assert run("remove", image) == 0
 
 
+@pytest.mark.parametrize(
+    ("library", "type_"),
+    [
+        ("lib/systemd/libsystemd-shared-252.so", "notify\nExecReload="),
+        ("lib/x86_64-linux-gnu/systemd/libsystemd-shared-253.so", "notify-reload\n#"),
+        ("lib64/systemd/libsystemd-shared-257.9-2.fc42.so", "notify-reload\n#"),
+        ("lib/other", "notify\nExecReload="),
+    ],
+)
+def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, type_: str) -> None:
+    file = tmp_path / "usr" / library
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert run("install", tmp_path) == 0
+    assert f"\nType={type_}" in (tmp_path / SYSTEM / "shmserve.service").read_text()
+
+
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", tmp_path) == 0
     shown = capsys.readouterr().out
     assert "## /etc/systemd/system/shmserve.service: the server\n" in shown
-    assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.toml" in shown
+    assert "ExecStart=/bin/sh serve --config=%E/shmserve/shmserve.yaml" in shown
     assert written(tmp_path) == set()
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shmserve import cli
 from shmserve.config import command_line, options, server
 from shmserve.errors import InvalidArgument
 
 
 def read(tmp_path: Path, text: str, *arguments: str) -> command_line.Parsed:
     """A command line beside a file with this text."""
-    file = tmp_path / "shmserve.toml"
+    file = tmp_path / "shmserve.yaml"
     file.write_text(text)
     return command_line.parse([f"--config={file}", *arguments])
 
@@ -23,7 +24,7 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
     text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
     written = f'"{value}"' if flag.kind is str else value
-    found = read(tmp_path, f"{name} = {written}")
+    found = read(tmp_path, f"{name}: {written}")
     said = command_line.parse([f"--{name}={value}"])
     assert {**found.values, "config": None} == said.values
     assert (found.repeated, found.without_effect) == (said.repeated, said.without_effect)
@@ -31,14 +32,15 @@ def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name
 
 def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
     text = """
-        http-port = 1  # a comment
-        exit-timeout-secs = 7
-        execution-timeout-secs = 1.5
-        exit-on-error = false
-        model-repository = ["/a", "/b"]
-        backend-config = "python,a=1"
-        model-control-mode = "poll"
-        log-verbose = true
+        http-port: 1  # a comment
+        exit-timeout-secs: 7
+        execution-timeout-secs: 1.5
+        exit-on-error: no
+        model-repository: [/a, "/b"]
+        backend-config: python,a=1
+        model-control-mode: poll
+        log-verbose: true
+        id: 2026-01-31
     """
     found = read(tmp_path, text, "--http-port=2", "--model-repository=/c", "--exit-on-error")
     assert found.repeated["model-repository"] == ["/c"]
@@ -47,43 +49,78 @@ def test_what_the_command_line_says_counts(tmp_path: Path) -> None:
     assert (value["http-port"], value["exit-timeout-secs"], value["grpc-port"]) == (2, 7, 8001)
     assert (value["exit-on-error"], value["execution-timeout-secs"]) == (True, 1.5)
     assert (value["model-control-mode"], value["log-verbose"]) == ("poll", 1)
+    assert value["id"] == "2026-01-31"  # a text is what stands there
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
-    found = server.from_flags(read(tmp_path, f"model-repository = '{tmp_path}'"), {})
+    found = server.from_flags(read(tmp_path, f"model-repository: '{tmp_path}'"), {})
     assert found.model_repositories == (tmp_path,)
+    assert read(tmp_path, "# nothing yet\n").repeated == command_line.parse([]).repeated
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("http-prot = 1", "http-prot: there is no such flag; did you mean http-port?"),
-        ("xyzzy = 1", "xyzzy: there is no such flag; shmserve serve --help lists all flags"),
-        ("http-port = 65536", "http-port: 65536 is out of range (allowed: 0 to 65535)"),
-        ("http-port = true", "http-port: 'true' is not an integer"),
-        ("http-port = 1.0", "http-port: '1.0' is not an integer"),
-        ("http-port = [1]", "http-port: takes one value, not a list"),
-        ("http-port = {a = 1}", "http-port: a table is no value of a flag"),
-        ("[http-port]", "http-port: a table is no value of a flag"),
-        ("strict-readiness = 'x'", "strict-readiness: 'x' is not a boolean (true or false)"),
-        ("shm-overlap = 'x'", "shm-overlap: 'x' is not one of error, warn, ignore"),
-        ("id = 1", 'id: takes a text ("...")'),
-        ("load-model = [1]", 'load-model: takes a text ("...")'),
-        ("id = 1979-05-27", "id: a date is no value of a flag"),
-        ("config = 'x'", "config: a file cannot name another one"),
+        ("http-prot: 1", "1: http-prot: there is no such flag; did you mean http-port?"),
+        ("http_port: 1", "1: http_port: there is no such flag; did you mean http-port?"),
+        ("xyzzy: 1", "1: xyzzy: there is no such flag; shmserve serve --help lists all flags"),
+        ("[1]: 1", "1: a list or a mapping: there is no such flag; shmserve serve --help"),
+        ("http-port: 65536", "1: http-port: 65536 is out of range (allowed: 0 to 65535)"),
+        ("http-port: true", "1: http-port: 'true' is not an integer"),
+        ("http-port: 1_0", "1: http-port: '1_0' is not an integer"),
+        ("http-port: [1]", "1: http-port: takes one value, not a list"),
+        ("http-port: {a: 1}", "1: http-port: a mapping is no value of a flag"),
+        ("load-model: [[a]]", "1: load-model: a list is no value of a flag"),
+        ("load-model: [a, ]\nid:", "2: id: a value is missing"),
+        ("id: a\n\nid: b", "3: id: it stands in line 1 already"),
+        ("strict-readiness: x", "1: strict-readiness: 'x' is not a boolean (true or false)"),
+        ("shm-overlap: 'x'", "1: shm-overlap: 'x' is not one of error, warn, ignore"),
+        ("config: x", "1: config: a file cannot name another one"),
+        ("http-port = 1", "1: a text is no flag's value: NAME: VALUE"),
+        ("- id: a", "1: a list is no flag's value: NAME: VALUE"),
+        ("id: a\nid b", "2: it is not YAML: could not find expected ':'"),
+        ("id: *a", "1: it is not YAML: found undefined alias"),
+        ("id: a\n---\nid: b", "2: it is not YAML: but found another document"),
     ],
 )
-def test_an_error_names_file_key_and_what_is_allowed(tmp_path: Path, text: str, says: str) -> None:
+def test_an_error_names_file_line_key_and_what_is_allowed(
+    tmp_path: Path, text: str, says: str
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read(tmp_path, text)
-    assert caught.value.message == f"--config: '{tmp_path}/shmserve.toml': {says}"
+    assert caught.value.message.startswith(f"--config: '{tmp_path}/shmserve.yaml' line {says}")
+
+
+def test_all_that_is_wrong_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shmserve.yaml"
+    file.write_text('id: a\n"gate\\nways": 2\nhttp-port: x\ngateways: 100\n')
+    assert cli.main(["serve", f"--config={file}"]) == 2
+    start = f"shmserve: --config: '{file}' line"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{start} 2: gate\\nways: there is no such flag; did you mean gateways?",
+        f"{start} 3: http-port: 'x' is not an integer",
+        f"{start} 4: gateways: 100 is out of range (allowed: 1 to 64)",
+    ]
+
+
+def test_what_no_server_can_have_is_named_by_its_place(tmp_path: Path) -> None:
+    text = "model-repository: /no/models"
+    with pytest.raises(InvalidArgument) as caught:
+        server.from_flags(read(tmp_path, text), {})
+    start = f"--config: '{tmp_path}/shmserve.yaml' line 1: --model-repository: '/no/models'"
+    assert caught.value.message.startswith(start)
+    with pytest.raises(InvalidArgument, match=r"^--model-repository: "):
+        server.from_flags(read(tmp_path, text, "--model-repository=/none"), {})
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"shmserve.toml' is not TOML: .* \(at line 2, "):
-        read(tmp_path, "id = 'a'\nhttp-port 8000")
     with pytest.raises(InvalidArgument, match="cannot read '/no/file': No such file"):
         command_line.parse(["--config=/no/file"])
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
+        command_line.parse([f"--config={tmp_path}/binary"])
+    (tmp_path / "binary").write_bytes(b"id: \x01")
+    with pytest.raises(InvalidArgument, match=r"'.*binary': it is not YAML: "):
         command_line.parse([f"--config={tmp_path}/binary"])

@@ -26,10 +26,10 @@ from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
 from shmserve.workers.backends.llm.engine import WorkerEngine
-from shmserve.workers.backends.llm.model.attention import make_attention
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.memory import most_on_one_device, sized
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import parse
 from shmserve.workers.backends.llm.sampling.speculation import DraftModel, NgramProposer, Proposer
@@ -90,12 +90,12 @@ class LlmBackend(Backend):
         # operation waits for the thread that has none.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         checkpoint, settings = self._checkpoint(), self._settings(config)
+        if settings.weights == "int8" and self.context.device != "cpu":
+            raise InvalidArgument(
+                f"engine.yaml: weights: int8 is for CPUs; {self.context.device} takes fp32 or bf16"
+            )
         parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
-        device, made = self.context.device, checkpoint.architecture
-        self._model = Transformer(checkpoint, settings.weights, device)
-        sizes = settings.block_size, settings.kv_cache_blocks, settings.swap_blocks
-        self._cache = KvCache(made, *sizes, device)
-        self._attention = make_attention(self._cache, made, device)
+        self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._proposer = self._make_proposer(settings)
         self._longest = settings.max_model_len
 
@@ -111,9 +111,7 @@ class LlmBackend(Backend):
         """Prompts, steps, and the ends of beam searches."""
         texts = self._texts = Texts(self._checkpoint(), writer.link, self._longest)
         engine = WorkerEngine(
-            self._model,
-            self._cache,
-            self._attention,
+            self._passes,
             self._proposer,
             texts.prompts,
             lambda news: texts.put(partial(texts.emitted, news)),
@@ -182,8 +180,17 @@ class LlmBackend(Backend):
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has another "
                 "vocabulary than the model"
             )
-        model = Transformer(draft, settings.weights, self.context.device)
-        return DraftModel(model, settings.block_size, settings.kv_cache_blocks)
+        return DraftModel(self._make_passes(draft, settings, 0))
+
+    def _make_passes(
+        self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int
+    ) -> Passes:
+        device = self.context.device
+        model = Transformer(checkpoint, settings.weights, device)
+        sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
+        passes = Passes(model, KvCache(checkpoint.architecture, *sizes, device))
+        passes.capture(settings.max_batch_size, settings.max_model_len)
+        return passes
 
     def _draft_folder(self, name: str) -> Path:
         """The folder of a model in the repository (its latest version), or at a path."""

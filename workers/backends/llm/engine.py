@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from shmserve.ipc.messages.generation import Row, RowResult, Step, Stepped
-from shmserve.workers.backends.llm.model.attention import Attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampling.grammars import allowed_tokens
 from shmserve.workers.backends.llm.sampling.sampler import (
     SampledRow,
@@ -56,9 +54,7 @@ class WorkerEngine:
     """One model's sequences. `prompts` are the requests that were prepared, by key; `emit` hears of
     all that a step has added."""
 
-    model: Transformer
-    cache: KvCache
-    attention: Attention
+    passes: Passes
     proposer: Proposer | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[Emitted]], None]
@@ -69,7 +65,7 @@ class WorkerEngine:
         """Carry out a step, but for sequences whose requests have ended."""
         started = time.perf_counter_ns()
         self._begin(message)
-        self.cache.copy(message.out, message.back, message.within)
+        self.passes.cache.copy(message.out, message.back, message.within)
         rows = self._placed(message)
         proposed = time.perf_counter_ns()
         planned = self._plan(rows)
@@ -115,7 +111,7 @@ class WorkerEngine:
         for row in message.rows:
             sequence = self._sequences.get(row.sequence)
             if sequence is not None:
-                sequence.place(row, self.cache.block_size)
+                sequence.place(row, self.passes.cache.block_size)
                 if sequence.prompt.cached < 0:
                     sequence.prompt.cached = min(row.start, len(sequence.prompt.tokens))
                 rows.append((sequence, row))
@@ -137,7 +133,7 @@ class WorkerEngine:
 
     def _forward(self, planned: list[Planned]) -> torch.Tensor:
         """The logits of all rows that are sampled, or whose prompt's logprobs are wanted."""
-        rows = Pass(self.cache.block_size, self.model.device)
+        rows = self.passes.empty()
         wanted: list[int] = []
         for each in planned:
             row, sequence = each.row, each.sequence
@@ -150,7 +146,7 @@ class WorkerEngine:
             wanted += range(each.begin + first, each.begin + len(tokens))
         if not planned:
             return torch.empty(0)
-        return self.model.forward(rows, self.cache, self.attention, wanted)
+        return self.passes.logits(rows, wanted)
 
     @staticmethod
     def _tells_prompt(each: Planned) -> bool:

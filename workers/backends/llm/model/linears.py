@@ -1,4 +1,5 @@
-"""Linear layers for a CPU: packed for oneDNN, int8, or plain where neither can be trusted.
+"""Linear layers: for a CPU packed for oneDNN, int8, or plain where neither can be trusted; for
+other devices plain, of 32 or 16 bits.
 
 Packed weights are twice as fast as plain ones for 2 to 32 rows, and give each row the same bits
 whatever is computed beside it, as long as it is never alone: one row has a kernel of its own. The
@@ -25,6 +26,8 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: str = "fp32") -> Linear:
     """The best linear layer for a float32 weight [out, in], where that is: rows [M, in] ->
     [M, out]."""
+    if kind == "bf16":
+        return _half(weight, bias)
     if weight.device.type != "cpu":
         return functools.partial(functional.linear, weight=weight, bias=bias)
     if kind == "int8":
@@ -72,6 +75,13 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return product if bias is None else product + bias
 
     return layer
+
+
+def _half(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Weights and rows of 16 bits, whose products are summed in 32."""
+    halves = weight.bfloat16()
+    more = None if bias is None else bias.bfloat16()
+    return lambda rows: functional.linear(rows.bfloat16(), halves, more).float()
 
 
 def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
-from shmserve.workers.backends.llm.model.attention import Attention
+from shmserve.workers.backends.llm.model.attention import Attend, Attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, Linear, make_linear
@@ -60,11 +60,25 @@ class Transformer:
         """The logits of the `wanted` rows, float32 [wanted, vocabulary]; keys and values of all
         rows are in the cache then."""
         rows.pad(FEWEST_ROWS)
-        tokens, positions, slots = rows.tensors()
+        wide, states = self.states(*rows.tensors(), cache, attention.over(rows))
+        if not wanted:
+            return states.new_empty(0, self.architecture.vocabulary)
+        padded = wanted * FEWEST_ROWS if len(wanted) < FEWEST_ROWS else wanted
+        return self.logits(wide[padded], states[padded])[: len(wanted)]
+
+    def states(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: KvCache,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states behind the last layer [rows, hidden], within a wider tensor, the first of the
+        two, whose norm is theirs."""
         wide = functional.embedding(tokens, self._embedding)
         states = wide[:, : self.architecture.hidden]
         turns = self._turns[positions].unsqueeze(1)
-        attend = attention.over(rows)
         for number, layer in enumerate(self.layers):
             projected = layer.qkv(_normed(states, wide, layer.before))
             heads = self._turn(layer, projected, turns)
@@ -72,11 +86,11 @@ class Transformer:
             states += layer.output(attend(heads, number))
             gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
             states += layer.down(functional.silu(gate).mul_(up))
-        if not wanted:
-            return states.new_empty(0, self.architecture.vocabulary)
-        padded = wanted * FEWEST_ROWS if len(wanted) < FEWEST_ROWS else wanted
-        logits = self.head(_normed(states[padded], wide[padded], self._norm))
-        return logits[: len(wanted)]
+        return wide, states
+
+    def logits(self, wide: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The logits of rows of `states`, float32 [rows, vocabulary]."""
+        return self.head(_normed(states, wide, self._norm))
 
     def _turn(self, layer: Layer, projected: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """Turn queries and keys by their positions, in place: [rows, heads of queries, keys and

@@ -83,8 +83,10 @@ def sample(
 
 
 def _likeliest(logits: torch.Tensor) -> list[int]:
-    """The first of the likeliest tokens of each row; numpy finds it five times as fast as torch."""
-    found: list[int] = logits.cpu().numpy().argmax(-1).tolist()
+    """The first of the likeliest tokens of each row; on a CPU numpy finds it five times as fast as
+    torch."""
+    near = logits.numpy() if logits.device.type == "cpu" else logits
+    found: list[int] = near.argmax(-1).tolist()
     return found
 
 

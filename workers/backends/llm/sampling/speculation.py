@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from shmserve.ipc.messages.generation import Row
-from shmserve.workers.backends.llm.model.attention import make_attention
-from shmserve.workers.backends.llm.model.cache import KvCache, Pass
-from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.sampling.sampler import (
     ACCEPTANCE,
     PROPOSAL,
@@ -78,10 +76,8 @@ class DraftModel:
     """Proposes what a smaller model says. It has a KV cache of its own, over the same blocks, and
     catches up with a sequence where it has to propose for it."""
 
-    def __init__(self, model: Transformer, block_size: int, blocks: int) -> None:
-        self._model = model
-        self._cache = KvCache(model.architecture, block_size, blocks, 0, model.device)
-        self._attention = make_attention(self._cache, model.architecture, model.device)
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
     def propose(self, rows: Sequence[tuple[TokenSequence, Row]]) -> dict[int, Proposal]:
         """As `Proposer.propose` says."""
@@ -106,26 +102,26 @@ class DraftModel:
             if len(sequence.tokens) - sequence.drafted > _MOST_BEHIND
         ]
         if late:
-            reading = self._pass()
+            reading = self._passes.empty()
             for sequence, _ in late:
                 begin, end = sequence.drafted, sequence.drafted + _MOST_BEHIND
                 reading.add(sequence.tokens[begin:end], begin, sequence.table)
                 sequence.drafted = end
-            self._model.forward(reading, self._cache, self._attention, [])
+            self._passes.logits(reading, [])
         return [each for each in rows if each not in late]
 
     def _next(
         self, rows: Sequence[tuple[TokenSequence, Row]], made: dict[int, Proposal]
     ) -> torch.Tensor:
         """The logits behind each sequence and what is proposed for it."""
-        reading = self._pass()
+        reading = self._passes.empty()
         wanted: list[int] = []
         for sequence, _ in rows:
             drafts = made[sequence.number].tokens
             begin = len(sequence.tokens) + len(drafts) - 1 if drafts else sequence.drafted
             tokens = drafts[-1:] or sequence.tokens[begin:]
             wanted.append(reading.add(tokens, begin, sequence.table) + len(tokens) - 1)
-        return self._model.forward(reading, self._cache, self._attention, wanted)
+        return self._passes.logits(reading, wanted)
 
     def _extend(
         self,
@@ -141,9 +137,6 @@ class DraftModel:
             proposal.tokens.append(tokens[place])
             if place in chances:
                 proposal.chances.append(chances[place])
-
-    def _pass(self) -> Pass:
-        return Pass(self._cache.block_size, self._model.device)
 
 
 class Check(NamedTuple):

@@ -1,0 +1,142 @@
+"""Speed of a generative worker's steps on a GPU, beside `generate` of transformers.
+
+    python -m bench.load.generation_device [--size m512|b1] [--rows 1 8 32] [--weights fp32|bf16]
+
+The model is random: `m512` is that of bench.load.generation, `b1` has 1.2 billion weights. Prompts
+have 128 tokens, and 128 follow. A step's floor is the time in which the device reads its weights,
+as fast as it copies. transformers generates all rows as one batch, with a static cache and without
+a compiler, with weights of the same kind. All in milliseconds of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.load.generation import SIZES
+from shmserve.ipc.messages.generation import Begin, Row, Step
+from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.model.cache import KvCache
+from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.passes import Passes
+from shmserve.workers.backends.llm.model.transformer import Transformer
+from shmserve.workers.backends.llm.sampling.parameters import GenerationParameters
+from shmserve.workers.backends.llm.sequences import Prompt
+from tests.support.hf_folders import write_folder
+
+PROMPT, NEW, BLOCK, DEVICE = 128, 128, 16, "cuda:0"
+MODELS: dict[str, dict[str, Any]] = {
+    "m512": SIZES,
+    "b1": {
+        **SIZES,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 64000,
+    },
+}
+
+
+def steps(passes: Passes, rows: int) -> tuple[float, float]:
+    """The time of the prompts, and the median of the steps behind them, in ms."""
+    parameters = GenerationParameters(max_tokens=NEW, temperature=0.0)
+    prompts = {
+        key: Prompt(key, torch.randint(3, 300, (PROMPT,)).tolist(), parameters, ())
+        for key in range(rows)
+    }
+    engine = WorkerEngine(passes, None, prompts, lambda news: None)
+    each = (PROMPT + NEW) // BLOCK
+    tables = [list(range(key * each, (key + 1) * each)) for key in range(rows)]
+    began = time.perf_counter()
+    for key in range(rows):
+        row = Row(key + 1, 0, PROMPT, 0, tables[key])
+        engine.step(Step(key + 1, [row], [Begin(key + 1, key, 0)]))
+    prefill = time.perf_counter() - began
+    took: list[float] = []
+    for place in range(1, NEW):
+        rows_ = [Row(key + 1, PROMPT + place - 1, 1, each, []) for key in range(rows)]
+        began = time.perf_counter()
+        engine.step(Step(rows + place, rows_, []))
+        took.append(time.perf_counter() - began)
+    return prefill * 1e3, statistics.median(took) * 1e3
+
+
+def copy_bytes_per_ms() -> float:
+    """How fast the device reads and writes memory."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        target.copy_(source)
+    torch.cuda.synchronize()
+    return 20 * len(source) / (time.perf_counter() - began) / 1e3
+
+
+def peer(path: Path, rows: int, weights: str) -> float:
+    """The time that transformers takes for a token of all rows, prompts included, in ms."""
+    from transformers import AutoModelForCausalLM
+
+    kind = torch.bfloat16 if weights == "bf16" else torch.float32
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(DEVICE)
+    ids = torch.randint(3, 300, (rows, PROMPT), device=DEVICE)
+    settings = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": NEW}
+    took: list[float] = []
+    for _ in range(2):
+        began = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return min(took) * 1e3 / NEW
+
+
+def main() -> None:
+    """Measure, and print one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=MODELS, default="m512")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--weights", choices=["fp32", "bf16"], default="fp32")
+    asked = parser.parse_args()
+    rate = copy_bytes_per_ms()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_folder(Path(folder) / "model", **MODELS[asked.size])
+        model = Transformer(Checkpoint.open(path), asked.weights, DEVICE)
+        made = model.architecture
+        blocks = max(asked.rows) * (PROMPT + NEW) // BLOCK
+        passes = Passes(model, KvCache(made, BLOCK, blocks, 0, DEVICE))
+        began = time.perf_counter()
+        passes.capture(max(asked.rows), PROMPT + NEW)
+        captured = time.perf_counter() - began
+        inner = made.hidden * (made.heads + 2 * made.kv_heads) * made.head_dim
+        inner += made.hidden * made.heads * made.head_dim + 3 * made.hidden * made.inner
+        weights = made.layers * inner + made.vocabulary * made.hidden
+        for rows in asked.rows:
+            steps(passes, rows)
+            prefill, step = steps(passes, rows)
+            theirs = peer(path, rows, asked.weights)
+            found = {
+                "rows": rows,
+                "prompts_ms": round(prefill, 2),
+                "step_ms": round(step, 3),
+                "step_floor_ms": round(weights * (2 if asked.weights == "bf16" else 4) / rate, 3),
+                "tokens_per_s": round(rows * NEW / (prefill + (NEW - 1) * step) * 1e3),
+                "transformers_tokens_per_s": round(rows / theirs * 1e3),
+                "capture_s": round(captured, 2),
+            }
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`shmserve guide [TOPIC]`: a page of the guide in the terminal.
+
+Most pages are files of the package; those of the flags and of the client's interface are made from
+what they describe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pydoc
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import shmserve
+from shmserve.cli import serve_help
+from shmserve.errors import InvalidArgument, nearest
+
+_CONTENTS = "contents"
+# What other modules of the client ask of a region; programs have no use for it.
+_INTERNAL = ("place", "ref", "remember", "room")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("topic", nargs="?", default=_CONTENTS, metavar="TOPIC")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the page, by a pager where the output is a terminal. Raises InvalidArgument when there
+    is none of that name."""
+    pydoc.pager(page(arguments.topic))
+    return 0
+
+
+def page(topic: str) -> str:
+    """The text of a page. Raises InvalidArgument naming the nearest when there is none."""
+    made: dict[str, Callable[[], str]] = {"client": client_reference, "flags": serve_help.text}
+    files = {file.stem.lower(): file for file in Path(shmserve.__path__[0]).glob("**/*.md")}
+    name = topic.lower()
+    if name in made:
+        return made[name]() + "\n"
+    if name in files:
+        # In a terminal a link to another page is the command that shows it.
+        return re.sub(r"\]\((\w+)\.md\)", r"] (shmserve guide \1)", files[name].read_text())
+    near = nearest(name, (*made, *files), likeness=0.4)
+    hint = f"did you mean '{near}'?" if near else "`shmserve guide` lists them"
+    raise InvalidArgument(f"guide: there is no page '{topic}', {hint}")
+
+
+def client_reference() -> str:
+    """The public interface of the client, of both kinds, and its errors, from their docstrings."""
+    from shmserve import client
+    from shmserve.client import aio
+    from shmserve.errors import ShmserveError
+
+    public = {name: getattr(client, name) for name in client.__all__}
+    errors = [each for each in public.values() if _is_a(each, ShmserveError)]
+    others = [each for each in public.values() if each not in errors]
+    lines = ["# The client: shmserve.client", ""]
+    for thing in sorted(others, key=inspect.isclass):
+        lines += _described(client, thing)
+    lines += ["# For asyncio: shmserve.client.aio", ""]
+    for thing in (aio.connect, aio.Server, aio.ResponseStream):
+        lines += _described(aio, thing)
+    lines += ["# Errors", "", "All are ShmserveError, and have `code`, `status` and `message`.", ""]
+    for error in errors:
+        parents = ", ".join(base.__name__ for base in error.__bases__)
+        lines += [f"{error.__name__}({parents})  {error.code}, {error.status}"]
+        lines += [*_indented(inspect.getdoc(error)), ""]
+    return "\n".join(lines)
+
+
+def _described(module: ModuleType, thing: Any) -> Iterator[str]:
+    place = module.__name__
+    if not inspect.isclass(thing):
+        yield from _function(f"{place}.{thing.__name__}", thing)
+        return
+    yield from (f"## {place}.{thing.__name__}", "", *_indented(inspect.getdoc(thing)), "")
+    for name, member in vars(thing).items():
+        if not name.startswith("_") and name not in _INTERNAL:
+            yield from _function(f"{thing.__name__}.{name}", member)
+
+
+def _function(name: str, function: Any) -> Iterator[str]:
+    signature = str(inspect.signature(function)) if isinstance(function, FunctionType) else ""
+    signature = re.sub(r"\(self(, /)?(, )?", "(", signature, count=1)
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)  # annotations are texts there
+    waits = "await " if inspect.iscoroutinefunction(function) else ""
+    yield from textwrap.wrap(f"{waits}{name}{signature}", 96, subsequent_indent=" " * 8)
+    yield from (*_indented(inspect.getdoc(function)), "")
+
+
+def _indented(text: str | None) -> list[str]:
+    return [f"    {line}".rstrip() for line in (text or "").splitlines()]
+
+
+def _is_a(thing: Any, kind: type) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, kind)

@@ -1,0 +1,124 @@
+"""Text generation on a real device: the texts of transformers, whatever else is generated."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hf_folders import write_folder
+from tests.support.servers import Server, running
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+CONFIG = 'backend: "llm"\ninstance_group { kind: KIND_GPU count: 1 }\n'
+MODELS = {
+    "plain": "",
+    "halves": "weights: bf16\n",
+    "swapping": "kv_cache_blocks: 24\nblock_size: 8\nswap_space_gb: 0.01\npreemption_mode: swap\n",
+    "computing": "kv_cache_blocks: 24\nblock_size: 8\npreemption_mode: recompute\n",
+    "guessing": "speculative_decoding: {enabled: true, adaptive_length: false}\n",
+    "drafting": (
+        "speculative_decoding: {enabled: true, method: draft, draft_model: plain, "
+        "adaptive_length: false}\n"
+    ),
+}
+PROMPTS = [
+    [3 + (7 * number + place * place) % 300 for place in range(3 + 9 * number)]
+    for number in range(12)
+]
+NEW = 24
+_LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of MODELS, all on the device."""
+    repository = tmp_path_factory.mktemp("generating") / "models"
+    for name, engine in MODELS.items():
+        write_folder(repository / name / "1")
+        (repository / name / "config.pbtxt").write_text(CONFIG)
+        if engine:
+            (repository / name / "engine.yaml").write_text(engine)
+    with running(repository, gpu=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What transformers puts behind each prompt, on the same device."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = write_folder(tmp_path_factory.mktemp("oracle") / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    found: list[str] = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            pad_token_id=0,
+        )
+        found.append(tokenizer.decode(made[0, len(prompt) :].tolist(), skip_special_tokens=True))
+    return found
+
+
+def text(server: Server, model: str, prompt: list[int], **more: Any) -> str:
+    """The text behind a prompt."""
+    body = {
+        "input_ids": prompt,
+        "exclude_input_in_output": True,
+        "sampling_parameters": json.dumps({"max_tokens": NEW, "temperature": 0, **more}),
+    }
+    request = urllib.request.Request(
+        f"http://{server.url}/v2/models/{model}/generate", json.dumps(body).encode()
+    )
+    with urllib.request.urlopen(request, timeout=120) as answered:
+        found: str = json.load(answered)["text_output"]
+    return found
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "halves"])
+def test_texts_are_those_of_transformers(server: Server, expected: list[str], model: str) -> None:
+    alone = [text(server, model, prompt) for prompt in PROMPTS[:4]]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(lambda prompt: text(server, model, prompt), PROMPTS))
+    assert alone == expected[:4]
+    assert together == expected
+
+
+def test_weights_of_16_bits_generate(server: Server) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(lambda prompt: text(server, "halves", prompt), PROMPTS))
+    assert all(found)
+
+
+def test_what_was_sampled_with_a_seed_is_sampled_again(server: Server) -> None:
+    drawn = [
+        text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
+        for seed in (7, 7, 8)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:
+    write_folder(tmp_path / "models" / "narrow" / "1")
+    (tmp_path / "models" / "narrow" / "config.pbtxt").write_text(CONFIG)
+    (tmp_path / "models" / "narrow" / "engine.yaml").write_text("weights: int8\n")
+    with running(tmp_path / "models", *_LENIENT, gpu=True) as started:
+        request = urllib.request.Request(f"http://{started.url}/v2/repository/index", b"")
+        with urllib.request.urlopen(request, timeout=30) as answered:
+            (row,) = json.load(answered)
+    assert "weights: int8 is for CPUs" in row["reason"]

@@ -1,0 +1,61 @@
+"""`shmserve guide`: pages that are files, and those that are made from what they describe."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import shmserve.client
+from shmserve import cli
+from shmserve.cli import guide
+from shmserve.client import aio
+from shmserve.config.options import FLAGS
+
+FOLDER = Path(__file__).resolve().parents[3] / "shmserve"
+
+
+@pytest.mark.parametrize("topic", ["batching", "Trust", "protocol"])
+def test_a_page_is_printed(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["guide", topic]) == 0
+    assert capsys.readouterr().out.startswith("# ")
+
+
+def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["guide"]) == 0
+    shown = capsys.readouterr().out
+    for page in (FOLDER / "guide").glob("*.md"):
+        assert page.stem == "contents" or f"(shmserve guide {page.stem})" in shown
+    assert "`client`" in shown
+    assert "`flags`" in shown
+
+
+@pytest.mark.parametrize(("topic", "near"), [("bathing", "batching"), ("flag", "flags")])
+def test_an_unknown_topic_gets_the_nearest(
+    topic: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["guide", topic]) == 2
+    assert f"there is no page '{topic}', did you mean '{near}'?" in capsys.readouterr().err
+
+
+def test_one_like_nothing_is_told_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["guide", "0000"]) == 2
+    assert "`shmserve guide` lists them" in capsys.readouterr().err
+
+
+def test_every_flag_is_on_its_page() -> None:
+    shown = guide.page("flags")
+    assert all(f"--{flag.name}" in shown for flag in FLAGS.values())
+
+
+def test_the_clients_reference_has_all_that_programs_may_use() -> None:
+    shown = guide.page("client")
+    for name in shmserve.client.__all__:
+        assert f"shmserve.client.{name}" in shown or f"\n{name}(" in shown
+    for kind in (shmserve.client.Server, aio.Server):
+        for name, method in vars(kind).items():
+            if not name.startswith("_"):
+                assert f"{kind.__name__}.{name}(" in shown
+                assert (inspect.getdoc(method) or "").splitlines()[0] in shown
+    assert "self" not in shown
