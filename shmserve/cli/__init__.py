@@ -18,10 +18,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shmserve import __version__
 from shmserve.common import fd_limits
 from shmserve.errors import InvalidArgument, ShmserveError
+
+if TYPE_CHECKING:
+    from shmserve.config.server import ServerConfig
 
 _USAGE = """\
 usage: shmserve VERB ...
@@ -102,7 +106,10 @@ def _serve(arguments: list[str]) -> int:
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    return serve(server.from_flags(command_line.parse(arguments), os.environ))
+    def read() -> ServerConfig:
+        return server.from_flags(command_line.parse(arguments), os.environ)
+
+    return serve(read(), read)
 
 
 def _check(arguments: list[str]) -> int:

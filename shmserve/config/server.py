@@ -50,7 +50,7 @@ class HttpConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The settings of `shmserve serve`. `model_files` are "path/model.py:Class", whose
-    parameters are `class_settings`.
+    parameters are `class_settings`. `flags`: what each flag was given, or has by default.
 
     No `tokens`: none is asked for. The restricted APIs are by scope.
     """
@@ -99,6 +99,7 @@ class ServerConfig:
     backlog_delay_scheduler: int
     visible_devices: str | None
     without_effect: tuple[str, ...]
+    flags: Mapping[str, Any]
 
     def backend_settings(self, backend: str) -> dict[str, str]:
         """The settings of --backend-config for a backend (those without a backend are for all)."""
@@ -184,6 +185,7 @@ def _from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
         backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
+        flags={**parsed.values, **parsed.repeated},
     )
 
 

@@ -20,6 +20,9 @@ _SOCKETS = {
 }
 UNITS = (*SERVICES, *_SOCKETS, "shmserve.slice")
 _STOP_MARGIN_S = 10
+_KNOWS_RELOADS = 253  # the version from which on `systemctl reload` waits for their end
+_RELOADS = "Type=notify-reload"
+_IS_SIGNALLED = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 
 
@@ -33,6 +36,7 @@ class Host:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
+    version: int = 0  # systemd's, where it is known
 
     @property
     def units(self) -> Path:
@@ -120,6 +124,7 @@ def _service(host: Host, instance: bool) -> str:
     return _filled(
         "service.conf",
         title=" %i" if instance else "",
+        type=_RELOADS if host.version >= _KNOWS_RELOADS else _IS_SIGNALLED,
         program=" ".join(map(quoted, host.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,

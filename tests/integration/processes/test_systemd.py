@@ -19,6 +19,7 @@ TOKEN = "0123456789abcdef"
 # The checkout is not installed where the service looks for it, and no journal is there.
 DROP_IN = f"""
 [Service]
+WatchdogSec=3
 Environment=PYTHONPATH={ROOT}
 StandardOutput=append:/var/lib/log
 StandardError=append:/var/lib/log
@@ -65,7 +66,7 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     systemd.run("systemctl", "daemon-reload")
     started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
     assert "status" not in started, log.read_text() if log.exists() else started
-    assert systemd.show("shmserve.service", "StatusText") == "1/1 models loaded"
+    assert systemd.show("shmserve.service", "StatusText") == "1/1 models ready"
 
     # Who is in the group is served, with memory of its own; who is not finds every door closed.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
@@ -82,6 +83,20 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     until("a server", lambda: systemd.show("shmserve.service", "SubState") == "running", 60)
     assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
 
+    # It reloads, and is ended and started again when it says nothing any more.
+    file = systemd.path("/etc/shmserve/shmserve.yaml")
+    file.write_text(file.read_text() + "log-verbose: 1\nid: another\n")
+    assert "status" not in systemd.run("systemctl", "reload", "shmserve.service")
+    until("a reload", lambda: "--id has changed, for which a restart" in log.read_text(), 20)
+    until("a server", lambda: systemd.show("shmserve.service", "ActiveState") == "active", 20)
+    assert systemd.show("shmserve.service", "StatusText") == "1/1 models ready"
+    # The time that it was given for the reload is over with its next sign of life.
+    sign = systemd.show("shmserve.service", "WatchdogTimestampMonotonic")
+    until("a sign", lambda: systemd.show("shmserve.service", "WatchdogTimestampMonotonic") != sign)
+    systemd.run("kill", "-STOP", systemd.show("shmserve.service", "MainPID"))
+    until("a restart", lambda: systemd.show("shmserve.service", "NRestarts") == "2", within_s=60)
+    until("a server", lambda: systemd.show("shmserve.service", "SubState") == "running", 60)
+
     token = systemd.path("/etc/shmserve/token")
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
@@ -91,7 +106,7 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     bearer = f"Authorization: Bearer {TOKEN}"
     assert status_of(systemd, "-H", bearer, groups=group) == "200"
 
-    assert "status" not in systemd.run(*COMMAND, "remove")
+    assert "status" not in systemd.run(*COMMAND, "remove", "--force")  # the flags were changed
     assert systemd.show("shmserve.service", "LoadState") == "not-found"
     drop_in.unlink()
     drop_in.parent.rmdir()

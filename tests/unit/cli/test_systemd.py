@@ -161,6 +161,23 @@ def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
     assert run("remove", image) == 0
 
 
+@pytest.mark.parametrize(
+    ("library", "type_"),
+    [
+        ("lib/systemd/libsystemd-shared-252.so", "notify\nExecReload="),
+        ("lib/x86_64-linux-gnu/systemd/libsystemd-shared-253.so", "notify-reload\n#"),
+        ("lib64/systemd/libsystemd-shared-257.9-2.fc42.so", "notify-reload\n#"),
+        ("lib/other", "notify\nExecReload="),
+    ],
+)
+def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, type_: str) -> None:
+    file = tmp_path / "usr" / library
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert run("install", tmp_path) == 0
+    assert f"\nType={type_}" in (tmp_path / SYSTEM / "shmserve.service").read_text()
+
+
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", tmp_path) == 0
     shown = capsys.readouterr().out
