@@ -16,13 +16,17 @@ from tests.support.waiting import until
 COMMAND = (sys.executable, "-m", "shmserve", "systemd")
 CLIENT = 4242  # nobody's number
 TOKEN = "0123456789abcdef"
-# The checkout is not installed where the service looks for it, and no journal is there.
+# The checkout is not installed where the service looks for it.
 DROP_IN = f"""
 [Service]
 WatchdogSec=3
 Environment=PYTHONPATH={ROOT}
-StandardOutput=append:/var/lib/log
-StandardError=append:/var/lib/log
+"""
+JOURNAL = """
+[Service]
+Type=notify
+ExecStart=/lib/systemd/systemd-journald
+StandardOutput=null
 """
 ASK = """
 import numpy, shmserve.client
@@ -61,12 +65,19 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     drop_in = systemd.path("/etc/systemd/system/shmserve.service.d/90-test.conf")
     drop_in.write_text(DROP_IN)
     repositories.add(systemd.path("/var/lib/shmserve/models"), "simple")
-    log = systemd.path("/var/lib/log")
 
+    def log(*which: str) -> str:
+        return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *which)
+
+    systemd.path("/etc/systemd/system/journal.service").write_text(JOURNAL)
     systemd.run("systemctl", "daemon-reload")
+    assert "status" not in systemd.run("systemctl", "start", "journal.service")
     started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
-    assert "status" not in started, log.read_text() if log.exists() else started
+    assert "status" not in started, log()
     assert systemd.show("shmserve.service", "StatusText") == "1/1 models ready"
+
+    assert "model simple: loading\nmodel simple: ready" in log("SHMSERVE_MODEL=simple")
+    assert "HTTP service at" not in log("SHMSERVE_MODEL=simple")
 
     # Who is in the group is served, with memory of its own; who is not finds every door closed.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
@@ -87,12 +98,13 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     file = systemd.path("/etc/shmserve/shmserve.yaml")
     file.write_text(file.read_text() + "log-verbose: 1\nid: another\n")
     assert "status" not in systemd.run("systemctl", "reload", "shmserve.service")
-    until("a reload", lambda: "--id has changed, for which a restart" in log.read_text(), 20)
+    until("a reload", lambda: "--id has changed, for which a restart" in log(), 20)
     until("a server", lambda: systemd.show("shmserve.service", "ActiveState") == "active", 20)
     assert systemd.show("shmserve.service", "StatusText") == "1/1 models ready"
     # The time that it was given for the reload is over with its next sign of life.
     sign = systemd.show("shmserve.service", "WatchdogTimestampMonotonic")
     until("a sign", lambda: systemd.show("shmserve.service", "WatchdogTimestampMonotonic") != sign)
+    assert "log_verbose_level=1" in log("SHMSERVE_INSTANCE=simple.0")
     systemd.run("kill", "-STOP", systemd.show("shmserve.service", "MainPID"))
     until("a restart", lambda: systemd.show("shmserve.service", "NRestarts") == "2", within_s=60)
     until("a server", lambda: systemd.show("shmserve.service", "SubState") == "running", 60)
