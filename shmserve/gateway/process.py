@@ -15,9 +15,11 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shmserve import logs
+from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
@@ -52,6 +54,7 @@ class Frontend(ABC):
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
+        self.listeners: list[ListenerRules] = []
 
     @abstractmethod
     async def open(self) -> None:
@@ -221,6 +224,12 @@ class _Process:
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
+            case m.SetTokens(tokens):
+                gateway.settings = replace(gateway.settings, tokens=tokens)
+                for listener in self._front.listeners:
+                    listener.authorisation = listener.authorisation.with_tokens(tokens)
+            case m.Ping(number):
+                self._acknowledge(number)
             case m.Accept():
                 self._accepted.set()
             case m.Drain():

@@ -67,6 +67,7 @@ class GrpcFrontend(process.Frontend):
         most = min(told.max_connections, fd_limits.for_connections(len(self._sockets)))
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, told.allow_client_shm)
+            self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
             await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, most))

@@ -114,6 +114,19 @@ def test_check(repository: Path) -> None:
     assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
 
 
+def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
+    repositories.add(repository, "constant")
+    (repository / "both").mkdir()
+    (repository / "both" / "config.pbtxt").write_text(
+        'platform: "ensemble" ensemble_scheduling { step { model_name: "constant" '
+        'model_version: -1 output_map { key: "OUTPUT0" value: "out" } } } '
+        'output { name: "out" data_type: TYPE_INT32 dims: [ 2 ] }'
+    )
+    told = run_command("check", str(repository))
+    assert told.returncode == 2, told.stderr
+    assert [line for line in told.stdout.splitlines() if line.split()[:2] == ["both", "FAILED"]]
+
+
 def test_check_names_the_line_of_every_mistake(repository: Path) -> None:
     repositories.write(
         repository,
