@@ -124,6 +124,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common.*"),
         *("supervisor.host", "supervisor.processes", "supervisor.regions"),
     ),
+    "supervisor.checks": ("ipc.*", "common.*", "config", "supervisor.host"),
     "supervisor.models.version": (
         *("ipc.*", "common.*", "supervisor", "supervisor.events", "supervisor.processes"),
         "supervisor.resources",
@@ -149,7 +150,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "perf": ("ipc.*", "client.*", "cli", "cli.transports", "perf.doors"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.host", "cli.*", "perf.*"),
+        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
     ),
     "__main__": ("cli",),
 }

@@ -239,7 +239,7 @@ class _Change:
                 self._failed = True
 
 
-_STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve@*.service")
+_STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve*@*")
 
 
 def _text(path: Path) -> str | None:

@@ -99,7 +99,7 @@ def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
     names = [
         line.partition("=")[2]
-        for unit in (tmp_path / SYSTEM).glob("*.socket")
+        for unit in (tmp_path / SYSTEM).glob("*[!@].socket")
         for line in unit.read_text().splitlines()
         if line.startswith("FileDescriptorName=")
     ]
