@@ -26,7 +26,6 @@ from tests.support.servers import running
 _PRIVATE = "CHAOS_PRIVATE_SHM"  # set where /dev/shm is this run's own
 _SHM_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup/memory")
-_FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 _WARM_UP = 0.1  # of the time, before what is there counts as the beginning
 _MOST_PAUSE_S = 0.2
 
@@ -37,13 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--pace", type=float, default=0.0, help="seconds from fault to fault")
-    parser.add_argument("--faketime", default=_FAKETIME, help="libfaketime, for the clock")
+    parser.add_argument("--log", type=Path, help="where the server's log is copied to")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _in_private_shm(arguments)
     ledger = Ledger()
     print(f"seed {options.seed}", flush=True)
-    with _host(options.faketime) as (host, prefix, environment):
+    with _host() as (host, prefix, environment):
         for lack in host.lacks:
             print(f"left out: {lack}")
         _run(options, ledger, host, prefix, environment)
@@ -87,9 +86,8 @@ def _run(
                     ledger.fail(f"not as it was: {difference}")
             print(f"after:  {Measured.of(server).in_words()}")
             _report(stage)
-            if ledger.failed:
-                shutil.copy(server.log_path, "/tmp/chaos.log")
-                print("the server's log: /tmp/chaos.log")
+            if options.log:
+                shutil.copy(server.log_path, options.log)
 
 
 def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
@@ -118,6 +116,8 @@ def _report(stage: Stage) -> None:
         print(f"  {count:8} {load:18} mean {mean_ms:6.1f} ms, max {ledger.slowest_s[load]:6.3f} s")
     for (load, why), count in sorted(ledger.refused.items()):
         print(f"  {count:8} refused to {load}: {why}")
+    for line in ledger.slow:
+        print(f"slow: {line}")
     print("all served again after, s:          n     p50     p99     max")
     everything = [took for found in ledger.recoveries.values() for took in found]
     for what, found in [*sorted(ledger.recoveries.items()), ("everything", everything)]:
@@ -145,7 +145,7 @@ def _in_private_shm(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def _host(faketime: str) -> Iterator[tuple[Host, list[str], dict[str, str]]]:
+def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
     """What may be done to the host, and how a server is started so that it may."""
     host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
     if not host.private_shm:
@@ -161,18 +161,16 @@ def _host(faketime: str) -> Iterator[tuple[Host, list[str], dict[str, str]]]:
             stack.callback(_remove, group)
             enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
             prefix = ["sh", "-c", enter, "sh"]
-        if Path(faketime).exists():
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
-            host.clock = Path(folder) / "clock"
-            host.clock.write_text("+0s")
-            environment = {
-                "LD_PRELOAD": faketime,
-                "FAKETIME_TIMESTAMP_FILE": str(host.clock),
-                "FAKETIME_NO_CACHE": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        library = folder / "clock.so"
+        source = Path(__file__).with_name("clock.c")
+        build = ["cc", "-shared", "-fPIC", "-o", str(library), str(source)]
+        if shutil.which("cc") and subprocess.run(build, check=False).returncode == 0:
+            host.clock = folder / "clock"
+            host.clock.write_bytes(bytes(8))
+            environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
         else:
-            host.lacks.append("clock jumps: no libfaketime here (--faketime)")
+            host.lacks.append("clock jumps: no C compiler here")
         yield host, prefix, environment
 
 

@@ -31,7 +31,7 @@ ALLOWED = (
     Rule(
         _KILL + "worker sums",
         ".*sequence",
-        r"the state of (sequence .* is lost with it|this one was lost when the model's worker died)",
+        r"(the state of sequence .* is lost with it|was lost when the model's worker died)",
         "the state of a sequence is its worker's",
     ),
     Rule(

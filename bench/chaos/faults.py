@@ -93,11 +93,13 @@ def _signal(word: str, number: signal.Signals) -> Callable[[Stage], None]:
         victim = stage.victim()
         if victim is None:
             return
-        with stage.fault(f"{word} {servers.title(victim)}") as fault:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.send_signal(number)
-                stage.kills += 1
-                fault.since = time.monotonic()
+        with (
+            stage.fault(f"{word} {servers.title(victim)}") as fault,
+            contextlib.suppress(psutil.NoSuchProcess),
+        ):
+            victim.send_signal(number)
+            stage.kills += 1
+            fault.since = time.monotonic()
 
     return commit
 
@@ -226,9 +228,11 @@ def _clock(stage: Stage) -> None:
     """The clock of the day goes forward, and back."""
     if stage.host.clock is None:
         return
-    for jump in (f"{stage.rng.choice('+-')}{stage.rng.randint(1, 10**6)}s", "+0s"):
-        with stage.fault("clock jumps"):
-            stage.host.clock.write_text(jump)
+    with stage.host.clock.open("r+b", buffering=0) as clock:  # processes have it mapped
+        for jump_s in (stage.rng.randint(-(10**6), 10**6), 0):
+            with stage.fault("clock jumps"):
+                clock.seek(0)
+                clock.write(jump_s.to_bytes(8, "little", signed=True))
 
 
 class Entry(NamedTuple):

@@ -14,6 +14,7 @@ from bench.chaos.allowed import is_allowed
 # A fault's errors may come so many seconds after all were served again: a client of its own may
 # have asked before, and been told late.
 _GRACE_S = 0.5
+_SLOW_S = 1.0  # a recovery that is worth a line
 _EVENTS = 200
 _WINDOWS = 64
 
@@ -43,6 +44,7 @@ class Ledger:
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=dict)
+    slow: list[str] = field(default_factory=list)
     events: deque[str] = field(default_factory=lambda: deque(maxlen=_EVENTS))
 
     def __post_init__(self) -> None:
@@ -122,7 +124,9 @@ class Ledger:
             served = self._news.wait_for(all_served, within_s)
             took = time.monotonic() - since
             fault.until = time.monotonic() + _GRACE_S
-            self.note(f"served after {took:.3f} s, {last} last: {fault.what}")
+            self.note(line := f"served after {took:.3f} s, {last} last: {fault.what}")
+            if took > _SLOW_S:
+                self.slow.append(f"{fault.since - self.began:9.3f}  {line}")
         if not served:
             self.fail(f"not served within {within_s:g} s after {fault.what}: {last}")
         elif not self.failed:

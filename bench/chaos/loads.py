@@ -292,11 +292,13 @@ def text(stream: bool) -> Open:
 
 def _streamed(reply: Reply) -> str:
     events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
-    if not events or events[-1] != "[DONE]":
-        raise Refused(f"a stream that ends so: {events[-1:]}")
-    return "".join(
-        choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]
-    )
+    found = [json.loads(event) for event in events if event != "[DONE]"]
+    for event in found:
+        if "error" in event:
+            raise Refused(f"in the stream: {event['error']['message']}")
+    if events[-1:] != ["[DONE]"]:
+        raise Wrong(f"a stream that ends so: {events[-1:]}")
+    return "".join(choice["text"] for event in found for choice in event["choices"])
 
 
 # Regions of clients that are cut and unlinked, by a fault.
