@@ -24,12 +24,10 @@ from tests.faults.scene import crime, is_right
 from tests.support import servers
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
-from tests.support.waiting import until
 from tests.support.wire.raw_http import raw_connection
 
 # Whatever it was, all are served again within this time, or they never are.
 PATIENCE_S = 20.0
-_READY_S = 2.0  # readiness is true at most a second late, and a process may take one to come back
 _SHM = Path("/dev/shm")
 
 
@@ -56,21 +54,17 @@ class Stage:
 
     @contextmanager
     def fault(self, what: str) -> Iterator[Fault]:
-        """A fault, in the block; then the wait for all to be served again, and for readiness.
+        """A fault, in the block; then the wait for all to be served again, and for the server to be
+        ready.
         `since` of what is yielded may be set to when its cause was taken away."""
         fault = self.ledger.begin(what)
         struck = fault.since
         yield fault
         since, fault.since = fault.since, struck
-        self.ledger.recovered(fault, since, PATIENCE_S)
-        self.settled(what)
+        self.ledger.recovered(fault, since, PATIENCE_S, self._is_ready)
 
-    def settled(self, what: str) -> None:
-        """Checks that the server is ready once all are served."""
-        try:
-            until("ready", lambda: self.server.answers("/v2/health/ready"), _READY_S)
-        except AssertionError:
-            self.ledger.fail(f"all are served, but the server is not ready after {what}")
+    def _is_ready(self) -> bool:
+        return self.server.answers("/v2/health/ready")
 
     def victim(self) -> psutil.Process | None:
         """A process of the server's, but the supervisor: each in its turn, so that none dies more

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.chaos.allowed import is_allowed
@@ -15,6 +16,7 @@ from bench.chaos.allowed import is_allowed
 # have asked before, and been told late.
 _GRACE_S = 0.5
 _SLOW_S = 1.0  # a recovery that is worth a line
+_STEP_S = 0.01
 _EVENTS = 200
 _WINDOWS = 64
 
@@ -108,10 +110,11 @@ class Ledger:
             self._faults.append(fault)
         return fault
 
-    def recovered(self, fault: Fault, since: float, within_s: float) -> float:
+    def recovered(
+        self, fault: Fault, since: float, within_s: float, ready: Callable[[], bool] = lambda: True
+    ) -> None:
         """Wait until each client has a right answer to what it asked after `since`, the moment at
-        which the fault struck (or its cause was taken away): the seconds that it took."""
-
+        which the fault struck (or its cause was taken away), and the server is `ready`, too."""
         last = ""
 
         def all_served() -> bool:
@@ -122,13 +125,15 @@ class Ledger:
 
         with self._news:
             served = self._news.wait_for(all_served, within_s)
-            took = time.monotonic() - since
-            fault.until = time.monotonic() + _GRACE_S
-            self.note(line := f"served after {took:.3f} s, {last} last: {fault.what}")
-            if took > _SLOW_S:
-                self.slow.append(f"{fault.since - self.began:9.3f}  {line}")
+        while served and not self.failed and not ready():
+            served, last = time.monotonic() < since + within_s, "readiness"
+            time.sleep(_STEP_S)
+        took = time.monotonic() - since
+        fault.until = time.monotonic() + _GRACE_S
+        self.note(line := f"served after {took:.3f} s, {last} last: {fault.what}")
+        if took > _SLOW_S:
+            self.slow.append(f"{fault.since - self.began:9.3f}  {line}")
         if not served:
             self.fail(f"not served within {within_s:g} s after {fault.what}: {last}")
         elif not self.failed:
             self.recoveries.setdefault(" ".join(fault.what.split()[:2]), []).append(took)
-        return took
