@@ -124,9 +124,7 @@ def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
         monkeypatch.setattr(processes.context.local_clients, "tell", order.append)
         lost = model.endpoint
         model.scheduler.serving.child.kill()
-        async with asyncio.timeout(10):
-            while model.endpoint == lost or len(order) < 3:
-                await asyncio.sleep(0)
+        await turns(40)
         await processes.end()
         expected = m.InstanceExpected(0, processes.started[0].pid)
         assert order == [expected, "flushed", m.SchedulerLost(lost, model.endpoint)]
