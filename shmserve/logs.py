@@ -1,5 +1,5 @@
 """The logging of every process: one line a record, with the process's role and, where there is one,
-the request id.
+the request id; or the fields of an entry, where stderr is systemd's journal.
 
     flags ──> LogSettings, the supervisor's ──> arguments of a process that starts ──> configure
                        └── SetLogging, when a client has changed them ──────────────> apply
@@ -7,7 +7,13 @@ the request id.
 
 from __future__ import annotations
 
+import array
+import errno
+import fcntl
 import logging
+import os
+import re
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -80,6 +86,11 @@ class LineFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
+        return line + self.traceback(record)
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        """The lines of a traceback, indented, each behind a newline; empty where there is none."""
+        line = ""
         if record.exc_info:
             rows = self.formatException(record.exc_info).splitlines()
             if len(rows) > _MOST_ROWS:
@@ -96,15 +107,105 @@ class LineFormatter(logging.Formatter):
         return f"{letter} {stamp} {self.role}[{record.process}]"
 
 
+_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+_OF_MODEL = re.compile(r"(?:inference of )?model '?%s")  # how a text begins that is about one
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Journal:
+    """systemd's journal, by its native protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL)."""
+
+    address = "/run/systemd/journal/socket"
+
+    def __init__(self, formatter: LineFormatter) -> None:
+        self._formatter = formatter
+        kind, _, name = formatter.role.partition(" ")
+        self._own = {"SYSLOG_IDENTIFIER": "shmserve", "SHMSERVE_PROCESS": formatter.role}
+        if kind == "worker":
+            self._own |= {"SHMSERVE_MODEL": name.rpartition(".")[0], "SHMSERVE_INSTANCE": name}
+        elif kind in ("scheduler", "ensemble"):
+            self._own |= {"SHMSERVE_MODEL": name}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    @classmethod
+    def of_stderr(cls, formatter: LineFormatter) -> Journal | None:
+        """The journal, where JOURNAL_STREAM says that stderr is a stream of it."""
+        try:
+            stream = os.fstat(2)
+            if os.environ.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}":
+                return cls(formatter)
+        except OSError:
+            pass
+        return None
+
+    def send(self, record: logging.LogRecord) -> bool:
+        """Enter a record; whether the journal could be told."""
+        level = record.levelno
+        fields: dict[str, object] = {
+            **self._own,
+            "MESSAGE": clean(record.getMessage()) + self._formatter.traceback(record),
+            "PRIORITY": next((number for least, number in _PRIORITIES if level >= least), 7),
+            "CODE_FILE": record.pathname,
+            "CODE_LINE": record.lineno,
+            "CODE_FUNC": record.funcName,
+        }
+        if isinstance(record.args, tuple) and record.args and _OF_MODEL.match(str(record.msg)):
+            fields["SHMSERVE_MODEL"] = clean(str(record.args[0]))
+        if request_id := getattr(record, "request_id", None):
+            fields["REQUEST_ID"] = clean(str(request_id))
+        try:
+            self._send(b"".join(_field(name, value) for name, value in fields.items()))
+        except OSError:
+            return False
+        return True
+
+    def _send(self, entry: bytes) -> None:
+        try:
+            self._socket.sendto(entry, self.address)
+        except OSError as error:
+            if error.errno != errno.EMSGSIZE:
+                raise
+            # Then in a file, which nobody may change while it is read.
+            with open(os.memfd_create("journal", os.MFD_ALLOW_SEALING), "wb") as file:
+                file.write(entry)
+                file.flush()
+                fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+                fds = array.array("i", [file.fileno()])
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)
+                self._socket.sendmsg([b""], [rights], 0, self.address)
+
+    def close(self) -> None:
+        """Enter nothing any more."""
+        self._socket.close()
+
+
+def _field(name: str, value: object) -> bytes:
+    data = str(value).encode(errors="backslashreplace")
+    if b"\n" in data:
+        return b"%s\n%s%s\n" % (name.encode(), len(data).to_bytes(8, "little"), data)
+    return b"%s=%s\n" % (name.encode(), data)
+
+
 class _Handler(logging.StreamHandler[TextIO]):
     """Writes what the settings show."""
 
     def __init__(self, role: str) -> None:
         super().__init__(sys.stderr)
         self._formatter = LineFormatter(role)
+        self._journal = Journal.of_stderr(self._formatter)
         self._settings = LogSettings()
         self.setFormatter(self._formatter)
         self.addFilter(lambda record: self._settings.shows(record.levelno))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._journal is None or not self._journal.send(record):
+            super().emit(record)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        super().close()
 
     def use(self, settings: LogSettings) -> None:
         self._settings = settings
@@ -112,11 +213,15 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def configure(role: str, settings: LogSettings) -> None:
-    """Set up logging to stderr for this process.
+    """Set up logging to stderr, or the journal that it is, for this process.
 
     `role` names the process in each line ("supervisor", "gateway 0", "worker simple.0").
     """
-    logging.getLogger().handlers[:] = [_Handler(role)]
+    handlers = logging.getLogger().handlers
+    for handler in handlers:
+        if isinstance(handler, _Handler):
+            handler.close()
+    handlers[:] = [_Handler(role)]
     _use(settings)
     # Libraries' debug and access chatter is theirs to show only when something is wrong.
     for noisy in ("asyncio", "aiohttp", "urllib3"):

@@ -38,7 +38,7 @@ from shmserve.ipc.messages.supervision import (
     WorkerStarted,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.processes import name_process
+from shmserve.ipc.processes import end_sooner, name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
@@ -53,6 +53,8 @@ from shmserve.workers.user_code import in_words
 logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
+# It has the most memory, and its death costs only what it executes.
+OOM_SCORE_ADJ = 400
 
 
 def run(data: bytes) -> None:
@@ -63,6 +65,7 @@ def run(data: bytes) -> None:
     stacks_fd = _set_signals()
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
+    end_sooner(OOM_SCORE_ADJ)
     import torch
 
     torch.set_num_threads(start.threads)

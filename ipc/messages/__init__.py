@@ -87,6 +87,7 @@ from shmserve.ipc.messages.supervision import (
     ModelPublished,
     ModelWithdrawn,
     OpenScheduler,
+    Ping,
     PoolNews,
     PoolRequest,
     ProcessExited,
@@ -97,6 +98,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerLost,
     SchedulerReady,
     SetLogging,
+    SetTokens,
     SnapshotStatistics,
     Started,
     StatisticsSnapshot,
@@ -116,7 +118,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
-    HealthChanged | SetLogging | Answer | Ending
+    HealthChanged | SetLogging | SetTokens | Ping | Answer | Ending
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady
@@ -124,8 +126,8 @@ GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
 SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
 SupervisorToBatching = PoolNews | TicketGranted
 SupervisorToEnsemble = ModelPublished | SchedulerLost
-SupervisorToHost = OpenScheduler | SetLogging | Stop
-HostToSupervisor = Started | SchedulerClosed
+SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
+HostToSupervisor = Started | SchedulerClosed | Acknowledged
 SchedulerToSupervisor = SchedulerReady | Drained | StatisticsSnapshot | PoolRequest
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (

@@ -80,6 +80,21 @@ class SetLogging:
 
 
 @message
+class SetTokens:
+    """Clients must send one of these tokens from now on, as common/access/auth_tokens.py has
+    them."""
+
+    tokens: dict[str, Any]
+
+
+@message
+class Ping:
+    """Say `Acknowledged` with this number, as a sign of life."""
+
+    acknowledge: int
+
+
+@message
 class Answered:
     """The response to the sender's numbered request."""
 

@@ -48,6 +48,7 @@ _MADE_UP = (
     "\nit was asked with zeros and empty texts: --input NAME=VALUE, or a sample of `model_warmup`, "
     "asks with others"
 )
+_GONE = "it is not loaded (any more): the log says why"
 _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 
 
@@ -94,7 +95,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any]) -> int:
     unused = set(values)
     rows = await supervisor.models.index(ready=False)
     for row in rows:
-        failure = row.get("reason", "")
+        failure = row.get("reason", "" if "version" in row else _GONE)
         seconds = 0.0
         if not failure:
             began = time.monotonic()

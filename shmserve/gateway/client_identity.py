@@ -72,13 +72,17 @@ class ClientIdentity:
     A token or a host name that was accepted once on a connection is not looked up again.
     """
 
-    __slots__ = ("_header", "_host", "_on_gone", "_peer", "_scopes", "_sock", "known", "listener")
+    __slots__ = (
+        *("_header", "_host", "_on_gone", "_peer", "_rules", "_scopes", "_sock"),
+        *("known", "listener"),
+    )
 
     def __init__(self, listener: ListenerRules, sock: Any) -> None:
         self.listener = listener
         self._sock = sock
         self._peer: Peer | None = None
         self._header: str | None = None
+        self._rules: Authorisation | None = None  # by which the header has these scopes
         self._scopes: frozenset[str] | None = None
         self._host: str | None = None
         self._on_gone: list[Callable[[], None]] | None = []
@@ -114,8 +118,8 @@ class ClientIdentity:
         rules = listener.authorisation
         if rules.asks_for_tokens and not self.known and scope not in OPEN:
             header = headers.get(_AUTHORIZATION)
-            if header is None or header != self._header:
-                self._scopes, self._header = rules.scopes(header), header
+            if header is None or header != self._header or rules is not self._rules:
+                self._scopes, self._header, self._rules = rules.scopes(header), header, rules
             if (refusal := rules.refuse_scope(scope, self._scopes)) is not None:
                 return refusal
         return rules.refuse_restricted(scope, headers) if rules.restrictions else None

@@ -12,10 +12,12 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shmserve import logs
+from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
@@ -44,6 +46,9 @@ _LAST_RESPONSES_S = 1.0
 
 class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections."""
+
+    def __init__(self) -> None:
+        self.listeners: list[ListenerRules] = []
 
     @abstractmethod
     async def open(self) -> None:
@@ -176,6 +181,12 @@ class _Process:
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
+            case m.SetTokens(tokens):
+                gateway.settings = replace(gateway.settings, tokens=tokens)
+                for listener in self._front.listeners:
+                    listener.authorisation = listener.authorisation.with_tokens(tokens)
+            case m.Ping(number):
+                self._acknowledge(number)
             case m.Drain():
                 gateway.draining = True
                 self._front.drain(self._drained)

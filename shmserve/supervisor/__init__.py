@@ -8,6 +8,8 @@ Its rooms:
     kept/               processes that are always there: gateways, holders of workspaces on CUDA
                         devices
     control_api.py      requests of gateways and models: load, register, log settings
+    watchdog.py         signs of life for the service manager, while every process gives one
+    reload.py           SIGHUP: the settings that may change, and the repositories, are read again
     health.py           liveness, readiness, and who is told of them
     processes/          the process table, zygotes that fork, the control socket, backoff
     models/             what is loaded: orders, loads, versions, publications, the repository index

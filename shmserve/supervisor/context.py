@@ -31,10 +31,12 @@ from shmserve.supervisor.resources.workspaces import Workspaces
 LOCAL_CLIENT = "local client"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SupervisorContext:
     """`front_zygote` forks gateways and schedulers, `worker_zygote`, which has torch, workers.
-    `numbers` are those of schedulers."""
+    `numbers` are those of schedulers. `config` is another one after a reload: it is to be asked at
+    each use.
+    """
 
     config: ServerConfig
     run_dir: Path

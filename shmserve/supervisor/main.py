@@ -6,18 +6,17 @@ listening sockets -> run directory -> compose -> Supervisor.run -> the run direc
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from shmserve import logs
 from shmserve.common import accelerators, fd_limits
-from shmserve.common.access.shm_access import ShmPolicy
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
@@ -25,6 +24,8 @@ from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.messages.events import ProcessStarted
 from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
 from shmserve.ipc.processes import marked, name_process
+from shmserve.supervisor.checks import table
+from shmserve.supervisor.checks.places import tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
@@ -54,10 +55,12 @@ from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
-from shmserve.supervisor.supervisor import ENDING, Supervisor
+from shmserve.supervisor.supervisor import Supervisor, taken_signals
+from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -70,20 +73,22 @@ _SCRIPTED = "shmserve.workers.preloads.scripted"
 _EXPORTED = "shmserve.workers.preloads.exported"
 
 
-def serve(config: ServerConfig) -> int:
+def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) -> int:
     """Run a server until SIGTERM or SIGINT; returns the exit status: 0 after a drain, 1 when it
-    could not start.
+    could not start. `read()` gives its settings again, for SIGHUP.
 
     Raises InvalidArgument for an address or a run directory that cannot be used.
     """
     with written_to(config.log.log_file):
-        return _serve(config)
+        return _serve(config, read)
 
 
-def _serve(config: ServerConfig) -> int:
+def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int:
     logs.configure("supervisor", config.log)
     name_process("supervisor")
     fd_limits.raise_limit()
+    table.look_at_start(config)
+    faulthandler.enable()  # where it is when a service manager ends it, or it breaks
     listeners = Listeners()
     group = config.shm.group
     try:
@@ -91,7 +96,7 @@ def _serve(config: ServerConfig) -> int:
         signals = hold_signals()
         chosen = config.run_dir
         run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
-        return run_composed(config, run_dir, listeners, signals, Supervisor.run)
+        return run_composed(config, run_dir, listeners, signals, Supervisor.run, read)
     finally:
         listeners.close()
 
@@ -102,12 +107,13 @@ def run_composed(
     listeners: Listeners,
     signals: list[int],
     main: Callable[[Supervisor], Coroutine[Any, Any, int]],
+    read: Callable[[], ServerConfig] | None = None,
 ) -> int:
     """The exit status of `main(supervisor)`, in an event loop of its own, of a server that is
     composed there; its run directory is removed then."""
 
     async def run() -> int:
-        return await main(compose(config, run_dir, listeners, signals))
+        return await main(compose(config, run_dir, listeners, signals, read))
 
     with asyncio.Runner() as runner:  # its loop takes signals until the folder is gone
         try:
@@ -124,7 +130,7 @@ def hold_signals() -> list[int]:
     def hold_signal(number: int, _: object) -> None:
         held.append(number)
 
-    for number in ENDING:  # blocked, they would end the server in another thread
+    for number in taken_signals():  # blocked, they would end the server in another thread
         signal.signal(number, hold_signal)
     return held
 
@@ -137,24 +143,23 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     for name, sockets in given.items():
         listeners.lent += sockets
         getattr(listeners, name).extend(lend(sock, guarded) for sock in sockets)
-    if http.allow and "http" not in given:
-        listeners.http += listen(http.address, http.port, "--http-address", guarded)
-    if config.allow_metrics and "metrics" not in given:
-        listeners.metrics += listen(
-            config.metrics_address, config.metrics_port, "--metrics-address", guarded
-        )
+    for name, address, port, flag in tcp_listeners(config):
+        if name not in given:
+            getattr(listeners, name).extend(listen(address, port, flag, guarded))
     if http.unix_socket is not None:
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if grpc is not None and "grpc" not in given:
-        listeners.grpc += listen(grpc.address, grpc.port, "--grpc-address", guarded)
     if grpc is not None and grpc.unix_socket is not None:
         unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
         listeners.grpc.append(unix)
 
 
 def compose(
-    config: ServerConfig, run_dir: RunDirectory, listeners: Listeners, signals: list[int]
+    config: ServerConfig,
+    run_dir: RunDirectory,
+    listeners: Listeners,
+    signals: list[int],
+    read: Callable[[], ServerConfig] | None,
 ) -> Supervisor:
     """The parts of a server, in the running event loop; no process is started yet.
 
@@ -171,7 +176,7 @@ def compose(
     processes = ProcessTable(partial(_publish_start, events))
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
-    opener = RegionOpener(_region_policy(config), handles if found.kind == "cuda" else None)
+    opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
     regions = RegionRegistry(control, opener, events.publish)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
@@ -181,14 +186,18 @@ def compose(
     announce_health = partial(announce, context, health)
     progress = StartupReport(registry.progress)
 
+    def state() -> str:
+        return progress_line(registry.progress())
+
     def models_changed() -> None:
         progress.update()
-        manager.status(progress_line(registry.progress()))
+        manager.status(state())
         feed.models_changed()
         announce_health()
 
     models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
+    poller = Poller(context, planner, registry, models)
     ControlApi(context, regions, handles, models, registry, readiness)
     return Supervisor(
         listeners=listeners,
@@ -202,12 +211,14 @@ def compose(
         models=models,
         registry=registry,
         readiness=readiness,
-        poller=Poller(context, planner, registry, models),
+        poller=poller,
         health=health,
         announce_health=announce_health,
         feed=feed,
         progress=progress,
         manager=manager,
+        watchdog=Watchdog(control, processes, manager),
+        reload=read and Reload(context, opener, poller, manager, read, state),
     )
 
 
@@ -220,12 +231,6 @@ def _feed(
 ) -> EventFeed:
     whole = (registry.states, processes.all, snapshot.regions, health.current)
     return EventFeed(events, *whole, registry.publish_counters)
-
-
-def _region_policy(config: ServerConfig) -> ShmPolicy:
-    # A server that has no descriptor left could start no process again.
-    most = min(config.shm.max_regions, fd_limits.for_regions())
-    return replace(config.shm, max_regions=most)
 
 
 def _context(

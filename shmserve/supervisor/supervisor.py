@@ -24,7 +24,7 @@ from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.health import Health
-from shmserve.supervisor.host.console import StartupReport, model_table
+from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
 from shmserve.supervisor.kept.gateways import Gateways
@@ -36,10 +36,20 @@ from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
+from shmserve.supervisor.reload import Reload
+from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def taken_signals() -> tuple[int, ...]:
+    """The signals that the supervisor takes: under `nohup` not SIGHUP."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return ENDING if nohup else (*ENDING, signal.SIGHUP)
+
+
 # What comes within so long is the same order to end: timeout(1), for one, signals the process, and
 # then its group.
 _SAME_SIGNAL_S = 1.0
@@ -67,6 +77,9 @@ class Supervisor:
     feed: EventFeed
     progress: StartupReport
     manager: ServiceManager
+    watchdog: Watchdog
+    reload: Reload | None
+    _terminal: bool = field(init=False, default_factory=has_terminal)
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
 
@@ -92,13 +105,18 @@ class Supervisor:
         return status
 
     def _signal(self, number: int) -> None:
+        # A terminal that is closed hangs up, too.
+        closed = self._terminal and not has_terminal()
+        if number == signal.SIGHUP and self.reload is not None and not closed:
+            self.reload.ask()
+            return
         now = time.monotonic()
         if now - self._signalled_at >= _SAME_SIGNAL_S:
             self._signalled_at = now
             self._signals.put_nowait(number)
 
     async def signalled(self) -> int:
-        """Wait for SIGTERM or SIGINT; its number. Those within a second are one."""
+        """Wait for a signal that ends the server; its number. Those within a second are one."""
         return await self._signals.get()
 
     @staticmethod
@@ -118,7 +136,7 @@ class Supervisor:
         """Take signals, start the zygotes and publish events; nothing is loaded yet."""
         context = self.context
         loop = asyncio.get_running_loop()
-        for number in ENDING:
+        for number in taken_signals():
             loop.add_signal_handler(number, self._signal, number)
         for came in self.signals:
             self._signal(came)
@@ -161,8 +179,11 @@ class Supervisor:
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
+        self.context.background(self.watchdog.run())
         if self.context.config.model_control_mode == "poll":
             self.context.background(self.poller.run())
+        if self.reload is not None:
+            self.context.background(self.reload.run())
         return 0
 
     async def _load(self) -> bool:

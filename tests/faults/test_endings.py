@@ -114,15 +114,20 @@ def test_a_parent_that_has_blocked_every_signal(serve: Callable[..., Server]) ->
     server.stop()
 
 
-def test_hang_up_ends_a_server_that_is_not_told_to_live_on(serve: Callable[..., Server]) -> None:
-    told = (  # also where the tests themselves are
+def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Server]) -> None:
+    """Any other reloads its configuration."""
+    terminal, theirs = os.openpty()
+    told = (
         "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
+        "os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
     )
-    server = serve(prefix=(sys.executable, "-c", told))
+    server = serve(prefix=(sys.executable, "-c", told, os.ttyname(theirs)))
+    os.close(theirs)
     members = server.tree()
-    os.killpg(server.pid, signal.SIGHUP)
-    server.process.wait(_ORPHANS_S)
+    os.kill(server.pid, signal.SIGHUP)
+    server.wait_log("no flag has changed")
+    os.close(terminal)
+    server.process.wait(20)
     assert_nothing_is_left(server, members)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,3 +143,106 @@ def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(path: str) -> None:
     with pytest.raises(InvalidArgument, match="--log-file: cannot write"), written_to(path):
         pass
+
+
+def entries(sock: socket.socket) -> list[dict[str, str]]:
+    """The fields of what a journal was sent: in datagrams, or in sealed files."""
+    found = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 1)
+            if fds:
+                seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
+                assert seals & fcntl.F_SEAL_WRITE and seals & fcntl.F_SEAL_SEAL
+                with open(fds[0], "rb") as file:
+                    file.seek(0)
+                    data = file.read()
+            fields = {}
+            while data:
+                name, _, rest = data.partition(b"\n")
+                if b"=" in name:
+                    name, _, value = name.partition(b"=")
+                else:
+                    size = int.from_bytes(rest[:8], "little")
+                    value, rest = rest[8 : 8 + size], rest[8 + size + 1 :]
+                fields[name.decode()] = value.decode()
+                data = rest
+            found.append(fields)
+    return found
+
+
+@pytest.fixture
+def journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[socket.socket]:
+    """Where a journal hears, of which stderr is a stream."""
+    stream = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{stream.st_dev}:{stream.st_ino}")
+    monkeypatch.setattr(logs.Journal, "address", str(tmp_path / "journal"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(logs.Journal.address)
+        sock.setblocking(False)
+        yield sock
+        for handler in logging.getLogger().handlers:
+            handler.close()
+
+
+def test_a_journal_has_fields(journal: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("worker a.b.1", LogSettings(log_verbose_level=1))
+    logger = logging.getLogger("shmserve.somewhere")
+    logger.warning("hello\nworld", extra={"request_id": "r\n7"})
+    (entry,) = entries(journal)
+    assert entry.pop("CODE_FILE") == __file__
+    assert int(entry.pop("CODE_LINE")) > 0
+    assert entry == {
+        "SYSLOG_IDENTIFIER": "shmserve",
+        "SHMSERVE_PROCESS": "worker a.b.1",
+        "SHMSERVE_MODEL": "a.b",
+        "SHMSERVE_INSTANCE": "a.b.1",
+        "MESSAGE": "hello\\nworld",
+        "PRIORITY": "4",
+        "CODE_FUNC": "test_a_journal_has_fields",
+        "REQUEST_ID": "r\\n7",
+    }
+    say()
+    assert [entry["PRIORITY"] for entry in entries(journal)] == ["7", "6", "4", "3", "3"]
+    assert capfd.readouterr().err == ""  # which is the journal's, too
+
+
+def test_what_is_about_a_model_names_it(journal: socket.socket) -> None:
+    logs.configure("supervisor", LogSettings())
+    logger = logging.getLogger("shmserve.somewhere")
+    logger.info("model %s: %s", "a", "loading")
+    logger.info("inference of model '%s' failed", "b")
+    logger.info("models: %s", "c")
+    logger.info("model %(name)s", {"name": "d"})
+    found = [entry.get("SHMSERVE_MODEL") for entry in entries(journal)]
+    assert found == ["a", "b", None, None]
+
+
+def test_a_long_entry_is_in_a_file(journal: socket.socket) -> None:
+    logs.configure("gateway 0", LogSettings())
+    try:
+        raise ValueError("\n".join("x" * 8000 for _ in range(90)))
+    except ValueError:
+        logging.getLogger("shmserve.somewhere").exception("failed")
+    (entry,) = entries(journal)
+    assert entry["MESSAGE"].startswith("failed\n    Traceback (most")
+    assert len(entry["MESSAGE"]) > 90 * 8000
+
+
+def test_a_journal_that_is_gone(
+    journal: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is written to stderr then, as it is where stderr is something else."""
+    logs.configure("role", LogSettings())
+    journal.close()
+    logging.getLogger("shmserve.somewhere").info("one")
+    monkeypatch.setattr(logs.Journal, "address", "/nowhere")
+    logs.configure("role", LogSettings())
+    logging.getLogger("shmserve.somewhere").info("two")
+    monkeypatch.setenv("JOURNAL_STREAM", "1:1")
+    logs.configure("role", LogSettings())
+    logging.getLogger("shmserve.somewhere").info("three")
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in said] == ["one", "two", "three"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,7 @@ def _host(arguments: argparse.Namespace, root: Path) -> Host:
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
         token=_below(root, place.settings / "token").exists(),
+        version=_version(root),
         exit_timeout_s=_exit_timeout_s(_below(root, place.settings / "shmserve.yaml")),
     )
 
@@ -89,6 +91,16 @@ def _program(arguments: argparse.Namespace) -> tuple[str, ...]:
                 "are hidden; install shmserve elsewhere (python3 -m venv /opt/shmserve)"
             )
     return program
+
+
+def _version(root: Path) -> int:
+    """That of the systemd of a system, 0 where none is found: its library's name has it."""
+    found = [
+        re.search(r"-shared-(\d+)", path.name)
+        for folder in ("lib", "lib64", "lib/*-linux-*")
+        for path in root.glob(f"usr/{folder}/systemd/libsystemd-shared-*")
+    ]
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def _exit_timeout_s(file: Path) -> int:
@@ -227,7 +239,7 @@ class _Change:
                 self._failed = True
 
 
-_STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve@*.service")
+_STOPPED = (*(unit for unit in units.UNITS if "@" not in unit), "shmserve*@*")
 
 
 def _text(path: Path) -> str | None:

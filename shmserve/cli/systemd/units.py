@@ -18,8 +18,13 @@ _SOCKETS = {
     "shmserve-grpc.socket": ("grpc", 8001, "grpc.sock"),
     "shmserve-metrics.socket": ("metrics", 8002, ""),
 }
-UNITS = (*SERVICES, *_SOCKETS, "shmserve.slice")
+# Those of the further servers, by the names of the first one's.
+_TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
+UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
 _STOP_MARGIN_S = 10
+_KNOWS_RELOADS = 253  # the version from which on `systemctl reload` waits for their end
+_RELOADS = "Type=notify-reload"
+_IS_SIGNALLED = "Type=notify\nExecReload=/bin/sh -c 'kill -HUP $MAINPID'"
 _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{64})\)")
 
 
@@ -33,6 +38,7 @@ class Host:
     device: str = "cpu"
     token: bool = False
     exit_timeout_s: int = 30
+    version: int = 0  # systemd's, where it is known
 
     @property
     def units(self) -> Path:
@@ -96,7 +102,14 @@ def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
         False,
     )
     for unit, (name, port, path) in _SOCKETS.items():
-        yield host.units / unit, f"where {name} listens", _socket(name, port, path, user), False
+        listen = _listen(f"127.0.0.1:{port}", path, user)
+        yield host.units / unit, f"where {name} listens", _socket(name, listen, ""), False
+        yield (
+            host.units / _TEMPLATES[unit],
+            f"where {name} of shmserve@NAME listens, if it is enabled; with ports by a drop-in",
+            _socket(name, _listen("", f"%i-{name}.sock", user), "@%i"),
+            False,
+        )
     yield host.units / UNITS[-1], "what all servers together may use", _filled("slice.conf"), False
     for service in SERVICES:
         folder = host.units / f"{service}.d"
@@ -120,6 +133,7 @@ def _service(host: Host, instance: bool) -> str:
     return _filled(
         "service.conf",
         title=" %i" if instance else "",
+        type=_RELOADS if host.version >= _KNOWS_RELOADS else _IS_SIGNALLED,
         program=" ".join(map(quoted, host.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,
@@ -131,15 +145,21 @@ def _service(host: Host, instance: bool) -> str:
     )
 
 
-def _socket(name: str, port: int, path: str, user: bool) -> str:
-    lines = [f"ListenStream=127.0.0.1:{port}"]
+def _listen(address: str, path: str, user: bool) -> list[str]:
+    lines = [f"ListenStream={address}"] if address else []
     if path and user:
         lines += [f"ListenStream=%t/shmserve-{path}", "SocketMode=0600"]
     elif path:
         lines += [f"ListenStream=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
     if not user:
         lines += ["IPAddressDeny=any", "IPAddressAllow=localhost"]
-    return _filled("socket.conf", name=name, listen="\n".join(lines))
+    return lines
+
+
+def _socket(name: str, listen: list[str], instance: str) -> str:
+    title = instance.replace("@", " ")
+    words = {"name": name, "title": title, "instance": instance}
+    return _filled("socket.conf", listen="\n".join(listen), **words)
 
 
 def _credential(user: bool) -> str:

@@ -75,6 +75,10 @@ class Authorisation:
         self.restrictions = restrictions
         self._noun = noun
 
+    def with_tokens(self, tokens: Tokens) -> Authorisation:
+        """The same rules with other tokens."""
+        return Authorisation(tokens, self.restrictions, self._noun)
+
     def authorise(self, scope: str, metadata: Mapping[str, str]) -> ShmserveError | None:
         """Why a request to an API of `scope` is refused; None when it is not.
 

@@ -45,6 +45,7 @@ class GrpcFrontend(process.Frontend):
     def __init__(
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
     ) -> None:
+        super().__init__()
         told = gateway.settings
         self._gateway = gateway
         self._sockets = sockets
@@ -72,6 +73,7 @@ class GrpcFrontend(process.Frontend):
         loop = asyncio.get_running_loop()
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, told.allow_client_shm)
+            self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
             acceptor = Acceptor(partial(GrpcConnection, front=front), listener, most)

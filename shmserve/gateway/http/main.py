@@ -43,6 +43,7 @@ class HttpFrontend(process.Frontend):
     def __init__(
         self, gateway: Gateway, http: Sequence[socket.socket], scrapes: Sequence[socket.socket]
     ) -> None:
+        super().__init__()
         self._gateway = gateway
         self._app = App(gateway, ROUTES)
         self._http = http
@@ -66,6 +67,7 @@ class HttpFrontend(process.Frontend):
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
+        self.listeners.append(listener)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
         make = partial(HttpConnection, handle=handle, settings=settings)
         server = Acceptor(make, listener, min(settings.max_connections, spared))

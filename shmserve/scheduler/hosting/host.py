@@ -17,7 +17,9 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, decode
 from shmserve.ipc.messages.supervision import (
+    Acknowledged,
     OpenScheduler,
+    Ping,
     SchedulerClosed,
     SetLogging,
     Started,
@@ -94,6 +96,8 @@ class Host:
                     self._open(decode(SchedulerStart, message.start))
                 case SetLogging():
                     logs.apply(logs.LogSettings(**message.settings))
+                case Ping(number):
+                    self._control.send(Acknowledged(number))
                 case Stop():
                     self._stopped = True
                 case _:

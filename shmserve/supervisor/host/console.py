@@ -37,6 +37,14 @@ def written_to(path: str) -> Iterator[None]:
         os.close(console)
 
 
+def has_terminal() -> bool:
+    """Whether a terminal controls this process, and has not been closed."""
+    with contextlib.suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+        return True
+    return False
+
+
 logger = logging.getLogger(__name__)
 
 

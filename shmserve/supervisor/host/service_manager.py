@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, MutableMapping
 from typing import Self
 
@@ -24,15 +25,19 @@ _FIRST_FD = 3
 LISTENERS = ("http", "grpc", "metrics")
 _EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
+_MOST_NAMED = 5
 
 
 class ServiceManager:
     """The one that listens at `address`, a path or an abstract name behind "@"; None: there is
-    none, and nobody is told anything."""
+    none, and nobody is told anything. It waits `watchdog_s` seconds for a sign of life; 0: it asks
+    for none."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
         self._socket: socket.socket | None = None
         self._said = ""
+        self._stopping = False
+        self.watchdog_s = watchdog_s if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             where = f"\0{address[1:]}" if address.startswith("@") else address
@@ -45,19 +50,33 @@ class ServiceManager:
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """The one that the environment names, which is taken out of it."""
-        return cls(environment.pop("NOTIFY_SOCKET", None))
+        said = {name: environment.pop(f"WATCHDOG_{name}", "") for name in ("PID", "USEC")}
+        asked = said["USEC"].isdecimal() and said["PID"] in ("", str(os.getpid()))
+        watchdog_s = int(said["USEC"]) / 1e6 if asked else 0.0
+        return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
     def ready(self, state: str) -> None:
         """The server has started, and this is how it is."""
+        self._said = state
         self._tell("READY=1", f"STATUS={state}")
 
+    def reloading(self) -> None:
+        """The server reads its configuration again; it is `ready` once it has."""
+        now_us = time.monotonic_ns() // 1000
+        self._tell("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
+
+    def alive(self) -> None:
+        """A sign of life."""
+        self._tell("WATCHDOG=1")
+
     def stopping(self, state: str) -> None:
-        """The server ends."""
+        """The server ends, and this is its last state."""
+        self._stopping = True
         self._tell("STOPPING=1", f"STATUS={state}")
 
     def status(self, state: str) -> None:
         """How the server is, in a line for `systemctl status`."""
-        if state != self._said:
+        if state != self._said and not self._stopping:
             self._said = state
             self._tell(f"STATUS={state}")
 
@@ -81,9 +100,14 @@ class ServiceManager:
 
 def progress_line(progress: Mapping[str, str]) -> str:
     """The progress of loads, by model, in one line."""
-    loading = [model for model, now in progress.items() if now == "loading"]
-    line = f"{len(progress) - len(loading)}/{len(progress)} models loaded"
-    return f"{line}; loading {', '.join(loading)}" if loading else line
+    kinds = [now.partition(":")[0] for now in progress.values()]
+    line = f"{kinds.count('ready')}/{len(progress)} models ready"
+    for kind in ("loading", "failed"):
+        models = [model for model, found in zip(progress, kinds, strict=True) if found == kind]
+        more = f" and {len(models) - _MOST_NAMED} more" if len(models) > _MOST_NAMED else ""
+        if models:
+            line += f"; {kind} {', '.join(models[:_MOST_NAMED])}{more}"
+    return line
 
 
 def inherited_sockets(environment: MutableMapping[str, str]) -> dict[str, list[socket.socket]]:

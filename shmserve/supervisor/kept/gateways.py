@@ -68,6 +68,9 @@ class Gateways(KeptProcesses):
             case m.GatewayReady():
                 settle(kept.contact, None)
             case m.Started():
+                # They may have changed since it was started.
+                tokens = dict(self._context.config.tokens)
+                self._context.control.send(child.pid, m.SetTokens(tokens))
                 for item in self._snapshot():
                     self._context.control.send(child.pid, item)
             case m.Drained():

@@ -42,19 +42,25 @@ class Poller:
         pause_s = self._context.config.repository_poll_s
         while pause_s:
             await asyncio.sleep(pause_s)
-            try:
-                found = await asyncio.to_thread(self._planner.scan)
-            except ShmserveError as error:
-                logger.error("%s", error.message)
-                continue
-            except Exception:
-                logger.exception("the model repositories could not be looked at")
-                continue
-            for name in sorted({*found, *self._registry.models}):
-                look = (name, self._may_serve(name, found.get(name)))
-                if look not in self._busy:
-                    self._busy.add(look)
-                    self._context.background(self._follow_in_background(*look))
+            await self.look()
+
+    async def look(self) -> list[asyncio.Task[None]]:
+        """Look at the repositories once; the tasks that follow the models there."""
+        try:
+            found = await asyncio.to_thread(self._planner.scan)
+        except ShmserveError as error:
+            logger.error("%s", error.message)
+            return []
+        except Exception:
+            logger.exception("the model repositories could not be looked at")
+            return []
+        tasks = []
+        for name in sorted({*found, *self._registry.models}):
+            look = (name, self._may_serve(name, found.get(name)))
+            if look not in self._busy:
+                self._busy.add(look)
+                tasks.append(self._context.background(self._follow_in_background(*look)))
+        return tasks
 
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
         model = self._registry.models.get(name)

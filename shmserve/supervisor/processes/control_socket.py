@@ -88,6 +88,10 @@ class Acknowledgements:
         for number in list(self._missing):
             self.acknowledged(peer, number)
 
+    def missing(self, number: int) -> set[Hashable]:
+        """The peers that have not acknowledged it."""
+        return self._missing.get(number, set())
+
     def know(self, number: int) -> bool:
         """Whether the change holds at each peer that it was sent to, or they are gone."""
         return number not in self._missing
@@ -233,7 +237,10 @@ class ControlSocket:
 
     async def publish(self, make: Callable[[int], Any], *roles: str) -> None:
         """`announce`; returns once each that lives has acknowledged it."""
-        number = self.announce(make, *roles)
+        await self.known(self.announce(make, *roles))
+
+    async def known(self, number: int) -> None:
+        """Return once each that lives has acknowledged what was announced with a number."""
         while not self.acknowledgements.know(number):
             await self.acknowledgements.news()
 

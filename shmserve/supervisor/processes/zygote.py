@@ -35,6 +35,7 @@ import msgpack
 from shmserve.errors import ShmserveError
 from shmserve.ipc.processes import (
     die_with_parent,
+    end_sooner,
     kill_marked,
     name_process,
     renounce_privileges,
@@ -44,6 +45,8 @@ from shmserve.supervisor.host.run_directory import alone, clear
 
 logger = logging.getLogger(__name__)
 
+# What is forked here is started again when it dies, but for the supervisor itself.
+OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
 
 
@@ -87,6 +90,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGHUP, hung_up)
     signal_at_parents_death(signal.SIGHUP)
     renounce_privileges()
+    end_sooner(OOM_SCORE_ADJ)
     if os.getppid() != supervisor_pid:
         supervisor_ended()
     name_process(title)

@@ -7,8 +7,10 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
+from shmserve.common import fd_limits
 from shmserve.common.access.shm_access import (
     NO_GROUP,
     SHM_DISABLED,
@@ -35,10 +37,16 @@ class RegionOpener:
     """
 
     def __init__(self, policy: ShmPolicy, handles: HandleCheck | None = None) -> None:
-        self._policy = policy
         self.handles = handles
         self._quota = RegionQuota(policy)
+        self.limit(policy)
         self._pins = PinnedQuota(handles is not None)
+
+    def limit(self, policy: ShmPolicy) -> None:
+        """Have other limits, for what is opened from now on."""
+        # A server that has no descriptor left could start no process again.
+        most = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
+        self._policy = self._quota.policy = replace(policy, max_regions=most)
 
     async def open_object(
         self, name: str, key: str, offset: int, byte_size: int, peer: Peer, *, pin: bool

@@ -22,7 +22,7 @@ class RegionQuota:
     """The counts behind the limits of a policy. Sizes in bytes."""
 
     def __init__(self, policy: ShmPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._regions: Counter[int] = Counter()  # by uid
         self._bytes: Counter[int] = Counter()
         self._held: Counter[tuple[int, int]] = Counter()  # regions by (device, inode)
@@ -34,7 +34,7 @@ class RegionQuota:
 
         Raises InvalidArgument, and enters nothing, when it is one too many or its bytes are.
         """
-        policy = self._policy
+        policy = self.policy
         for count, most, flag in (
             (self._regions[uid], policy.max_regions_per_uid, "--shm-max-regions-per-uid"),
             (self._regions.total(), policy.max_regions, "--shm-max-regions"),
@@ -73,7 +73,7 @@ class RegionQuota:
 
         Raises InvalidArgument when the budget does not reach.
         """
-        most = self._policy.sparse_byte_size
+        most = self.policy.sparse_byte_size
         if byte_size > most - self._in_use():
             self._drop_removed()
         if byte_size > most - self._in_use():

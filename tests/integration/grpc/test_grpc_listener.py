@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import re
 import shutil
 import signal
 import socket
@@ -295,8 +297,10 @@ def test_a_port_that_is_taken(models: Path) -> None:
         port = taken.getsockname()[1]
         found = run_command("serve", str(models), f"--grpc-port={port}", "--http-port=0")
     assert found.returncode == 2
-    assert found.stderr == (
-        f"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert re.fullmatch(
+        rf"shmserve: --grpc-port: cannot listen on 127.0.0.1:{port}: Address already in use "
+        rf"\(by .*, pid {os.getpid()}\)\n",
+        found.stderr,
     )
 
 

@@ -4,16 +4,14 @@ configuration.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.crowd import crowd
+from tests.support.pages import GUIDE, blocks
 from tests.support.servers import ROOT, Server, running
 from tests.support.wire.raw_http import Http, json_input
 
@@ -124,30 +122,13 @@ def test_the_example(http: Http) -> None:
     assert np.allclose(found[0, 1:4, 1:4], 1)
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-
-
-def test_what_the_readme_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its client programs run as they stand."""
-    program = "".join(blocks("README.md")).replace("localhost:8000", server.url)
-    program = program.replace("connect()", f"connect({str(server.run_dir)!r})")
-    names: dict[str, Any] = {}
-    exec(program.replace("/frames", f"/test-{os.getpid()}-readme"), names)
-    names["client"].close()
-    assert capsys.readouterr().out.count("[[[") == 3
-
-
-def test_what_the_guide_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its models are the examples', and its client program runs as it stands."""
-    model, streaming = blocks("shmserve/guide/models.md")
-    (sequence,) = blocks("shmserve/guide/sequences.md")
-    assert model in (ROOT / "examples" / "native_model.py").read_text()
-    assert streaming in (ROOT / "examples" / "native_stream.py").read_text()
-    assert sequence in (ROOT / "examples" / "native_sequence.py").read_text()
-    (*_, direct) = blocks("shmserve/guide/clients.md")
-    exec(direct.replace("connect()", f"connect({str(server.run_dir)!r})"), {})
-    assert float(capsys.readouterr().out) > 0.4
+def test_the_guides_models_are_the_examples() -> None:
+    examples = {"models": ("native_model", "native_stream"), "sequences": ("native_sequence",)}
+    for page, names in examples.items():
+        found = blocks(GUIDE / f"{page}.md")
+        shown = [each.text for each in found if (each.language, each.use) == ("python", "")]
+        for text, name in zip(shown, names, strict=True):
+            assert text in (ROOT / "examples" / f"{name}.py").read_text()
 
 
 def test_a_result_of_the_wrong_shape_is_the_models_error(server: Server, http: Http) -> None:

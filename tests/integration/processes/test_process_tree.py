@@ -53,6 +53,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
+def test_workers_end_first_where_memory_is_short(server: Server) -> None:
+    def score(title: str) -> int:
+        return int(Path(f"/proc/{server.one(title).pid}/oom_score_adj").read_text())
+
+    own = score("supervisor")
+    for title in ("front zygote", "gateway http 0", "scheduler simple"):
+        assert score(title) == min(1000, own + 100)
+    assert score("worker simple.0") == min(1000, own + 500)
+
+
 def test_every_process_says_what_it_is(server: Server) -> None:
     titles = server.titles()
     for title in ("worker simple.0 cpu", "scheduler simple", "gateway http 0"):

@@ -10,54 +10,138 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from grpc import insecure_channel as grpc_channel
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
-from tests.support.servers import ROOT, Server
+from tests.support.servers import ROOT, Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http, UnixHttp
 
 
-def test_a_service_manager_hears_of_the_start_and_the_end(tmp_path: Path) -> None:
-    repository = tmp_path / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple")
-    repositories.add_slow(repository, "slow")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+class Manager:
+    """A service manager's end: what it hears, a datagram each."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self._sock = sock
+        self.address = address
+
+    def hear(self, text: str) -> list[str]:
+        """What it hears up to what has this text."""
+        heard = [self._sock.recv(4096).decode()]
+        while text not in heard[-1]:
+            heard.append(self._sock.recv(4096).decode())
+        return heard
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
-        manager.bind(address)
-        manager.settimeout(60)
-        server = Server([repository], environment={"NOTIFY_SOCKET": address})
-        try:
-            heard = [manager.recv(4096).decode()]
-            while "loading slow" not in heard[-1]:
-                heard.append(manager.recv(4096).decode())
-            assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in heard)
-            assert not any("READY=1" in said for said in heard)
-            server.gate.next().release()
-            while "READY=1" not in heard[-1]:
-                heard.append(manager.recv(4096).decode())
-            assert heard[-1] == "READY=1\nSTATUS=2/2 models loaded"
-            for child in server.tree()[1:]:
-                assert "NOTIFY_SOCKET" not in child.environ()
-            server.process.send_signal(signal.SIGTERM)
-            while "STOPPING=1" not in heard[-1]:
-                heard.append(manager.recv(4096).decode())
-            assert server.wait_exit(20) == 0
-        finally:
-            server.discard()
-            os.unlink(address)
+        sock.bind(address)
+        sock.settimeout(60)
+        yield Manager(sock, address)
+        os.unlink(address)
 
 
-def test_a_server_on_sockets_that_it_is_given(tmp_path: Path) -> None:
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    repositories.add(folder, "simple")
+    return folder
+
+
+def test_a_service_manager_hears_of_the_start_and_the_end(
+    manager: Manager, repository: Path
+) -> None:
+    repositories.add_slow(repository, "slow")
+    server = Server([repository], environment={"NOTIFY_SOCKET": manager.address})
+    try:
+        heard = manager.hear("loading slow")
+        assert any(said.startswith("EXTEND_TIMEOUT_USEC=") for said in heard)
+        assert not any("READY=1" in said for said in heard)
+        server.gate.next().release()
+        assert manager.hear("READY=1")[-1] == "READY=1\nSTATUS=2/2 models ready"
+        for child in server.tree()[1:]:
+            assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC"} & child.environ().keys()
+        server.process.send_signal(signal.SIGTERM)
+        manager.hear("STOPPING=1")
+        assert server.wait_exit(20) == 0
+    finally:
+        server.discard()
+
+
+def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Path) -> None:
+    asked = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "200000"}
+    with running(repository, "--gateways=2", environment=asked, grpc=True) as server:
+        manager.hear("WATCHDOG=1")
+        for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
+            victim = server.one(title)
+            victim.suspend()  # it is killed, and another one started, before long
+            server.wait_log(f"no answer from {title.replace('http ', '')} (pid {victim.pid})")
+            server.wait_log("all processes answer again")
+            manager.hear("WATCHDOG=1")
+
+
+def test_a_reload(manager: Manager, repository: Path) -> None:
+    """What may change while the server runs does, and the log says what may not."""
+    file, tokens = repository.parent / "flags", repository.parent / "tokens"
+    tokens.write_text("the-first-of-tokens\n")
+    file.write_text(f"auth-token-file: {tokens}\nid: one\n")
+    flags = (f"--config={file}",)
+    notified = {"NOTIFY_SOCKET": manager.address}
+    with running(repository, *flags, environment=notified, grpc=True) as server:
+        manager.hear("READY=1")
+
+        def reload(says: str) -> None:
+            server.process.send_signal(signal.SIGHUP)
+            reloading = manager.hear("RELOADING=1")[-1]
+            assert "\nMONOTONIC_USEC=" in reloading
+            manager.hear("READY=1")
+            server.wait_log(says)
+
+        def status(token: str) -> int:
+            return old.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
+
+        with server.http() as old:  # a connection that lasts
+            assert (status("the-first-of-tokens"), status("another-of-tokens")) == (200, 401)
+            tokens.write_text("another-of-tokens\n")
+            file.write_text(f"auth-token-file: {tokens}\nid: two\nlog-verbose: 1\n")
+            repositories.add_as(repository, "later", "simple")
+            reload("--id has changed, for which a restart is needed: two, was one")
+            assert "--auth-token-file has changed: 1 tokens, was 1 tokens" in server.log()
+            assert "--log-verbose has changed: 1, was 0" in server.log()
+            assert "log_verbose_level=1" in server.log()
+            assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
+            assert server.find("worker later.0")
+            with grpc_channel(server.grpc_url) as channel:
+                ask = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+                good = (("authorization", "Bearer another-of-tokens"),)
+                assert is_right(ask(simple_request(), timeout=20, metadata=good))
+            # Another gateway has them, too.
+            server.one("gateway http 0").kill()
+            until("a gateway", lambda: server.answers("/v2/health/ready"), 20)
+        with server.http() as old:
+            assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
+            file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
+            reload(f"nothing is reloaded: --config: '{file}' line 3: log-verbos: there is no such")
+            assert f"'{file}' line 2: gateways: 'x' is not an integer" in server.log()
+            tokens.write_text("short\n")
+            file.write_text(f"auth-token-file: {tokens}\n")
+            reload(f"nothing is reloaded: --config: '{file}' line 1: --auth-token-file: ")
+            file.write_text("")
+            reload("--auth-token-file has changed, for which a restart is needed: 0 tokens, was 1")
+            assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
+
+
+def test_a_server_on_sockets_that_it_is_given(repository: Path) -> None:
     """They are open before it starts and after it has ended: whoever connects meanwhile waits."""
-    repository = tmp_path / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple")
     folder = Path(tempfile.mkdtemp(prefix="st-"))
     with (
         socket.create_server(("127.0.0.1", 0)) as http,

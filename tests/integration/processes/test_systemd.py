@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +13,26 @@ import pytest
 
 from tests.rigs.systemd_rig import Systemd, Unavailable, booted
 from tests.support import repositories
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, title_of
 from tests.support.waiting import until
 
 COMMAND = (sys.executable, "-m", "shmserve", "systemd")
 CLIENT = 4242  # nobody's number
 TOKEN = "0123456789abcdef"
-# The checkout is not installed where the service looks for it, and no journal is there.
+# The checkout is not installed where the service looks for it.
 DROP_IN = f"""
 [Service]
+WatchdogSec=3
 Environment=PYTHONPATH={ROOT}
-StandardOutput=append:/var/lib/log
-StandardError=append:/var/lib/log
 """
+JOURNAL = """
+[Service]
+Type=notify
+ExecStart=/lib/systemd/systemd-journald
+StandardOutput=null
+"""
+SERVICE = "shmserve.service"
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
 ASK = """
 import numpy, shmserve.client
 ones = numpy.ones((1, 16), "int32")
@@ -44,6 +54,59 @@ def systemd() -> Iterator[Systemd]:
         pytest.skip(str(reason))
 
 
+@pytest.fixture
+def installed(systemd: Systemd) -> Systemd:
+    """With the units, a journal, and a model where it is looked for."""
+    hidden = ("/home", "/root", "/tmp")
+    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+        pytest.skip("this Python is in a folder that a service does not see")
+    said = systemd.run(*COMMAND, "install")
+    assert "run        systemctl daemon-reload" in said and "status" not in said
+    for service in ("shmserve", "shmserve@"):
+        folder = systemd.path(f"/etc/systemd/system/{service}.service.d")
+        (folder / "90-test.conf").write_text(DROP_IN)
+    repositories.add(systemd.path("/var/lib/shmserve/models"), "simple")
+    systemd.path("/etc/systemd/system/journal.service").write_text(JOURNAL)
+    systemd.run("systemctl", "daemon-reload")
+    assert "status" not in systemd.run("systemctl", "start", "journal.service")
+    return systemd
+
+
+def log(systemd: Systemd, *which: str) -> str:
+    """What the journal has of the server."""
+    return systemd.run("journalctl", "--no-pager", "--output=cat", "-tshmserve", *which)
+
+
+def start(systemd: Systemd, *units: str) -> None:
+    """Start units, which must do."""
+    started = systemd.run("systemctl", "enable", "--now", *units)
+    assert "status" not in started, started + log(systemd)
+
+
+def processes(systemd: Systemd) -> dict[str, int]:
+    """The server's processes, by their titles, as they are numbered here."""
+    group = systemd.show(SERVICE, "ControlGroup")
+    pids = systemd.path(f"/sys/fs/cgroup{group}/cgroup.procs").read_text().split()
+    return {title_of(int(pid)): int(pid) for pid in pids}
+
+
+@contextlib.contextmanager
+def hung(pid: int) -> Iterator[None]:
+    """Have a process do nothing, which nobody but a debugger is told of, until it is killed."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    for request in (_PTRACE_SEIZE, _PTRACE_INTERRUPT):
+        assert ptrace(request, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    yield
+    while not os.WIFSIGNALED(os.waitpid(pid, _WALL)[1]):
+        pass
+
+
+def wait_restarts(systemd: Systemd, count: int) -> None:
+    """Return once the service manager has started the server again so often."""
+    until("a restart", lambda: systemd.show(SERVICE, "NRestarts") == str(count), within_s=30)
+    until("a server", lambda: systemd.show(SERVICE, "SubState") == "running", within_s=60)
+
+
 def status_of(systemd: Systemd, *more: str, groups: str) -> str:
     """The HTTP status that a client of these groups gets at the unix socket; 000: none."""
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *more)
@@ -51,21 +114,20 @@ def status_of(systemd: Systemd, *more: str, groups: str) -> str:
     return systemd.run(*curl, *where, user=CLIENT, groups=groups).split("\n")[0]
 
 
-def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
-    hidden = ("/home", "/root", "/tmp")
-    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
-        pytest.skip("this Python is in a folder that a service does not see")
-    said = systemd.run(*COMMAND, "install")
-    assert "run        systemctl daemon-reload" in said and "status" not in said
-    drop_in = systemd.path("/etc/systemd/system/shmserve.service.d/90-test.conf")
-    drop_in.write_text(DROP_IN)
-    repositories.add(systemd.path("/var/lib/shmserve/models"), "simple")
-    log = systemd.path("/var/lib/log")
-
-    systemd.run("systemctl", "daemon-reload")
-    started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
-    assert "status" not in started, log.read_text() if log.exists() else started
-    assert systemd.show("shmserve.service", "StatusText") == "1/1 models loaded"
+def test_a_server_is_installed_runs_and_is_removed(installed: Systemd) -> None:
+    systemd = installed
+    start(systemd, SERVICE)
+    assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
+    assert "model simple: loading\nmodel simple: ready" in log(systemd, "SHMSERVE_MODEL=simple")
+    assert "HTTP service at" not in log(systemd, "SHMSERVE_MODEL=simple")
+    found = processes(systemd).items()
+    # (Where nobody may say -200, as in some containers, it is 0 that all begin with.)
+    files = {title: Path(f"/proc/{pid}/oom_score_adj") for title, pid in found}
+    score = {title: int(file.read_text()) for title, file in files.items()}
+    own = score["supervisor"]
+    assert own in (-200, 0)
+    assert (score["gateway http 0"], score["scheduler simple"]) == (own + 100, own + 100)
+    assert score["worker simple.0 cpu"] == own + 500
 
     # Who is in the group is served, with memory of its own; who is not finds every door closed.
     group = systemd.run("getent", "group", "shmclients").split(":")[2]
@@ -76,27 +138,64 @@ def test_a_server_is_installed_runs_and_is_removed(systemd: Systemd) -> None:
     assert status_of(systemd, groups="") == "000"
 
     # It starts again, as it is told to or by itself.
-    killed = systemd.show("shmserve.service", "MainPID")
-    systemd.run("kill", "-9", killed)
-    until("a restart", lambda: systemd.show("shmserve.service", "NRestarts") == "1", within_s=30)
-    until("a server", lambda: systemd.show("shmserve.service", "SubState") == "running", 60)
+    systemd.run("kill", "-9", systemd.show(SERVICE, "MainPID"))
+    wait_restarts(systemd, 1)
     assert systemd.run(*ask, user=CLIENT, groups=group) == "32\n64"
 
     token = systemd.path("/etc/shmserve/token")
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
     assert "20-token.conf" in systemd.run(*COMMAND, "install")
-    assert "status" not in systemd.run("systemctl", "restart", "shmserve.service")
+    assert "status" not in systemd.run("systemctl", "restart", SERVICE)
     assert status_of(systemd, groups=group) == "401"
     bearer = f"Authorization: Bearer {TOKEN}"
     assert status_of(systemd, "-H", bearer, groups=group) == "200"
 
+    for drop_in in systemd.path("/etc/systemd/system").glob("*/90-test.conf"):
+        drop_in.unlink()
     assert "status" not in systemd.run(*COMMAND, "remove")
-    assert systemd.show("shmserve.service", "LoadState") == "not-found"
-    drop_in.unlink()
-    drop_in.parent.rmdir()
-    found = systemd.run(
-        "find", "/etc", "/run", "-path", "*shmserve*", "-not", "-path", "*/layers/*"
-    )
-    assert found == "/etc/shmserve\n/etc/shmserve/token"
+    assert systemd.show(SERVICE, "LoadState") == "not-found"
+    names = ("-path", "*shmserve*", "-not", "-path", "*/layers/*")
+    assert systemd.run("find", "/etc", "/run", *names) == "/etc/shmserve\n/etc/shmserve/token"
     assert not any(systemd.path("/dev/shm").iterdir())
+
+
+def test_a_reload_and_what_hangs(installed: Systemd) -> None:
+    systemd = installed
+    start(systemd, SERVICE)
+    file = systemd.path("/etc/shmserve/shmserve.yaml")
+    file.write_text(file.read_text() + "log-verbose: 1\nid: another\n")
+    assert "status" not in systemd.run("systemctl", "reload", SERVICE)
+    until("a reload", lambda: "--id has changed, for which a restart" in log(systemd), 20)
+    until("a server", lambda: systemd.show(SERVICE, "SubState") == "running", 20)
+    assert systemd.show(SERVICE, "StatusText") == "1/1 models ready"
+    assert "log_verbose_level=1" in log(systemd, "SHMSERVE_INSTANCE=simple.0")
+
+    # The time that it was given for the reload is over with its next sign of life.
+    sign = systemd.show(SERVICE, "WatchdogTimestampMonotonic")
+    until("a sign", lambda: systemd.show(SERVICE, "WatchdogTimestampMonotonic") != sign)
+    with hung(processes(systemd)["gateway http 0"]):
+        until("a log", lambda: "no answer from gateway 0 (pid " in log(systemd), 20)
+    wait_restarts(systemd, 1)
+    systemd.run("kill", "-STOP", systemd.show(SERVICE, "MainPID"))
+    wait_restarts(systemd, 2)
+
+
+def test_further_servers(installed: Systemd) -> None:
+    """One listens where its flags say, one where its sockets do."""
+    systemd = installed
+    flags = "model-repository: /var/lib/shmserve/models\n"
+    green = flags + "http-port: 9000\nmetrics-port: 9002\nallow-grpc: no\n"
+    systemd.path("/etc/shmserve/green.yaml").write_text(green)
+    systemd.path("/etc/shmserve/blue.yaml").write_text(flags)
+    sockets = [f"shmserve{kind}@blue.socket" for kind in ("", "-grpc", "-metrics")]
+    start(systemd, *sockets, "shmserve@blue.service", "shmserve@green.service")
+    curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code} ")
+    for door, page in (("http", "v2/health/ready"), ("metrics", "metrics")):
+        path = f"/run/shmserve/blue-{door}.sock"
+        assert systemd.run(*curl, "--unix-socket", path, f"http://host/{page}") == "200"
+    assert systemd.run(*curl, "http://127.0.0.1:9000/v2/health/ready") == "200"
+    assert "shmserve@blue.service" in systemd.run("systemctl", "list-units")
+    said = systemd.run(*COMMAND, "remove")
+    assert "status" not in said
+    assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")

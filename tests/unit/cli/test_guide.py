@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,16 @@ def test_without_a_topic_there_are_the_contents(capsys: pytest.CaptureFixture[st
         assert page.stem == "contents" or f"(shmserve guide {page.stem})" in shown
     assert "`client`" in shown
     assert "`flags`" in shown
+
+
+def test_in_a_terminal_a_pager_shows_it() -> None:
+    terminal, inside = os.openpty()
+    command = [sys.executable, "-m", "shmserve", "guide", "models"]
+    environment = {**os.environ, "PAGER": "sed 's/^# /shown: /;q'", "TERM": "xterm"}
+    with os.fdopen(terminal, "rb") as screen:
+        subprocess.run(command, stdin=inside, stdout=inside, env=environment, check=True)
+        os.close(inside)
+        assert screen.readline().startswith(b"shown: Models and classes")
 
 
 @pytest.mark.parametrize(("topic", "near"), [("bathing", "batching"), ("flag", "flags")])

@@ -99,7 +99,7 @@ def test_the_flags_that_it_writes_are_flags(tmp_path: Path) -> None:
     assert found.repeated == {"model-repository": ["/var/lib/shmserve/models"]}
     names = [
         line.partition("=")[2]
-        for unit in (tmp_path / SYSTEM).glob("*.socket")
+        for unit in (tmp_path / SYSTEM).glob("*[!@].socket")
         for line in unit.read_text().splitlines()
         if line.startswith("FileDescriptorName=")
     ]
@@ -159,6 +159,23 @@ def test_remove_leaves_nothing_but_what_others_wrote(image: Path) -> None:
     assert written(image) == others
     assert not (image / "var/lib/shmserve").exists()
     assert run("remove", image) == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "type_"),
+    [
+        ("lib/systemd/libsystemd-shared-252.so", "notify\nExecReload="),
+        ("lib/x86_64-linux-gnu/systemd/libsystemd-shared-253.so", "notify-reload\n#"),
+        ("lib64/systemd/libsystemd-shared-257.9-2.fc42.so", "notify-reload\n#"),
+        ("lib/other", "notify\nExecReload="),
+    ],
+)
+def test_a_reload_is_waited_for_where_systemd_can(tmp_path: Path, library: str, type_: str) -> None:
+    file = tmp_path / "usr" / library
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert run("install", tmp_path) == 0
+    assert f"\nType={type_}" in (tmp_path / SYSTEM / "shmserve.service").read_text()
 
 
 def test_show_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

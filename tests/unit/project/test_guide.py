@@ -1,32 +1,116 @@
-"""The README and the pages of the guide: how long they may be, and where their links lead."""
+"""The README and the pages of the guide: how long, where their links lead, and whether the flags,
+verbs and configurations that they show are there.
+"""
 
 from __future__ import annotations
 
+import io
 import re
+import shlex
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-GUIDE = ROOT / "shmserve" / "guide"
-PAGES = [ROOT / "README.md", *sorted(GUIDE.glob("*.md"))]
+from shmserve import cli
+from shmserve.config.options import FLAGS
+from shmserve.model_config import normalise, read_pbtxt, validate
+from tests.support.pages import GUIDE, PAGES, Block, blocks
+
+CONTENTS = GUIDE / "contents.md"
+BLOCKS = [(page, block) for page in PAGES for block in blocks(page)]
+USES = {
+    "": {"", "text", "sh", "python", "pbtxt", "yaml", "json", "promql"},
+    "run": {"sh", "python"},
+    "serve": {"sh"},
+    "prints": {"text"},
+}
+
+
+def named(value: object) -> str:
+    return value.stem if isinstance(value, Path) else str(getattr(value, "use", value))
 
 
 def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 
+@cache
+def known_flags(verb: str) -> set[str]:
+    """The flags of `shmserve VERB`, as its help has them."""
+    if own := {"check": ("--input",), "doctor": ("--json", "--peer")}.get(verb):
+        return known_flags("serve") | set(own)
+    if verb == "serve":
+        return {f"--{name}" for name in FLAGS}
+    shown = io.StringIO()
+    with redirect_stdout(shown), pytest.raises(SystemExit):
+        cli.main([*verb.split(), "--help"])
+    return set(re.findall(r"--[a-z][a-z-]+", shown.getvalue()))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command of the program in a text of the shell."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = [
+        shlex.split(part, comments=True)
+        for line in lines
+        for part in re.findall(r"(?:^|[\s(/])(shmserve (?:[^|;)&]|\|(?! ))*)", line)[:1]
+    ]
+    return [words[1:] for words in found]
+
+
 def test_the_readme_is_a_front_page() -> None:
     assert len(PAGES[0].read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
 def test_the_contents_name_every_page() -> None:
-    assert {GUIDE / link for link in links(GUIDE / "contents.md")} >= set(PAGES[1:]) - {
-        GUIDE / "contents.md"
-    }
+    assert {GUIDE / link for link in links(CONTENTS)} >= set(PAGES[1:]) - {CONTENTS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_each_block_says_what_it_is_for(page: Path) -> None:
+    fences = re.findall(r"^```", page.read_text(), re.MULTILINE)
+    assert len(fences) == 2 * len(blocks(page))
+    for block in blocks(page):
+        assert block.is_file or block.language in USES[block.use], block
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert "\n\n    " not in prose, "indented code says nothing of itself"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_have_the_flags_that_there_are(page: Path) -> None:
+    shown = [block.text for block in blocks(page) if block.language == "sh"]
+    inline = re.findall(r"`(shmserve [^`]+)`", page.read_text())
+    for verb, *rest in commands("\n".join(shown + inline)):
+        if verb.startswith("--") or verb == "VERB":
+            continue
+        if verb == "client" and rest and rest[0].islower():
+            verb = f"client {rest[0]}"
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+            assert flag in known_flags(verb) | {"--help"}, f"shmserve {verb} {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_flags_in_the_text_are_there(page: Path) -> None:
+    verbs = ("check", "doctor", "client infer", "events", "profile", "systemd")
+    known = set().union(*map(known_flags, verbs))
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for flag in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", text):
+        assert flag in known, flag
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), [each for each in BLOCKS if each[1].language == "pbtxt"], ids=named
+)
+def test_configurations_are_valid(page: Path, block: Block) -> None:
+    whole = re.search("^(backend|platform):", block.text, re.MULTILINE)
+    text = block.text if whole else f'backend: "python"\n{block.text}'
+    config, source = read_pbtxt(text)
+    validate(normalise(config, "m", 1), gpu_count=1, complete=False, source=source)

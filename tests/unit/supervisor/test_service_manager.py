@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,13 +39,42 @@ def test_it_hears_each_state_once(heard: tuple[str, socket.socket]) -> None:
     for state in ("a", "a", "b"):
         manager.status(state)
     manager.ready("c")
+    manager.status("c")
+    manager.alive()
+    before_us = time.monotonic_ns() // 1000
+    manager.reloading()
+    manager.ready("c")
     manager.stopping("d")
-    manager.close()
     manager.status("e")
-    said = [sock.recv(1000) for _ in range(4)]
+    manager.close()
+    manager.status("f")
+    said = [sock.recv(1000) for _ in range(7)]
+    reloading = said.pop(4).decode().split()
+    assert before_us <= int(reloading.pop(1).removeprefix("MONOTONIC_USEC="))
+    assert reloading == ["RELOADING=1", "STATUS=reloading"]
     with pytest.raises(BlockingIOError):
         sock.recv(1000)
-    assert said == [b"STATUS=a", b"STATUS=b", b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"]
+    ready, stopping = b"READY=1\nSTATUS=c", b"STOPPING=1\nSTATUS=d"
+    assert said == [b"STATUS=a", b"STATUS=b", ready, b"WATCHDOG=1", ready, stopping]
+
+
+@pytest.mark.parametrize(
+    ("said", "watchdog_s"),
+    [
+        ({}, 0.0),
+        ({"WATCHDOG_USEC": "1500000"}, 1.5),
+        ({"WATCHDOG_USEC": "1500000", "WATCHDOG_PID": str(os.getpid())}, 1.5),
+        ({"WATCHDOG_USEC": "1500000", "WATCHDOG_PID": "1"}, 0.0),
+        ({"WATCHDOG_USEC": "soon"}, 0.0),
+    ],
+)
+def test_it_may_ask_for_signs_of_life(
+    heard: tuple[str, socket.socket], said: dict[str, str], watchdog_s: float
+) -> None:
+    environment = {"NOTIFY_SOCKET": heard[0], **said}
+    manager = ServiceManager.from_environment(environment)
+    assert (manager.watchdog_s, environment) == (watchdog_s, {})
+    manager.close()
 
 
 def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
@@ -71,9 +101,13 @@ def test_without_one_nothing_is_said(address: str | None) -> None:
 @pytest.mark.parametrize(
     ("progress", "line"),
     [
-        ({}, "0/0 models loaded"),
-        ({"a": "ready", "b": "loading", "c": "loading"}, "1/3 models loaded; loading b, c"),
-        ({"a": "ready", "b": "failed: why"}, "2/2 models loaded"),
+        ({}, "0/0 models ready"),
+        ({"a": "ready", "b": "loading", "c": "loading"}, "1/3 models ready; loading b, c"),
+        ({"a": "ready", "b": "failed: why"}, "1/2 models ready; failed b"),
+        (
+            dict.fromkeys("abcdefg", "loading"),
+            "0/7 models ready; loading a, b, c, d, e and 2 more",
+        ),
     ],
 )
 def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:

@@ -1,0 +1,111 @@
+"""Each page of the guide, tried from top to bottom as a reader would: its files are written, its
+servers started, its programs run, and what it says that they print is what they print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import hf_folders
+from tests.support.pages import PAGES, ROOT, Block, blocks
+from tests.support.servers import Server
+
+TRIED = [page for page in PAGES if any(block.use == "run" for block in blocks(page))]
+LONGEST_S = 120.0
+
+
+class Reader:
+    """Somebody at a terminal in `folder`, who does what a page says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server: Server | None = None
+        self.programs: list[str] = []
+        self.printed = ""
+        (folder / "bin").mkdir()
+        command = folder / "bin" / "shmserve"
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m shmserve "$@"\n')
+        command.chmod(command.stat().st_mode | stat.S_IXUSR)
+        for name in ("bench", "examples"):
+            (folder / name).symlink_to(ROOT / name)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+    def write(self, block: Block) -> None:
+        path = self.folder / block.use
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text)
+
+    def serve(self, block: Block) -> None:
+        self.stop()
+        words = shlex.split(block.text.replace("\\\n", ""), comments=True)
+        assert words[:2] == ["shmserve", "serve"]
+        here = ("env", "-C", str(self.folder))
+        environment = {"PYTHONPATH": str(ROOT)}
+        self.server = Server([], words[2:], prefix=here, environment=environment, grpc=True)
+        self.server.wait_ready()
+
+    def run(self, block: Block) -> None:
+        text = block.text
+        environment = dict(self.environment)
+        if self.server:
+            text = text.replace("localhost:8000", self.server.url)
+            text = text.replace("localhost:8001", self.server.grpc_url)
+            text = text.replace("localhost:8002", f"127.0.0.1:{self.server.metrics_port}")
+            text = text.replace('"/frames"', f'"/frames-{os.getpid()}"')
+            environment["SHMSERVE_RUN_DIR"] = str(self.server.run_dir)
+        command = ["bash", "-euo", "pipefail", "-c", text]
+        if block.language == "python":
+            self.programs.append(text)
+            command = [sys.executable, "-c", "\n".join(self.programs)]
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        self.printed = done.stdout
+
+    def compare(self, block: Block) -> None:
+        wanted = ".*?".join(map(re.escape, block.text.rstrip().split("...")))
+        assert re.search(wanted + r"\s*\Z", self.printed, re.DOTALL), self.printed
+
+    def stop(self) -> None:
+        server, self.server = self.server, None
+        if server is not None:
+            server.stop()
+
+
+@pytest.mark.parametrize("page", TRIED, ids=lambda page: page.stem)
+def test_it_does_what_it_says(page: Path, tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    found = blocks(page)
+    if page.stem == "generation":  # in the place of the weights that it names
+        (tmp_path / "Qwen2.5-0.5B-Instruct").mkdir()
+        hf_folders.write_folder(tmp_path / "Qwen2.5-0.5B-Instruct", "qwen2")
+    for block in found:
+        if block.is_file:
+            reader.write(block)
+    uses = {"serve": reader.serve, "run": reader.run, "prints": reader.compare}
+    try:
+        for block in found:
+            if block.use in uses:
+                uses[block.use](block)
+    finally:
+        reader.stop()

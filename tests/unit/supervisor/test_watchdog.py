@@ -1,0 +1,69 @@
+"""Signs of life for a service manager."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Hashable
+from unittest.mock import MagicMock
+
+import pytest
+
+from shmserve.ipc.messages.supervision import Ping
+from shmserve.supervisor.processes.control_socket import Acknowledgements
+from shmserve.supervisor.watchdog import Watchdog
+
+
+class Control:
+    """A control socket whose peers are asked, and answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.acknowledgements = Acknowledgements()
+        self.asked: asyncio.Queue[int] = asyncio.Queue()
+
+    def announce(self, make: type[Ping], *roles: str) -> int:
+        assert roles == ("gateway", "host")
+        number = self.acknowledgements.begin([7, 8])
+        self.asked.put_nowait(make(number).acknowledge)
+        return number
+
+    async def known(self, number: int) -> None:
+        while not self.acknowledgements.know(number):
+            await self.acknowledgements.news()
+
+    def answer(self, number: int, *peers: Hashable) -> None:
+        for peer in peers:
+            self.acknowledgements.acknowledged(peer, number)
+
+
+def test_one_that_does_not_answer_is_named_and_there_is_no_sign(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def watch() -> None:
+        control, manager, processes = Control(), MagicMock(watchdog_s=0.04), MagicMock()
+        processes.all.return_value = [MagicMock(pid=7, title="a"), MagicMock(pid=8, title="b")]
+        watching = asyncio.ensure_future(
+            Watchdog(control, processes, manager).run()  # type: ignore[arg-type]
+        )
+        for signs in range(2):
+            number = await control.asked.get()
+            assert manager.alive.call_count == signs
+            control.answer(number, 7, 8)
+        number = await control.asked.get()
+        control.answer(number, 7)
+        for _ in itertools.takewhile(lambda _: "no answer" not in caplog.text, itertools.count()):
+            await asyncio.sleep(0)
+        assert caplog.text.strip().endswith("no answer from b (pid 8)")
+        assert (manager.alive.call_count, control.asked.qsize()) == (2, 0)
+        control.answer(number, 8)
+        await control.asked.get()
+        assert manager.alive.call_count == 3
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 20))
+
+
+def test_nobody_is_asked_for_nobody() -> None:
+    control, manager = MagicMock(), MagicMock(watchdog_s=0.0)
+    asyncio.run(Watchdog(control, MagicMock(), manager).run())
+    assert not control.mock_calls
