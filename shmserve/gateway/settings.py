@@ -31,7 +31,7 @@ class GatewaySettings:
     arena_byte_size: int = 1024 * 1024 * 1024
     body_timeout_s: float = 30.0
     header_timeout_s: float = 30.0
-    max_connections: int = 8192
+    max_connections: int = 16384
     http_address: str = "127.0.0.1"
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
     http_restricted: dict[str, Any] = field(default_factory=dict)
@@ -50,11 +50,12 @@ class GatewaySettings:
 class GatewayStart:
     """A gateway, which the supervisor knows as `name`. It is given descriptors of sockets that
     listen: one for HTTP the first `http_sockets` for HTTP, the others for metrics; one for gRPC,
-    which has `grpc`, only those for gRPC."""
+    which has `grpc`, only those for gRPC. Where it is `held`, clients wait for `Accept`."""
 
     name: str
     run_dir: Path
     settings: GatewaySettings
     http_sockets: int = 0
     grpc: GrpcSettings | None = None
+    held: bool = False
     log: LogSettings = field(default_factory=LogSettings)
