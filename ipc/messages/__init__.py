@@ -69,6 +69,7 @@ from shmserve.ipc.messages.memory import (
     RegionUse,
 )
 from shmserve.ipc.messages.supervision import (
+    Accept,
     Acknowledged,
     AdminRequest,
     Answer,
@@ -118,7 +119,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
-    HealthChanged | SetLogging | SetTokens | Ping | Answer | Ending
+    HealthChanged | SetLogging | SetTokens | Ping | Answer | Accept | Ending
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady

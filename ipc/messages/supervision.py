@@ -119,7 +119,12 @@ class Started:
 
 @message
 class GatewayReady:
-    """The gateway accepts connections."""
+    """The gateway has its listeners."""
+
+
+@message
+class Accept:
+    """Let clients in, who wait at a listener that was here before the server."""
 
 
 @message

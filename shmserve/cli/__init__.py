@@ -4,6 +4,7 @@ check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
 client_infer.py      its verb `infer`; client_tensors.py: what that reads and prints
 client_server.py     the flags that name a server
+doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
@@ -32,6 +33,7 @@ usage: shmserve VERB ...
 
   serve          run a server
   check          load every model of a repository once, run one batch each, report
+  doctor         what this host lacks for a server, and what to do about it
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
   guide          pages to read: how to make models, ask a server, run it
@@ -75,6 +77,8 @@ def _run(arguments: list[str]) -> int:
             return _serve(arguments)
         case "check":
             return _check(arguments)
+        case "doctor":
+            return _doctor(arguments)
         case "client":
             return _client(arguments)
         case "events":
@@ -123,6 +127,22 @@ def _check(arguments: list[str]) -> int:
     parser.add_argument("--input", action="append", default=[])
     ours, others = parser.parse_known_args(arguments)
     return check(server.from_flags(command_line.parse(others), os.environ), ours.input)
+
+
+def _doctor(arguments: list[str]) -> int:
+    if _asks_for_help(arguments):
+        print(_DOCTOR_HELP)
+        return 0
+    from shmserve.cli.doctor import doctor
+    from shmserve.config import command_line, server
+
+    parser = argparse.ArgumentParser(prog="shmserve doctor", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peer", type=int)
+    ours, others = parser.parse_known_args(arguments)
+    parsed = command_line.parse(others)
+    config = server.from_flags(parsed, os.environ, models_needed=False)
+    return doctor(config, ours.peer, as_json=ours.json)
 
 
 def _client(arguments: list[str]) -> int:
@@ -186,3 +206,13 @@ once, holds its outputs against its configuration, and prints a line a model. It
 sample of its model_warmup, or else with zeros and empty texts; --input has an input's value, for
 every model with an input of this name: a JSON number, text or list, @FILE.npy, or @FILE for what is
 in it, as one text. Exit status: 0 all is well, 2 something is not."""
+
+
+_DOCTOR_HELP = """\
+usage: shmserve doctor [--json] [--peer PID] [flags of serve]
+
+Looks at what a server with these flags (or with those of --config FILE) needs of this host, and
+prints a finding a check: ok, warning or wrong, what was found, and behind an arrow what to do about
+it. --peer PID asks instead whether that process can share memory with the server, the one that runs
+in the run directory, or else one that this user would start here. --json prints an object. Exit
+status: 0 all is well, 1 there are warnings, 2 something is wrong."""

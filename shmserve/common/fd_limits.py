@@ -8,11 +8,9 @@ import os
 import resource
 import sys
 
-from shmserve.errors import InvalidArgument
-
 _PLENTY = 1 << 20
 _OWN = 128  # of a gateway: for everything but connections
-_FEWEST = 2 * _OWN
+FEWEST = 2 * _OWN  # that a server starts with
 _SHARE = 0.75
 
 
@@ -32,22 +30,25 @@ def raise_limit() -> None:
     """Let this process and what it starts have as many as they may.
 
     Each region, connection and model takes some; the soft limit of 1024 is for programs that use
-    select on all of them. Raises InvalidArgument when that leaves next to none for connections.
+    select on all of them.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if limit() < _FEWEST:
-        raise InvalidArgument(
-            f"a process may have {limit()} open files here, at least {_FEWEST} are needed "
-            "(ulimit -Hn)"
-        )
 
 
 def limit() -> int:
     """The number of descriptors that this process may have."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _PLENTY if soft == resource.RLIM_INFINITY else soft
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def attainable() -> int:
+    """The number that it may have once the limit is raised."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _number(limit: int) -> int:
+    return _PLENTY if limit == resource.RLIM_INFINITY else limit
 
 
 def for_local_clients() -> int:
@@ -56,9 +57,9 @@ def for_local_clients() -> int:
     return limit() // 8
 
 
-def for_regions() -> int:
-    """The number of descriptors that it can spare for registered memory."""
-    return limit() // 2
+def for_regions(most: int) -> int:
+    """The number of descriptors, of `most`, that it can spare for registered memory."""
+    return most // 2
 
 
 def for_connections(listeners: int) -> int:

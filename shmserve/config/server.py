@@ -123,20 +123,24 @@ _AS_GIVEN = (
 )
 
 
-def from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
+def from_flags(
+    parsed: Parsed, environment: Mapping[str, str], *, models_needed: bool = True
+) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
     Raises InvalidArgument with one line naming the flag, and where a file sets it.
     """
     try:
-        return _from_flags(parsed, environment)
+        return _from_flags(parsed, environment, models_needed)
     except InvalidArgument as error:
         raise parsed.located(error) from None
 
 
-def _from_flags(parsed: Parsed, environment: Mapping[str, str]) -> ServerConfig:
+def _from_flags(
+    parsed: Parsed, environment: Mapping[str, str], models_needed: bool
+) -> ServerConfig:
     value: dict[str, Any] = parsed.values
-    repositories, files = _models(parsed)
+    repositories, files = _models(parsed, models_needed)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(repositories),
@@ -254,7 +258,7 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
-def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, needed: bool) -> tuple[list[Path], list[str]]:
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
@@ -271,7 +275,7 @@ def _models(parsed: Parsed) -> tuple[list[Path], list[str]]:
                 raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
             if not path.is_dir():
                 raise InvalidArgument(_no_folder(str(path), parsed))
-    if not repositories and not files:
+    if needed and not repositories and not files:
         raise InvalidArgument(
             "--model-repository: at least one is needed (or a path/model.py:Class)"
         )

@@ -45,6 +45,11 @@ class LimitedConnection(asyncio.Protocol, ABC):
         """Since when the rest of a request is missing; None when none is."""
 
     @abstractmethod
+    def leave(self) -> None:
+        """Have the client go, once what it has asked is answered: its acceptor is told when nothing
+        can come of it any more (`settled`)."""
+
+    @abstractmethod
     def abort(self) -> None:
         """End it now, whatever is not flushed."""
 
@@ -69,6 +74,8 @@ class Acceptor:
         self._connections: set[LimitedConnection] = set()
         self._by_peer: dict[object, set[LimitedConnection]] = {}  # by peer
         self._warnings = 0
+        self._asking: set[LimitedConnection] = set()  # that have been told to go
+        self._when_left: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
         """The protocol of a new connection."""
@@ -99,6 +106,25 @@ class Acceptor:
     def connection_lost(self, connection: LimitedConnection) -> None:
         """Forget a connection that has ended."""
         self._connections.discard(connection)
+        self.settled(connection)
+
+    def leave(self, left: Callable[[], None]) -> None:
+        """Tell every client to go; `left` is called once all are settled."""
+        self._asking = set(self._connections)
+        for connection in self.connections:
+            connection.leave()
+        self._when_left = left
+        self._check_left()
+
+    def settled(self, connection: LimitedConnection) -> None:
+        """A client that was told to go knows it, and what it has asked is answered."""
+        self._asking.discard(connection)
+        self._check_left()
+
+    def _check_left(self) -> None:
+        if self._when_left is not None and not self._asking:
+            left, self._when_left = self._when_left, None
+            left()
 
     def _peer_of(self, client: ClientIdentity, transport: asyncio.Transport) -> object:
         """The owner of the quota that it counts in; None on loopback, where nothing tells clients

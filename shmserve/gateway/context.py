@@ -22,6 +22,7 @@ class Gateway:
     `mappings` are of workers' arenas, never of clients' regions.
 
     `health` is the supervisor's verdict. `draining`: connections end with their next response.
+    `refusing`: every client knows that, and what comes in streams that stay is refused.
     """
 
     settings: GatewaySettings
@@ -35,3 +36,4 @@ class Gateway:
     mappings: Mappings
     health: HealthChanged
     draining: bool = False
+    refusing: bool = False

@@ -1,7 +1,9 @@
 """The life of a gateway process, whatever its protocol: start-up, readiness, drain, stop.
 
-Started ──> told what there is, last HealthChanged ──> clients are let in ──> GatewayReady
-Drain ──> connections end with their next response, what is in flight finishes ──> Drained ──> Stop
+Started ──> told what there is, last HealthChanged ──> GatewayReady ──> (held: Accept ──>) clients
+are let in
+Drain ──> nobody is let in ──> clients are told to go, what they have asked is answered ──> Drained
+──> Stop
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shmserve import logs
 from shmserve.gateway.client_identity import ListenerRules
+from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
@@ -25,7 +28,7 @@ from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
@@ -42,28 +45,67 @@ from shmserve.logs import LogSettings
 logger = logging.getLogger(__name__)
 
 _LAST_RESPONSES_S = 1.0
+_BACKLOG = 1024
 
 
 class Frontend(ABC):
     """The protocol server of a gateway: its listeners and connections."""
 
     def __init__(self) -> None:
+        self._accepting: list[asyncio.Server] = []
+        self._acceptors: list[Acceptor] = []
         self.listeners: list[ListenerRules] = []
 
     @abstractmethod
     async def open(self) -> None:
-        """Accept connections; the gateway has been told of all models and regions."""
+        """Make a server of each listener; the gateway has been told of all models and regions."""
+
+    async def listen(self, sock: socket.socket, acceptor: Acceptor) -> None:
+        """Have this make the connections of a listening socket, once they are accepted."""
+        loop = asyncio.get_running_loop()
+        create = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
+        self._accepting.append(
+            await create(acceptor, sock=sock, backlog=_BACKLOG, start_serving=False)
+        )
+        self._acceptors.append(acceptor)
+
+    async def accept(self) -> None:
+        """Accept connections."""
+        for server in self._accepting:
+            await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
         """The gateway's `health` has changed."""
 
-    @abstractmethod
-    def drain(self, drained: Callable[[], None]) -> None:
-        """Let nobody in any more; call `drained` once no inference is in flight."""
+    def drain(self, told: Callable[[], None]) -> None:
+        """Let nobody in any more, and tell who is here to go; `told` is called once no request can
+        come but in streams."""
+        self._refuse_connections()
+        left = ActiveCount()
+        left.active = len(self._acceptors)
+
+        def leave() -> None:
+            for acceptor in self._acceptors:
+                acceptor.leave(left.left)
+            left.when_idle(told)
+
+        # Those that are accepted already are made in this turn of the loop.
+        asyncio.get_running_loop().call_soon(leave)
 
     @abstractmethod
+    def when_idle(self, drained: Callable[[], None]) -> None:
+        """Call `drained` once no response is to be sent."""
+
+    def _refuse_connections(self) -> None:
+        for server in self._accepting:
+            server.close()
+
     async def close(self) -> None:
-        """Close every connection."""
+        """Stop: what is written is still sent; streams that wait for requests are cut off."""
+        self._refuse_connections()
+        for acceptor in self._acceptors:
+            for connection in acceptor.connections:
+                connection.force_close()
 
 
 class ActiveCount:
@@ -97,26 +139,24 @@ def prepare(role: str, title: str, log: LogSettings) -> None:
 
 async def serve(start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
     """Be a gateway until the supervisor says `Stop`."""
-    await _Process(start.name, start.run_dir, start.settings, make_front).run()
+    await _Process(start, make_front).run()
 
 
 class _Process:
     """A gateway, wired; a state machine driven by the supervisor's messages."""
 
-    def __init__(
-        self,
-        name: str,
-        run_dir: Path,
-        settings: GatewaySettings,
-        make_front: Callable[[Gateway], Frontend],
-    ) -> None:
+    def __init__(self, start: GatewayStart, make_front: Callable[[Gateway], Frontend]) -> None:
+        settings = start.settings
         self._informed = asyncio.Event()
+        self._accepted = asyncio.Event()
         self._stopped = asyncio.Event()
+        if not start.held:
+            self._accepted.set()
         dispatcher = RequestDispatcher()
         trim = MallocTrim()
         supervisor = SupervisorLink(
-            endpoints.control(run_dir),
-            f"gateway.{name}.{os.getpid()}",
+            endpoints.control(start.run_dir),
+            f"gateway.{start.name}.{os.getpid()}",
             self._take,
         )
         self._gateway = Gateway(
@@ -143,6 +183,9 @@ class _Process:
             await self._informed.wait()
             await self._front.open()
             gateway.supervisor.post(m.GatewayReady())
+            await self._accepted.wait()
+            if not gateway.draining:
+                await self._front.accept()
             await self._stopped.wait()
         finally:
             await self._front.close()
@@ -187,10 +230,15 @@ class _Process:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
             case m.Ping(number):
                 self._acknowledge(number)
+            case m.Accept():
+                self._accepted.set()
             case m.Drain():
                 gateway.draining = True
-                self._front.drain(self._drained)
+                self._accepted.set()
+                self._front.drain(self._told)
             case m.Stop():
+                gateway.draining = True
+                self._accepted.set()
                 self._stopped.set()
             case _:
                 logger.warning("the supervisor sent a %s", type(message).__name__)
@@ -201,6 +249,10 @@ class _Process:
     def _acknowledge(self, number: int) -> None:
         if number > 0:
             self._gateway.supervisor.post(m.Acknowledged(number))
+
+    def _told(self) -> None:
+        self._gateway.refusing = True
+        self._front.when_idle(self._drained)
 
     def _drained(self) -> None:
         self._gateway.supervisor.post(m.Drained())

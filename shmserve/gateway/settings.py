@@ -50,11 +50,12 @@ class GatewaySettings:
 class GatewayStart:
     """A gateway, which the supervisor knows as `name`. It is given descriptors of sockets that
     listen: one for HTTP the first `http_sockets` for HTTP, the others for metrics; one for gRPC,
-    which has `grpc`, only those for gRPC."""
+    which has `grpc`, only those for gRPC. Where it is `held`, clients wait for `Accept`."""
 
     name: str
     run_dir: Path
     settings: GatewaySettings
     http_sockets: int = 0
     grpc: GrpcSettings | None = None
+    held: bool = False
     log: LogSettings = field(default_factory=LogSettings)

@@ -24,6 +24,8 @@ from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.messages.events import ProcessStarted
 from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
 from shmserve.ipc.processes import marked, name_process
+from shmserve.supervisor.checks import table
+from shmserve.supervisor.checks.places import tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
@@ -85,6 +87,7 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     logs.configure("supervisor", config.log)
     name_process("supervisor")
     fd_limits.raise_limit()
+    table.look_at_start(config)
     faulthandler.enable()  # where it is when a service manager ends it, or it breaks
     listeners = Listeners()
     group = config.shm.group
@@ -140,17 +143,12 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     for name, sockets in given.items():
         listeners.lent += sockets
         getattr(listeners, name).extend(lend(sock, guarded) for sock in sockets)
-    if http.allow and "http" not in given:
-        listeners.http += listen(http.address, http.port, "--http-address", guarded)
-    if config.allow_metrics and "metrics" not in given:
-        listeners.metrics += listen(
-            config.metrics_address, config.metrics_port, "--metrics-address", guarded
-        )
+    for name, address, port, flag in tcp_listeners(config):
+        if name not in given:
+            getattr(listeners, name).extend(listen(address, port, flag, guarded))
     if http.unix_socket is not None:
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if grpc is not None and "grpc" not in given:
-        listeners.grpc += listen(grpc.address, grpc.port, "--grpc-address", guarded)
     if grpc is not None and grpc.unix_socket is not None:
         unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
         listeners.grpc.append(unix)

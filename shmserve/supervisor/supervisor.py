@@ -172,6 +172,7 @@ class Supervisor:
             return 1
         self.health.started = True
         self.announce_health()
+        self.gateways.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)

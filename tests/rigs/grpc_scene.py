@@ -110,7 +110,11 @@ class Scene:
         self.lost = 0
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(gone=lambda: None, listener=rules)
-        owner: Any = SimpleNamespace(connection_made=lambda _: client, connection_lost=self._lost)
+        owner: Any = SimpleNamespace(
+            connection_made=lambda _: client,
+            connection_lost=self._lost,
+            settled=lambda _: None,
+        )
         self.connection = GrpcConnection(owner, front)
         self.transport = Transport()
         self.connection.connection_made(self.transport)

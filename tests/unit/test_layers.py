@@ -124,6 +124,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common.*"),
         *("supervisor.host", "supervisor.processes", "supervisor.regions"),
     ),
+    "supervisor.checks": ("ipc.*", "common.*", "config", "supervisor.host"),
     "supervisor.models.version": (
         *("ipc.*", "common.*", "supervisor", "supervisor.events", "supervisor.processes"),
         "supervisor.resources",
@@ -147,7 +148,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.systemd": ("config",),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.host", "cli.*"),
+        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*"),
     ),
     "__main__": ("cli",),
 }

@@ -49,8 +49,8 @@ class Submitted:
     model: GatewayModel
     _built: BuiltRequest
     _pending: GatewayRequest
-    _left: bool
     request_id: str
+    _left: bool = False
     _given_up: bool = False
 
     def when_done(self, action: Callable[[Submitted], None]) -> None:
@@ -157,13 +157,6 @@ class Inferences(ActiveCount):
         self.encoder = ResponseEncoder()
         self._prepared = PreparedRequests(gateway.models)
 
-    def came(self) -> bool:
-        """One more, or another call that is taken; whether it counts. What comes while the server
-        drains is refused, and keeps no drain waiting."""
-        counts = not self.gateway.draining
-        self.active += counts
-        return counts
-
     def headers(self, head: CallHead) -> Mapping[str, str]:
         """The metadata of a call that become parameters of its requests, in Triton's order. Raises
         InvalidArgument."""
@@ -221,8 +214,8 @@ class Inferences(ActiveCount):
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
         pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
-        left, request_id = not self.came(), built.infer_request.id
-        return Submitted(self, model, built, pending, left, request_id)
+        self.active += 1
+        return Submitted(self, model, built, pending, built.infer_request.id)
 
     def _admitted(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,8 +23,6 @@ from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.start import decode
-
-_BACKLOG = 1024
 
 
 def run(data: bytes, *fds: int) -> None:
@@ -62,53 +59,23 @@ class GrpcFrontend(process.Frontend):
             tls=None if settings.tls is None else settings.tls.context(),
             deflater=Deflater(level) if level else None,
         )
-        self._accepting: list[asyncio.Server] = []
-        self._acceptors: list[Acceptor] = []
 
     async def open(self) -> None:
-        """Accept connections."""
+        """Make the servers."""
         told = self._gateway.settings
         rules = Authorisation(told.tokens, decode_restrictions(told.grpc_restricted), "protocol")
         most = min(told.max_connections, fd_limits.for_connections(len(self._sockets)))
-        loop = asyncio.get_running_loop()
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, told.allow_client_shm)
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
-            acceptor = Acceptor(partial(GrpcConnection, front=front), listener, most)
-            create = loop.create_unix_server if is_unix else loop.create_server
-            self._accepting.append(await create(acceptor, sock=sock, backlog=_BACKLOG))
-            self._acceptors.append(acceptor)
+            await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, most))
 
     def health_changed(self) -> None:
         """Notify the Watch calls."""
         self._service.health_changed()
 
-    def drain(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; a stream without any, or a Watch, does not. Who
-        has a connection without a call is told to go; a request on one that has calls is for others
-        to refuse."""
-        self._refuse_connections()
-        for connection in self._connections():
-            if connection.idle_since is not None:
-                connection.leave()
+    def when_idle(self, drained: Callable[[], None]) -> None:
+        """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
         self._inferences.when_idle(drained)
-
-    def _refuse_connections(self) -> None:
-        for accepting in self._accepting:
-            accepting.close()
-
-    def _connections(self) -> list[GrpcConnection]:
-        return [
-            connection
-            for acceptor in self._acceptors
-            for connection in acceptor.connections
-            if isinstance(connection, GrpcConnection)
-        ]
-
-    async def close(self) -> None:
-        """Stop: what is written is still sent; streams that wait for requests are cut off."""
-        self._refuse_connections()
-        for connection in self._connections():
-            connection.force_close()

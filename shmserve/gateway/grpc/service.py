@@ -114,7 +114,6 @@ class Service:
 
     def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
         self._gateway = gateway
-        self._inferences = inferences
         self._health_changed = asyncio.Event()
         self._handling: set[asyncio.Task[None]] = set()
         inference = InferenceCalls(gateway, inferences)
@@ -170,8 +169,6 @@ class Service:
                 call.fail(*INTERNAL)
 
         def begin(raw: bytes, call: UnaryCall) -> None:
-            if self._inferences.came():
-                call.on_over = self._inferences.left
             task = asyncio.ensure_future(respond(raw, call))
             self._handling.add(task)
             task.add_done_callback(self._handling.discard)

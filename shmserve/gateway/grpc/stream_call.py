@@ -76,7 +76,8 @@ class StreamEntry:
 
     def __init__(self, inferences: Inferences, request: StreamingRequest, size: int) -> None:
         self._inferences = inferences
-        self._left = not inferences.came()
+        self._left = False
+        inferences.active += 1
         self.request = request
         self.size = size
         self._templates: TemplateCache[StreamedTemplate] = TemplateCache(_MOST_TEMPLATES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,8 +21,6 @@ from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages.start import decode
-
-_BACKLOG = 1024
 
 
 def run(data: bytes, *fds: int) -> None:
@@ -48,20 +45,19 @@ class HttpFrontend(process.Frontend):
         self._app = App(gateway, ROUTES)
         self._http = http
         self._scrapes = scrapes
-        self._accepting: list[asyncio.Server] = []
-        self._servers: list[Acceptor] = []
 
     async def open(self) -> None:
-        """Accept connections."""
+        """Make the servers. Who scrapes metrics sees how the loads go."""
         settings = self._gateway.settings
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
         metrics = App(self._gateway, metrics_routes(MetricsExporter(self._gateway)))
-        for sock in self._http:
-            await self._serve(sock, self._app.handle, http)
         for sock in self._scrapes:
             await self._serve(sock, metrics.handle, scrapes)
+        await self.accept()
+        for sock in self._http:
+            await self._serve(sock, self._app.handle, http)
 
     async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
         settings = self._gateway.settings
@@ -70,27 +66,8 @@ class HttpFrontend(process.Frontend):
         self.listeners.append(listener)
         spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
         make = partial(HttpConnection, handle=handle, settings=settings)
-        server = Acceptor(make, listener, min(settings.max_connections, spared))
-        loop = asyncio.get_running_loop()
-        if sock.family == socket.AF_UNIX:
-            accepting = await loop.create_unix_server(server, sock=sock, backlog=_BACKLOG)
-        else:
-            accepting = await loop.create_server(server, sock=sock, backlog=_BACKLOG)
-        self._accepting.append(accepting)
-        self._servers.append(server)
+        await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
-    def drain(self, drained: Callable[[], None]) -> None:
+    def when_idle(self, drained: Callable[[], None]) -> None:
         """Every request counts until its response is sent."""
-        self._refuse_connections()
         self._app.when_idle(drained)
-
-    def _refuse_connections(self) -> None:
-        for accepting in self._accepting:
-            accepting.close()
-
-    async def close(self) -> None:
-        """Close listeners and connections."""
-        self._refuse_connections()
-        for server in self._servers:
-            for connection in server.connections:
-                connection.force_close()

@@ -31,12 +31,12 @@ def prepare_submit(
 
     `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
     PermissionDenied, Unsupported, or Unavailable where the model was loaded with another
-    configuration, or the server ends: only sequences that have begun go on then.
+    configuration, or the gateway refuses: only sequences that have begun go on then.
     """
     request = built.infer_request
     try:
         goes_on = model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
-        if gateway.health.exiting and not goes_on:
+        if gateway.refusing and not goes_on:
             raise Unavailable(model.prefix + stopping(request.id, of_sequence=model.stateful))
         if built.regions:
             authorise(built.regions, client.peer())

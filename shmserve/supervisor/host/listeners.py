@@ -17,6 +17,7 @@ from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.untrusted_router import refuse_descriptors
+from shmserve.supervisor.host.port_holder import port_holders
 
 # Of the addresses that a name has, those of a family that this host does without.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -62,10 +63,14 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
         for opened in made:
             opened.close()
         named = flag if missing.errno in _NOT_HERE else flag.replace("-address", "-port")
-        raise InvalidArgument(
-            f"{named}: cannot listen on {address}:{port}: {missing.strerror}"
-        ) from None
+        reason = f"{missing.strerror}{_holder(missing, port)}"
+        raise InvalidArgument(f"{named}: cannot listen on {address}:{port}: {reason}") from None
     return made
+
+
+def _holder(error: OSError, port: int) -> str:
+    holders = port_holders(port) if error.errno == errno.EADDRINUSE else []
+    return f" (by {holders[0][1]}, pid {holders[0][0]})" if holders else ""
 
 
 def _bound_to(family: int, where: Any) -> socket.socket:

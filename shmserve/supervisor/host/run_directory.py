@@ -54,7 +54,9 @@ class RunDirectory:
             made = refused(f"--run-dir: cannot make '{self.path}'")
             with made, contextlib.suppress(FileExistsError):  # as what, is checked next
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check(through=0o010 if group >= 0 else 0)
+        through = 0o010 if group >= 0 else 0
+        if against := objection(self.path, self.path.lstat(), through):
+            raise InvalidArgument(f"--run-dir: {against}")
         with refused(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
         if group >= 0:
@@ -81,26 +83,6 @@ class RunDirectory:
             reason = str(error).removeprefix("--run-dir: ")
             logger.warning("%s; shmserve.client must be told %s", reason, fresh.path)
             return fresh
-
-    def _check(self, through: int) -> None:
-        status = self.path.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            raise InvalidArgument(f"--run-dir: '{self.path}' is not a directory")
-        if status.st_uid != os.geteuid():
-            raise InvalidArgument(
-                f"--run-dir: '{self.path}' belongs to uid {status.st_uid}, not to this server's "
-                f"{os.geteuid()}"
-            )
-        if status.st_mode & 0o077 & ~through:
-            raise InvalidArgument(
-                f"--run-dir: '{self.path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, "
-                "open to its owner alone"
-            )
-        if len(os.fsencode(self.path)) > LONGEST_RUN_DIRECTORY:
-            raise InvalidArgument(
-                f"--run-dir: '{self.path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the room "
-                "a socket's name leaves"
-            )
 
     def _lock(self, patience_s: float) -> int:
         deadline = time.monotonic() + patience_s
@@ -156,6 +138,26 @@ class RunDirectory:
         """Delete the folder and all in it."""
         with contextlib.suppress(OSError), alone(self.lock_fd):
             clear(self.path, self.lock_fd)
+
+
+def objection(path: Path, status: os.stat_result, through: int) -> str:
+    """What stands against a folder as a run directory, "" where nothing does; `through` are bits of
+    its mode that it may have beside its owner's."""
+    if not stat.S_ISDIR(status.st_mode):
+        return f"'{path}' is not a directory"
+    if status.st_uid != os.geteuid():
+        return f"'{path}' belongs to uid {status.st_uid}, not to this server's {os.geteuid()}"
+    if status.st_mode & 0o077 & ~through:
+        return (
+            f"'{path}' has mode {status.st_mode & 0o777:04o}; it must be 0700, open to its owner "
+            "alone"
+        )
+    if len(os.fsencode(path)) > LONGEST_RUN_DIRECTORY:
+        return (
+            f"'{path}' is longer than {LONGEST_RUN_DIRECTORY} bytes, the room a socket's name "
+            "leaves"
+        )
+    return ""
 
 
 @contextlib.contextmanager

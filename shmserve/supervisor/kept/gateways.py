@@ -46,6 +46,7 @@ class Gateways(KeptProcesses):
         self._listeners = listeners
         self._snapshot = snapshot
         self._drained: dict[int, asyncio.Future[None]] = {}
+        self._held = bool(listeners.lent)  # who comes waits there meanwhile
 
     async def _spawn(self, name: str, title: str) -> Child:
         config, listeners = self._context.config, self._listeners
@@ -57,6 +58,7 @@ class Gateways(KeptProcesses):
             settings=_settings(config),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
+            held=self._held,
             log=self._context.log,
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
@@ -73,6 +75,8 @@ class Gateways(KeptProcesses):
                 self._context.control.send(child.pid, m.SetTokens(tokens))
                 for item in self._snapshot():
                     self._context.control.send(child.pid, item)
+                if not self._held:
+                    self._context.control.send(child.pid, m.Accept())
             case m.Drained():
                 settle(self._drained.get(child.pid), None)
             case _:
@@ -85,9 +89,14 @@ class Gateways(KeptProcesses):
     def _children(self) -> list[Child]:
         return [kept.child for kept in self._kept if kept.child is not None]
 
+    def accept(self) -> None:
+        """Let clients in that wait at lent sockets: the models are there."""
+        self._held = False
+        self._context.control.broadcast(m.Accept(), "gateway")
+
     async def drain(self) -> None:
-        """Have every gateway finish what is in flight, and let nobody in any more; returns when all
-        are done or gone."""
+        """Have every gateway let nobody in any more, tell its clients to go, and finish what they
+        have asked; returns when all are done or gone."""
         self._stopping = True
         self._listeners.close()  # each gateway closes its own
         loop = asyncio.get_running_loop()

@@ -380,7 +380,8 @@ class Lifecycle:
             model.outcomes[""] = LoadOutcome(error.message)  # not even there
         if error is not None and order.again and order.kind is Kind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
-            order.after.append(self._unload(model, {model: None}))
+            if model.serving:  # else there is nothing to unload, and why it failed is to be known
+                order.after.append(self._unload(model, {model: None}))
         elif error is not None and order.kind is Kind.LOAD:
             self._load_outdated(order)
         self._news = self._published = True

@@ -45,7 +45,7 @@ class RegionOpener:
     def limit(self, policy: ShmPolicy) -> None:
         """Have other limits, for what is opened from now on."""
         # A server that has no descriptor left could start no process again.
-        most = min(policy.max_regions, fd_limits.for_regions())
+        most = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
         self._policy = self._quota.policy = replace(policy, max_regions=most)
 
     async def open_object(

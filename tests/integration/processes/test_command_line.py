@@ -115,16 +115,20 @@ def test_check(repository: Path) -> None:
 
 
 def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
-    repositories.add(repository, "constant")
+    repositories.add(repository, "identity")
     (repository / "both").mkdir()
     (repository / "both" / "config.pbtxt").write_text(
-        'platform: "ensemble" ensemble_scheduling { step { model_name: "constant" '
-        'model_version: -1 output_map { key: "OUTPUT0" value: "out" } } } '
-        'output { name: "out" data_type: TYPE_INT32 dims: [ 2 ] }'
+        """platform: "ensemble"
+        input { name: "in" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "out" data_type: TYPE_FP32 dims: [ -1 ] }
+        ensemble_scheduling { step { model_name: "identity" model_version: -1
+            input_map { key: "INPUT0" value: "in" } output_map { key: "OUTPUT0" value: "out" } } }
+        """
     )
     told = run_command("check", str(repository))
     assert told.returncode == 2, told.stderr
-    assert [line for line in told.stdout.splitlines() if line.split()[:2] == ["both", "FAILED"]]
+    (line,) = [each for each in told.stdout.splitlines() if each.startswith("both ")]
+    assert "FAILED  load failed for model 'both': at least one version must be available" in line
 
 
 def test_check_names_the_line_of_every_mistake(repository: Path) -> None:

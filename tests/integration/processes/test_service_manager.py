@@ -18,10 +18,11 @@ from grpc import insecure_channel as grpc_channel
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
+from tests.support.gates import Gate
 from tests.support.servers import ROOT, Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
-from tests.support.wire.raw_http import Http, UnixHttp
+from tests.support.wire.raw_http import Http, UnixHttp, raw_connection, read_reply
 
 
 class Manager:
@@ -173,8 +174,32 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path) -> None:
     (folder / "http").unlink()
 
 
+def test_who_comes_while_models_load_waits_and_is_answered(tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.add_slow(repository, "slow")
+    folder = Path(tempfile.mkdtemp(prefix="st-"))
+    gate = Gate(folder / "gate")
+    with socket.create_server(("127.0.0.1", 0)) as http:
+        server = start((http,), "http", repository, folder, GATE=str(gate.path))
+        try:
+            visit = gate.next()
+            with raw_connection(http.getsockname()[1]) as early:
+                early.sendall(b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                visit.release()
+                gate.close()
+                read_reply(early).ok()
+        finally:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+
+
 def start(
-    given: tuple[socket.socket, ...], names: str, repository: Path, folder: Path
+    given: tuple[socket.socket, ...],
+    names: str,
+    repository: Path,
+    folder: Path,
+    **environment: str,
 ) -> subprocess.Popen[bytes]:
     """A server that finds these from descriptor 3 on."""
 
@@ -191,7 +216,7 @@ def start(
             *("--metrics-port=0",),
         ],
         cwd=ROOT,
-        env={**os.environ, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
+        env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
         pass_fds=range(3, 3 + len(given)),
         preexec_fn=place,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway import process
-from shmserve.gateway.settings import GatewaySettings
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.endpoints import control
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import supervision as m
@@ -25,7 +25,7 @@ def test_the_last_responses_of_a_worker_can_be_read_when_its_end_is_heard_first(
     async def live() -> None:
         front: Any = None
         known = GatewaySettings(arena_byte_size=1 << 20)
-        gateway = process._Process("0", tmp_path, known, lambda gateway: front)
+        gateway = process._Process(GatewayStart("0", tmp_path, known), lambda gateway: front)
         mappings = gateway._gateway.mappings
         worker = Arena(4096)
         place = worker.allocate(64)

@@ -39,8 +39,10 @@ def links(page: Path) -> list[str]:
 @cache
 def known_flags(verb: str) -> set[str]:
     """The flags of `shmserve VERB`, as its help has them."""
-    if verb in ("serve", "check"):
-        return {f"--{name}" for name in FLAGS} | {"--input"}
+    if own := {"check": ("--input",), "doctor": ("--json", "--peer")}.get(verb):
+        return known_flags("serve") | set(own)
+    if verb == "serve":
+        return {f"--{name}" for name in FLAGS}
     shown = io.StringIO()
     with redirect_stdout(shown), pytest.raises(SystemExit):
         cli.main([*verb.split(), "--help"])
@@ -97,7 +99,7 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_flags_in_the_text_are_there(page: Path) -> None:
-    verbs = ("serve", "client infer", "events", "profile", "systemd")
+    verbs = ("check", "doctor", "client infer", "events", "profile", "systemd")
     known = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", text):

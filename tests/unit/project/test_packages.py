@@ -26,6 +26,17 @@ def test_every_package_is_installed_and_no_other() -> None:
     assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(found)
 
 
+def test_every_page_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    installed = {
+        path
+        for package, patterns in project["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    assert installed >= set((ROOT / "shmserve").glob("**/*.md"))
+
+
 def test_a_build_leaves_nothing_where_the_sources_are(tmp_path: Path) -> None:
     example = ROOT / "examples" / "table_backend"
     assert (example / "setup.py").read_text() == (ROOT / "setup.py").read_text()

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
@@ -49,8 +49,10 @@ _AHEAD = 256  # messages of a stream that nobody has asked for; a small one is l
 
 
 class GrpcCall(ABC):
-    """A call of a client; `done` once nothing more is sent but what is queued."""
+    """A call of a client; `done` once nothing more is sent but what is queued. `awaited`: it ends
+    by itself, which a drain waits for."""
 
+    awaited: ClassVar[bool]
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
         *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
@@ -264,6 +266,7 @@ class UnaryCall(GrpcCall):
     """A call with one message, for which `on_message` is called, and one response: `finish` or
     `fail` it once."""
 
+    awaited = True
     __slots__ = ("_asked", "_task", "on_message")
 
     def __init__(
@@ -345,6 +348,7 @@ class StreamingCall(GrpcCall):
     """A call with any number of messages and responses, which a task handles; that is cancelled
     when the client has left."""
 
+    awaited = False
     __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
     def __init__(

@@ -56,6 +56,9 @@ class Carrier(Protocol):
     def over(self) -> None:
         """A call is over, and all of it is sent."""
 
+    def settled(self) -> None:
+        """Who was told to go knows it, and no call is here that is waited for."""
+
     def abort(self) -> None:
         """End it now, whatever is not flushed."""
 

@@ -116,6 +116,7 @@ class ConnectionLifetime:
     def leave(self) -> None:
         """Have the client go when its calls are over, without losing one that is on its way."""
         if self.leaving:
+            self.over()
             return
         self.leaving = self.listens = True
         http2 = self._connection.http2
@@ -127,13 +128,18 @@ class ConnectionLifetime:
     def _leave_now(self) -> None:
         """No stream that the client could have begun before it was told is still to come."""
         timer = self._timers.pop("leave", None)
-        http2 = self._connection.http2
         if timer is not None:
             timer.cancel()
-            http2.refuse_more(finally_=True)
+            self._connection.http2.refuse_more(finally_=True)
             self._connection.flush()
-        if not http2.streams:
+        self._loop.call_soon(self._settle)  # what a call ends with is not written yet
+
+    def _settle(self) -> None:
+        calls = [stream.call for stream in self._connection.http2.streams.values()]
+        if not calls:
             self._connection.force_close()
+        if not any(call is not None and call.awaited for call in calls):
+            self._connection.settled()
 
     def over(self) -> None:
         """A call is over."""

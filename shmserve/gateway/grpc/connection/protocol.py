@@ -129,6 +129,10 @@ class GrpcConnection(LimitedConnection):
         """Have the client go when its calls are over."""
         self.lifetime.leave()
 
+    def settled(self) -> None:
+        """It knows that it is to go, and no unary call is here."""
+        self._owner.settled(self)
+
     def force_close(self) -> None:
         """End it; what is written already may still be flushed."""
         transport = self.transport

@@ -32,6 +32,7 @@ Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 _IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
+_GOES_S = 0.5  # for the next request of a client that is told to go by its response
 
 
 class HttpConnection(Incoming):
@@ -48,6 +49,7 @@ class HttpConnection(Incoming):
         self._handle = handle
         self._task: asyncio.Task[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_s = _IDLE_S
 
     # --- the connection
 
@@ -60,7 +62,7 @@ class HttpConnection(Incoming):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
         self.client = self._owner.connection_made(self)
-        self._idle_timer = self._loop.call_later(_IDLE_S, self._end_if_idle)
+        self._idle_timer = self._loop.call_later(self._idle_s, self._end_if_idle)
         self._task = self._loop.create_task(self._serve_all())
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -77,11 +79,18 @@ class HttpConnection(Incoming):
 
     def _end_if_idle(self) -> None:
         since = self.idle_since
-        left_s = _IDLE_S if since is None else since + _IDLE_S - self._loop.time()
+        left_s = self._idle_s if since is None else since + self._idle_s - self._loop.time()
         if left_s > 0:
             self._idle_timer = self._loop.call_later(left_s, self._end_if_idle)
         else:
             self.force_close()
+
+    def leave(self) -> None:
+        """Have the client go: with its next response, or soon if it asks for nothing."""
+        self._idle_s = _GOES_S
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._end_if_idle()
 
     # --- requests, one after the other
 

@@ -28,7 +28,8 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
         wire: Any = SimpleNamespace(infer_request=SimpleNamespace(id="1"))
         model: Any = SimpleNamespace(name="m")
         pending: Any = SimpleNamespace(future=asyncio.get_running_loop().create_future())
-        submitted = Submitted(inferences, model, wire, pending, not inferences.came(), "1")
+        submitted = Submitted(inferences, model, wire, pending, "1")
+        inferences.active += 1
         submitted.when_done(taken.append)
         if answered == "before":  # but nobody has heard of it yet
             pending.future.set_result(ANSWER)

@@ -1,0 +1,241 @@
+"""Every check's judgement of made-up facts; the gathering on this machine; what a start says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve import cli
+from shmserve.cli import doctor
+from shmserve.common import fd_limits
+from shmserve.config import command_line, server
+from shmserve.config.server import ServerConfig
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.checks import devices, limits, memory, places, software, table
+from shmserve.supervisor.checks.verdict import OK, WARNING, WRONG, Verdict, ok, warning
+from shmserve.supervisor.host.port_holder import port_holders
+from tests.support.servers import run_command
+
+GB = 10**9
+SHM = memory.ShmFolder(True, "tmpfs", "rw,nosuid", 0o1777, 4 * GB, 3 * GB, True)
+LEFT = memory.ShmObject("psm_1", 2 * GB, 1000, False)
+GPU = devices.DeviceList(
+    "cuda", 2, 2, None, (), "580.1", ("0 GPU-a H100", "1 GPU-b H100"), 0, "2.13.0+cu130"
+)
+RUN = places.RunPlace(Path("/run/s"), "", 0, GB)
+PORTS = places.WantedPorts(("127.0.0.1:8000",))
+TAKEN = PORTS._replace(refused=(("--http-port: taken", (7, 9)),))
+
+CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
+    (software.judge_packages, {"aiohttp": ("3.14.5", "3.14.5")}, OK, "aiohttp 3.14.5"),
+    (software.judge_packages, {"torch": ("2.13.0+cpu", "2.6")}, OK, "torch 2.13.0+cpu"),
+    (software.judge_packages, {"aiohttp": ("3.9.1", "3.14.5")}, WRONG, "aiohttp 3.9.1"),
+    (software.judge_packages, {"pyzmq": ("", "26")}, WRONG, "pyzmq is missing"),
+    (software.judge_packages, {}, WARNING, "not installed"),
+    (software.judge_parser, True, OK, "in C"),
+    (software.judge_parser, False, WRONG, "smuggled"),
+    (software.judge_units, (0, ""), OK, "none"),
+    (software.judge_units, (2, ""), OK, "2, verified"),
+    (software.judge_units, (2, "Unknown key 'Typo'"), WARNING, "Typo"),
+    (limits.judge_files, (65536, 4096), OK, "65536"),
+    (limits.judge_files, (1024, 4096), WARNING, "512 regions"),
+    (limits.judge_files, (100, 4096), WRONG, "at least 256"),
+    (limits.judge_tasks, -1, OK, "any number"),
+    (limits.judge_tasks, 4915, OK, "4915"),
+    (limits.judge_tasks, 512, WARNING, "32 models"),
+    (limits.judge_processors, (8, None), OK, "8"),
+    (limits.judge_processors, (2, 1.5), OK, "2"),
+    (limits.judge_processors, (64, 2.0), WARNING, "a quota of 2"),
+    (limits.judge_tracing, 0, OK, "any process"),
+    (limits.judge_tracing, 3, OK, "nobody"),
+    (limits.judge_user, (998, True), OK, "998"),
+    (limits.judge_user, (1000, False), OK, "1000"),
+    (limits.judge_user, (1000, True), WARNING, "logind deletes"),
+    (limits.judge_user, (61571, False), WARNING, "dynamic"),
+    (limits.judge_clock, (2e9, 1.9e9, "tsc"), OK, "tsc"),
+    (limits.judge_clock, (2e9, 1.9e9, "hpet"), WARNING, "hpet"),
+    (limits.judge_clock, (0.0, 1.9e9, "tsc"), WARNING, "certificates"),
+    (memory.judge_shm, SHM, OK, "4.0 GB, 3.0 GB free"),
+    (memory.judge_shm, SHM._replace(options="rw,noexec"), OK, "noexec"),
+    (memory.judge_shm, memory.ShmFolder(False), OK, "--allow-client-shm=false"),
+    (memory.judge_shm, memory.ShmFolder(True), WRONG, "there is none"),
+    (memory.judge_shm, SHM._replace(filesystem="ext4"), WRONG, "ext4, a disk"),
+    (memory.judge_shm, SHM._replace(writable=False), WRONG, "no object can be made"),
+    (memory.judge_shm, SHM._replace(mode=0o755), WARNING, "mode 0755"),
+    (memory.judge_shm, SHM._replace(size=64 << 20, free=64 << 20), WARNING, "need more"),
+    (memory.judge_shm, SHM._replace(free=GB // 10), WARNING, "100 MB free"),
+    (memory.judge_objects, [], OK, "none"),
+    (memory.judge_objects, [LEFT._replace(in_use=True)], OK, "1 objects of 1 MB or more, 2.0 GB"),
+    (memory.judge_objects, [LEFT], WARNING, "psm_1 (2.0 GB, uid 1000)"),
+    (memory.judge_memory, (16 * GB, 16 * GB, 8 * GB), OK, "of the host"),
+    (memory.judge_memory, (16 * GB, 12 * GB, 8 * GB), OK, "memory.max"),
+    (memory.judge_memory, (16 * GB, 4 * GB, 8 * GB), WARNING, "may be killed"),
+    (memory.judge_locked, (8 << 20, False), OK, "8 MB"),
+    (memory.judge_locked, (-1, True), OK, "any number"),
+    (memory.judge_locked, (8 << 20, True), WARNING, "cannot be pinned"),
+    (devices.judge_devices, devices.DeviceList(), OK, "none"),
+    (devices.judge_devices, GPU, OK, "2 of kind cuda; driver 580.1; 0 GPU-a H100; 1 GPU-b H100"),
+    (devices.judge_devices, GPU._replace(partitions=3), OK, "3 MIG instances"),
+    (devices.judge_devices, GPU._replace(closed=("/dev/nvidia0",)), WRONG, "/dev/nvidia0"),
+    (devices.judge_devices, GPU._replace(driver=""), WRONG, "no driver"),
+    (devices.judge_devices, GPU._replace(torch="2.13.0+cpu"), WARNING, "cannot use"),
+    (devices.judge_devices, GPU._replace(visible=0, chosen="9"), WARNING, "DEVICES=9"),
+    (devices.judge_devices, GPU._replace(visible=0, chosen="-1"), OK, "0 of them visible"),
+    (devices.judge_devices, devices.DeviceList("npu", 1, 1), OK, "1 of kind npu"),
+    (devices.judge_sharing, devices.DeviceSharing(True, "", None), OK, "no CUDA device"),
+    (devices.judge_sharing, devices.DeviceSharing(True, "", ""), OK, "two processes shared"),
+    (devices.judge_sharing, devices.DeviceSharing(False, "", "x"), WARNING, "cuda-bindings"),
+    (devices.judge_sharing, devices.DeviceSharing(True, "", "error 201"), WARNING, "error 201"),
+    (
+        devices.judge_sharing,
+        devices.DeviceSharing(True, ",expandable_segments: True", ""),
+        WARNING,
+        "expandable_segments",
+    ),
+    (places.judge_run_directory, RUN, OK, "/run/s"),
+    (places.judge_run_directory, RUN._replace(server=7), OK, "pid 7"),
+    (places.judge_run_directory, RUN._replace(against="'/run/s' is bad"), WRONG, "is bad"),
+    (places.judge_run_directory, RUN._replace(free=1 << 20), WARNING, "1 MB are free"),
+    (places.judge_ports, PORTS, OK, "127.0.0.1:8000: free"),
+    (places.judge_ports, places.WantedPorts(()), OK, "none"),
+    (places.judge_ports, TAKEN, WRONG, "--http-port: taken"),
+    (places.judge_ports, TAKEN._replace(server=3), WRONG, "--http-port: taken"),
+    (places.judge_ports, TAKEN._replace(server=9), OK, "pid 9"),
+    (places.judge_repositories, [], OK, "none were named"),
+    (places.judge_repositories, [("/m", 3, False)], OK, "/m: 3 folders"),
+    (places.judge_repositories, [("/n", 3, False), ("/m", -1, False)], WRONG, "/m cannot be read"),
+    (places.judge_repositories, [("/m", 0, False)], WARNING, "no model"),
+    (places.judge_repositories, [("/m", 3, True)], WARNING, "everybody"),
+]
+
+
+@pytest.mark.parametrize(("judge", "facts", "state", "found"), CASES)
+def test_judgement(judge: Callable[[Any], Verdict], facts: Any, state: str, found: str) -> None:
+    verdict = judge(facts)
+    assert verdict.state == state
+    assert found in verdict.found
+    assert bool(verdict.fix) == (state != OK)
+    lines = doctor.text("systemd units", verdict).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_every_check_is_tried_on_facts() -> None:
+    assert {check.judge for check in table.CHECKS} == {case[0] for case in CASES}
+
+
+def config(*flags: str) -> ServerConfig:
+    return server.from_flags(command_line.parse(flags), {}, models_needed=False)
+
+
+def test_facts_of_this_machine(tmp_path: Path) -> None:
+    """None of them fails, and what is known of the machine is what is found."""
+    (tmp_path / "models").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
+        where = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
+        found = {check.name: verdict for check, verdict in table.look(config(*flags, *where))}
+    assert not [name for name, verdict in found.items() if "cannot be looked at" in verdict.found]
+    assert found["packages"].state == found["HTTP parser"].state == OK
+    assert str(fd_limits.attainable()) in found["open files"].found
+    assert found["ports"].state == WRONG
+    assert f"pid {os.getpid()})" in found["ports"].found
+    assert found["run directory"] == ok(f"{tmp_path}/run")
+    assert found["models"].found == f"{tmp_path}/models has no model in it"
+
+
+def test_a_check_that_fails_says_so() -> None:
+    def gather(_: ServerConfig) -> int:
+        raise OSError("no such file")
+
+    check = table.HostCheck("broken", gather, lambda _: ok(""))
+    assert [verdict.found for _, verdict in table.look(config(), [check])] == [
+        "cannot be looked at: no such file"
+    ]
+
+
+def test_a_start_tells_what_is_not_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks = [
+        table.HostCheck("one", lambda _: 0, lambda _: warning("is little", "have more"), "tell"),
+        table.HostCheck("two", lambda _: 0, lambda _: warning("is unseen", "look"), ""),
+    ]
+    monkeypatch.setattr(table, "CHECKS", checks)
+    with caplog.at_level(logging.WARNING):
+        table.look_at_start(config())
+    assert [each.getMessage() for each in caplog.records] == ["one: is little (have more)"]
+
+
+def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
+    with pytest.raises(InvalidArgument, match="open files: a process may have 100, at least 256"):
+        table.look_at_start(config())
+
+
+def test_a_run_directory_that_a_start_would_refuse(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    place = places.gather_run_directory(config(f"--run-dir={tmp_path}/run"))
+    assert "has mode 0755; it must be 0700" in place.against
+
+
+def state_is(state: str) -> Callable[[ServerConfig], str]:
+    return lambda _: state
+
+
+def verdict_of(state: str) -> Verdict:
+    return Verdict(state, "x", "y")
+
+
+@pytest.mark.parametrize(("state", "status"), [(OK, 0), (WARNING, 1), (WRONG, 2)])
+def test_exit_status_is_the_worst(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: str, status: int
+) -> None:
+    checks = [
+        table.HostCheck(name, state_is(each), verdict_of)
+        for name, each in (("one", OK), ("two", state), ("three", OK))
+    ]
+    monkeypatch.setattr(table.look, "__defaults__", (checks,))
+    assert cli.main(["doctor", "--json"]) == status
+    said = json.loads(capsys.readouterr().out)
+    assert said["status"] == status
+    assert said["checks"][1] == {"name": "two", "state": state, "found": "x", "fix": "y"}
+
+
+def test_the_command() -> None:
+    ran = run_command("doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0")
+    assert ran.returncode in (0, 1, 2), ran.stderr
+    lines = ran.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line[8:24].strip() for line in lines if line[0] != " "]
+    assert names == [check.name for check in table.CHECKS]
+
+
+def test_wrong_flags_are_told() -> None:
+    ran = run_command("doctor", "--http-prot=0")
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        "shmserve: unknown flag --http-prot, did you mean --http-port?\n",
+    )
+
+
+def test_a_program_holds_a_port() -> None:
+    """Another process than ours, found by what it listens on."""
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], "
+    code += "flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as other:
+        assert other.stdin and other.stdout
+        port = int(other.stdout.readline())
+        assert [pid for pid, _ in port_holders(port)] == [other.pid]
+        other.communicate(b"\n")
+    assert port_holders(port) == []

@@ -1,0 +1,98 @@
+"""Whether another process can share memory with the server: by made-up facts, and for real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from shmserve.config import command_line, server
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.checks import peer
+from shmserve.supervisor.checks.verdict import OK, WARNING, WRONG
+
+SEES: dict[str, tuple[int, int] | None] = {
+    "/dev/shm": (1, 2),
+    "run directory": (1, 3),
+    **{kind: (4, number) for number, kind in enumerate(("user", "net", "ipc", "pid"))},
+}
+PEER = peer.PeerFacts(1000, frozenset({1000}), SEES)
+SERVER = peer.ServerFacts(PEER, runs=True, group=-1, devices=1)
+CONFIG = server.from_flags(
+    command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, models_needed=False
+)
+
+
+def elsewhere(*names: str) -> peer.PeerFacts:
+    """Who sees other things by these names."""
+    return PEER._replace(sees={**SEES, **dict.fromkeys(names, (9, 9))})
+
+
+@pytest.mark.parametrize(
+    ("changed", "facts", "name", "state", "found"),
+    [
+        ({}, elsewhere("/dev/shm"), "/dev/shm", WRONG, "not found by their keys"),
+        ({}, PEER._replace(sees={**SEES, "/dev/shm": None}), "/dev/shm", WRONG, "not found"),
+        ({}, elsewhere("user"), "user", WARNING, "user namespace"),
+        ({}, PEER._replace(uid=7), "user", WRONG, "uid 7, the server is uid 1000"),
+        ({"group": 50}, PEER._replace(uid=7), "user", WRONG, "may not open"),
+        (
+            {"group": 50},
+            PEER._replace(uid=7, groups=frozenset({50})),
+            "user",
+            OK,
+            "--shm-group",
+        ),
+        ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "may open its objects"),
+        ({}, elsewhere("run directory"), "run dir", WARNING, "does not find it"),
+        ({"runs": False}, PEER, "run dir", OK, "no server runs there"),
+        ({}, elsewhere("net"), "network", WARNING, "127.0.0.1 is another"),
+        ({}, elsewhere("ipc", "pid"), "devices", WARNING, "another ipc and pid namespace"),
+        ({}, PEER._replace(visible="1"), "devices", WARNING, "is 1, the server's None"),
+        ({"devices": 0}, elsewhere("ipc"), "devices", OK, "no CUDA device"),
+    ],
+)
+def test_judgement(
+    changed: dict[str, Any], facts: peer.PeerFacts, name: str, state: str, found: str
+) -> None:
+    verdict = dict(peer.judge(SERVER._replace(**changed), facts))[f"peer's {name}"]
+    assert verdict.state == state
+    assert found in verdict.found
+    assert bool(verdict.fix) == (state != OK)
+
+
+def test_a_process_like_the_server() -> None:
+    assert {verdict.state for _, verdict in peer.judge(SERVER, PEER)} == {OK}
+
+
+def test_a_process_of_ours() -> None:
+    ours, other = peer.gather(CONFIG, os.getppid())
+    assert not ours.runs
+    assert other.sees["/dev/shm"] == ours.process.sees["/dev/shm"] is not None
+    assert other.uid == os.getuid()
+
+
+def test_there_is_no_such_process() -> None:
+    with pytest.raises(InvalidArgument, match="--peer: there is no process 4194305 here"):
+        peer.gather(CONFIG, 4194305)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="root, and unshare")
+def test_a_process_with_another_shm() -> None:
+    """As in a container of its own."""
+    script = "mount -t tmpfs tmpfs /dev/shm && echo there && read line"
+    pipe = subprocess.PIPE
+    command = ["unshare", "--mount", "--net", "bash", "-c", script]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as other:
+        assert other.stdin and other.stdout and other.stderr
+        if other.stdout.readline() != b"there\n":
+            pytest.skip(f"no namespace: {other.stderr.read().decode()}")
+        found = dict(peer.judge(*peer.gather(CONFIG, other.pid)))
+        other.communicate(b"\n")
+    states = {name.removeprefix("peer's "): verdict.state for name, verdict in found.items()}
+    assert states["/dev/shm"] == WRONG
+    assert states["network"] == WARNING
+    assert states["user"] == OK
