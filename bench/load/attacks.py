@@ -58,7 +58,8 @@ def head(path: str) -> bytes:
 _INFER = head("/inference.GRPCInferenceService/ModelInfer")
 
 
-def _request() -> bytes:
+def simple_request() -> bytes:
+    """A message, framed, that asks the model `simple`."""
     import numpy as np
     from tritonclient.grpc import service_pb2 as pb
 
@@ -105,7 +106,7 @@ def attacks(request: bytes) -> dict[str, Callable[[int], bytes]]:
 def flood(port: int, name: str, ended: Any) -> None:
     """Send this until killed; `ended` counts the connections that the server ended. What is sent
     was made before: the flood costs its sender next to nothing."""
-    make = attacks(_request())[name]
+    make = attacks(simple_request())[name]
     sent = bytearray(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, _ACK, 0))
     stream = 1
     while len(sent) < _MADE:
@@ -192,7 +193,7 @@ def attacked(port: int, name: str, ended: Any) -> Iterator[None]:
 
 def main() -> None:
     """Measure every flood."""
-    request = _request()
+    request = simple_request()
     model = servers.BENCH / "models" / "simple"
     with servers.running(servers.Shmserve(), [model], notes=[]) as server:
         port = server.ports.grpc

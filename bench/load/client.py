@@ -16,7 +16,7 @@ _SIMPLE_ANSWER = {"OUTPUT0": list(range(1, 17)), "OUTPUT1": list(range(-1, 15))}
 _TORCH = {
     "inputs": [{"name": "INPUT__0", "datatype": "FP32", "shape": [1, 1, 8, 8], "data": [0.5] * 64}]
 }
-_BODIES = {"simple": _SIMPLE, "torch": _TORCH}
+BODIES = {"simple": _SIMPLE, "torch": _TORCH}
 
 
 class RequestFailed(Exception):
@@ -60,7 +60,7 @@ class Client:
 
     def infer(self, model: str) -> None:
         """One request of batch size 1 to `simple` or `torch`; the sums of `simple` are checked."""
-        response = self.call("POST", f"/v2/models/{model}/infer", _BODIES[model])
+        response = self.call("POST", f"/v2/models/{model}/infer", BODIES[model])
         if model == "simple":
             outputs = {o["name"]: o["data"] for o in response["outputs"]}
             if outputs != _SIMPLE_ANSWER:

@@ -56,7 +56,12 @@ def pss_mb(root: int) -> float:
 
     A page that n processes share counts 1/n to each.
     """
-    return sum(_pss_kib(p.pid) for p in tree(root)) * 1024 / 1e6
+    return sum(pss_of(p.pid) for p in tree(root))
+
+
+def pss_of(pid: int) -> float:
+    """Proportional set size of one process, in MB; 0 where it has ended."""
+    return _pss_kib(pid) * 1024 / 1e6
 
 
 def _pss_kib(pid: int) -> int:

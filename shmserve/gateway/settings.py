@@ -31,7 +31,7 @@ class GatewaySettings:
     arena_byte_size: int = 1024 * 1024 * 1024
     body_timeout_s: float = 30.0
     header_timeout_s: float = 30.0
-    max_connections: int = 8192
+    max_connections: int = 16384
     http_address: str = "127.0.0.1"
     tokens: dict[str, tuple[str, ...]] = field(default_factory=dict)
     http_restricted: dict[str, Any] = field(default_factory=dict)

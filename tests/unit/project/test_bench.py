@@ -13,7 +13,8 @@ from bench.cases.figures import Figure, Target
 from bench.load import perf
 from bench.report import text as report
 from bench.report.results import MACHINE, NotRun, Results, Row, load, spread
-from bench.system import processes
+from bench.soak import quantile
+from bench.system import processes, resources
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,3 +152,51 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
         child.communicate(b"\n")
     assert processes.wait_gone(members, 5)
     assert processes.signal_all(members, 9) == []
+
+
+def soaked(memory: list[float], descriptors: list[int], shm: list[float]) -> list[resources.Sample]:
+    return [
+        resources.Sample({"gateway": mb}, {"gateway": count}, {"gateway": 3}, in_shm)
+        for mb, count, in_shm in zip(memory, descriptors, shm, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "descriptors", "shm", "grown"),
+    [
+        ([20.0, 40, 50, 50, 51, 50], [9] * 6, [0.0] * 6, []),
+        ([50.0] * 6, [9, 9, 40, 9, 9, 10], [5.0] * 6, []),
+        ([50.0, 50, 50, 50, 60, 60], [9] * 6, [0.0] * 6, ["gateway: memory_mb 50.0 -> 60.0"]),
+        ([50.0] * 6, [9, 9, 9, 9, 30, 30], [0.0] * 6, ["gateway: descriptors 9.0 -> 30.0"]),
+        ([50.0] * 6, [9] * 6, [0.0, 0, 1, 1, 5, 5], ["/dev/shm: MB 1.0 -> 5.0"]),
+    ],
+)
+def test_what_grows_in_a_soak(
+    memory: list[float], descriptors: list[int], shm: list[float], grown: list[str]
+) -> None:
+    """The last third against the one before; in the first one caches fill."""
+    assert resources.growth(soaked(memory, descriptors, shm)) == grown
+
+
+def test_a_soak_that_is_too_short_says_so() -> None:
+    assert resources.growth(soaked([1.0], [1], [0.0])) == ["the run was too short to say what grew"]
+
+
+def test_processes_that_came_later_are_left_out() -> None:
+    samples = soaked([50.0] * 6, [9] * 6, [0.0] * 6)
+    samples[-1].memory_mb["worker"] = 900.0
+    assert resources.growth(samples) == []
+
+
+def test_what_this_process_has() -> None:
+    found = resources.sample(os.getpid())
+    assert max(found.memory_mb.values()) > 1
+    assert max(found.descriptors.values()) > 2
+    assert max(found.threads.values()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "found"), [([], 0.5, 0), ([3, 1, 2], 0.5, 2), ([1], 1, 1)]
+)
+def test_quantile(values: list[float], share: float, found: float) -> None:
+    assert quantile(values, share) == found

@@ -1,0 +1,130 @@
+"""Open-loop load through every door at once: `python -m bench.load.mixed ...`, for `bench.soak`.
+
+Requests begin at their times whether others have ended or not, and a latency counts from that time.
+A line of JSON a second has the latencies (ms) of what ended in it, by door, and what failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import aiohttp
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+import shmserve.client.aio
+from bench.load.client import BODIES
+
+_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+_PATIENCE_S = 20.0
+_A = np.arange(16, dtype=np.int32).reshape(1, 16)
+_B = np.ones_like(_A)
+
+Ask = Callable[[int], Awaitable[Any]]
+
+
+class Mixed:
+    """The doors, and what has ended since the last line."""
+
+    def __init__(self, run_dir: str, http_port: int, grpc_port: int) -> None:
+        self._run_dir = run_dir
+        self._url = f"http://127.0.0.1:{http_port}/v2/models/simple"
+        self._grpc = f"127.0.0.1:{grpc_port}"
+        self._ended: dict[str, list[float]] = {}
+        self._failed: list[str] = []
+
+    async def run(self, rate: float, seconds: float) -> None:
+        """`rate` requests a second at each door, for so long."""
+        async with (
+            aiohttp.ClientSession() as http,
+            grpc.aio.insecure_channel(self._grpc) as channel,
+            shmserve.client.aio.connect(self._run_dir) as native,
+        ):
+            infer = channel.unary_unary(
+                _METHOD, response_deserializer=pb.ModelInferResponse.FromString
+            )
+            message = _message()
+            region = await native.allocate(
+                {"INPUT0": ((4096,), "FP32"), "OUTPUT0": ((4096,), "FP32")}
+            )
+
+            async def ask_http(number: int) -> None:
+                async with http.post(f"{self._url}/infer", json=BODIES["simple"]) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
+
+            async def ask_anew(number: int) -> None:
+                async with aiohttp.ClientSession() as fresh, fresh.get(self._url) as response:
+                    assert response.status == 200, await response.text()
+
+            async def ask_grpc(number: int) -> None:
+                await infer(message, timeout=_PATIENCE_S)
+
+            async def ask_native(number: int) -> None:
+                found = await native.infer("simple", INPUT0=_A, INPUT1=_B)
+                assert (found["OUTPUT0"] == _A + _B).all()
+
+            async def ask_region(number: int) -> None:
+                await native.infer("identity", region)
+
+            async def ask_stream(number: int) -> None:
+                async for _ in native.stream("repeat", COUNT=np.array([4], np.int32)):
+                    pass
+
+            doors = {
+                "http": ask_http,
+                "http, a new connection": ask_anew,
+                "grpc": ask_grpc,
+                "native": ask_native,
+                "region": ask_region,
+                "stream": ask_stream,
+            }
+            await self._drive(doors, rate, seconds)
+
+    async def _drive(self, doors: Mapping[str, Ask], rate: float, seconds: float) -> None:
+        began = time.perf_counter()
+        tasks: set[asyncio.Task[None]] = set()
+        said = began
+        for number in range(int(rate * seconds)):
+            due = began + number / rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            for door, ask in doors.items():
+                task = asyncio.create_task(self._ask(door, ask, number, due))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            if time.perf_counter() - said >= 1.0:
+                said = time.perf_counter()
+                self._say()
+        await asyncio.gather(*tasks)
+        self._say()
+
+    async def _ask(self, door: str, ask: Ask, number: int, due: float) -> None:
+        try:
+            await asyncio.wait_for(ask(number), _PATIENCE_S)
+        except Exception as error:
+            self._failed.append(f"{door}: {error!r}"[:200])
+        self._ended.setdefault(door, []).append((time.perf_counter() - due) * 1e3)
+
+    def _say(self) -> None:
+        latencies = {door: [round(ms, 2) for ms in found] for door, found in self._ended.items()}
+        print(json.dumps({"ms": latencies, "failed": self._failed}), flush=True)
+        self._ended, self._failed = {}, []
+
+
+def _message() -> Any:
+    message = pb.ModelInferRequest(model_name="simple")
+    for name, array in (("INPUT0", _A), ("INPUT1", _B)):
+        message.inputs.add(name=name, datatype="INT32", shape=[1, 16])
+        message.raw_input_contents.append(array.tobytes())
+    return message.SerializeToString()
+
+
+if __name__ == "__main__":
+    where, http_port, grpc_port, rate, seconds = sys.argv[1:]
+    asyncio.run(Mixed(where, int(http_port), int(grpc_port)).run(float(rate), float(seconds)))

@@ -1,0 +1,140 @@
+"""A long run at a steady rate, to see what grows: `python -m bench.soak [--minutes N] [--rate N]`.
+
+Every door is asked `--rate` times a second, in an open loop, from a process of its own; every few
+seconds a model is loaded again and a region registered and unregistered beside it. Prints a line a
+window: memory, descriptors and threads of all processes, /dev/shm, latencies. Exit status: 0, or 1
+where a request failed, or a process's memory, descriptors or threads or /dev/shm have grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.load.client import Client
+from bench.system import machine, resources, servers
+
+_MODELS = ("simple", "identity", "repeat", "pass")
+_RELOADED = "pass"
+_WINDOWS = 30
+_REGION = 1 << 20
+_LOAD = [sys.executable, "-m", "bench.load.mixed"]
+
+
+@dataclass
+class Run:
+    """What has come so far."""
+
+    samples: list[resources.Sample] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    latencies: dict[str, list[float]] = field(default_factory=dict)
+
+    def take(self, line: str) -> None:
+        """What the load says."""
+        said = json.loads(line)
+        self.failed += said["failed"]
+        for door, found in said["ms"].items():
+            self.latencies.setdefault(door, []).extend(found)
+
+    def close_window(self, server: servers.Server) -> str:
+        """Sample, and say in a line how it was."""
+        now = resources.sample(server.pid)
+        self.samples.append(now)
+        every = sorted(ms for found in self.latencies.values() for ms in found)
+        slowest = max(self.latencies, key=lambda door: quantile(self.latencies[door], 0.99))
+        self.latencies = {}
+        p50, p99, p999 = (quantile(every, q) for q in (0.5, 0.99, 0.999))
+        self.medians.append(p50)
+        return (
+            f"{len(every):7,} requests  p50 {p50:6.1f}  p99 {p99:7.1f}  p99.9 {p999:7.1f} ms "
+            f"(slowest: {slowest})  PSS {sum(now.memory_mb.values()):6.1f} MB  fds "
+            f"{sum(now.descriptors.values()):5}  threads {sum(now.threads.values()):4}  "
+            f"/dev/shm {now.shm_mb:5.1f} MB"
+        )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them does not exceed; 0 where there is none."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def churn(client: Client) -> None:
+    """What happens now and then: a region comes and goes, a model is loaded again, somebody looks
+    at everything."""
+    path = Path(f"/dev/shm/bench-soak-{os.getpid()}")
+    path.write_bytes(bytes(_REGION))
+    where = f"/v2/systemsharedmemory/region/{path.name}"
+    client.call("POST", f"{where}/register", {"key": path.name, "offset": 0, "byte_size": _REGION})
+    path.unlink()
+    client.call("POST", f"{where}/unregister")
+    client.call("POST", f"/v2/repository/models/{_RELOADED}/unload")
+    client.call("POST", f"/v2/repository/models/{_RELOADED}/load")
+    client.call("POST", "/v2/repository/index")
+    client.call("GET", "/v2/models/stats")
+
+
+def soak(seconds: float, rate: float) -> int:
+    """Run for so long; returns the exit status."""
+    run, window = Run(), seconds / _WINDOWS
+    models = [servers.BENCH / "models" / name for name in _MODELS]
+    print(f"{machine.describe()}", flush=True)
+    flags = ("--model-control-mode=explicit", "--load-model=*")
+    notes: list[str] = []
+    with servers.running(servers.Shmserve(), models, flags, notes=notes) as server:
+        ports = (str(server.ports.http), str(server.ports.grpc))
+        command = [*_LOAD, str(server.run_dir), *ports, str(rate), str(seconds)]
+        with (
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, cwd=servers.BENCH.parent
+            ) as load,
+            server.client() as client,
+        ):
+            assert load.stdout is not None
+            ends = time.monotonic() + window
+            for line in load.stdout:
+                run.take(line)
+                if time.monotonic() >= ends:
+                    churn(client)
+                    print(f"{len(run.samples):3} {run.close_window(server)}", flush=True)
+                    ends += window
+        if load.returncode:
+            run.failed.append(f"the load ended with status {load.returncode}")
+    return report(run, notes)
+
+
+def report(run: Run, notes: Sequence[str]) -> int:
+    """Say what grew, failed or was left; returns the exit status."""
+    grown = resources.growth(run.samples)
+    third = len(run.medians) // 3
+    if third:
+        first = statistics.median(run.medians[-2 * third : -third])
+        print(f"p50 of the last third {statistics.median(run.medians[-third:]):.1f} ms, ", end="")
+        print(f"of the one before {first:.1f} ms")
+    for line in (*(f"grew: {each}" for each in grown), *run.failed[:20], *notes):
+        print(line)
+    print(f"{len(grown)} grew, {len(run.failed)} requests failed")
+    return int(bool(grown or run.failed or notes))
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, servers.leave)
+    return soak(options.minutes * 60, options.rate)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
