@@ -8,6 +8,7 @@ doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
+perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
@@ -37,6 +38,7 @@ usage: shmserve VERB ...
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
   guide          pages to read: how to make models, ask a server, run it
+  perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
 
@@ -85,6 +87,8 @@ def _run(arguments: list[str]) -> int:
             return _events(arguments)
         case "guide":
             return _guide(arguments)
+        case "perf":
+            return _perf(arguments)
         case "profile":
             return _profile(arguments)
         case "systemd":
@@ -170,6 +174,18 @@ def _guide(arguments: list[str]) -> int:
     )
     guide.add_arguments(parser)
     return guide.run(parser.parse_args(arguments))
+
+
+def _perf(arguments: list[str]) -> int:
+    from shmserve.cli import perf
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve perf",
+        description="Send a model of any v2 server requests, and say how many a second it answers.",
+        allow_abbrev=False,
+    )
+    perf.add_arguments(parser)
+    return perf.run(parser.parse_args(arguments))
 
 
 def _profile(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmserve.cli.client_tensors import WrongInput
-from shmserve.cli.transports import AdminTransport, Credentials, Transport
+from shmserve.cli.transports import Address, AdminTransport, Credentials, Transport
 from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.server import discovery
 from shmserve.errors import Unavailable, refused
@@ -58,16 +58,19 @@ def transport(args: argparse.Namespace) -> Transport:
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
     """The way for every request. Raises WrongInput, or Disconnected where no server is found."""
-    credentials = _credentials(args)
-    if args.url:
-        return _transport_at(args.url, credentials)
+    given = credentials(args)
+    return transport_at(address(args.url), given) if args.url else _discovered(args, given)
+
+
+def _discovered(args: argparse.Namespace, given: Credentials) -> AdminTransport:
     run_dir = discovery.find(args.run_dir)
     for url in discovery.addresses(run_dir):
-        return _transport_at(url, credentials)
+        return transport_at(address(url), given)
     raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
 
 
-def _credentials(args: argparse.Namespace) -> Credentials:
+def credentials(args: argparse.Namespace) -> Credentials:
+    """Who asks, as the flags say. Raises WrongInput."""
     headers = []
     for text in args.headers:
         name, colon, value = text.partition(":")
@@ -91,27 +94,29 @@ def _token(path: str) -> str:
     raise WrongInput(f"--token-file: '{path}' has no token")
 
 
-def _transport_at(url: str, credentials: Credentials) -> AdminTransport:
+def address(url: str) -> Address:
+    """What `--url` says. Raises WrongInput."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
-            return HttpTransport("unix:" + path, credentials, unix_socket=path)
+            return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme in _USUAL_PORTS and parts.hostname and parts.path in ("", "/"):
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
             target = f"{host}:{parts.port or _USUAL_PORTS[parts.scheme]}"
-            where, tls = f"{parts.scheme}://{target}", parts.scheme.endswith("s")
-            if parts.scheme.startswith("http"):
-                return HttpTransport(where, credentials, target, tls=tls)
-            return _grpc_transport(where, credentials, target, tls)
+            tls = parts.scheme.endswith("s")
+            return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
     except ValueError:
         pass
     raise WrongInput(f"--url takes {_FORMS}, not '{url}'")
 
 
-def _grpc_transport(where: str, credentials: Credentials, target: str, tls: bool) -> AdminTransport:
+def transport_at(place: Address, given: Credentials) -> AdminTransport:
+    """The way to an address. Raises WrongInput."""
+    if place.protocol == "http":
+        return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:
         raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
     from shmserve.cli.transports.grpc import GrpcTransport
 
-    return GrpcTransport(where, credentials, target, tls=tls)
+    return GrpcTransport(place, given)

@@ -146,9 +146,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("ipc.*", "client.*"),
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli.systemd": ("config",),
+    "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
+    "perf": ("ipc.*", "client.*", "cli", "cli.transports", "perf.doors"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
-        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*"),
+        *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
     ),
     "__main__": ("cli",),
 }

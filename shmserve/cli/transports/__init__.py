@@ -9,8 +9,8 @@ grpc.py      gRPC
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shmserve.cli.client_tensors import ModelTensor, decode
@@ -24,19 +24,38 @@ class TransportError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class RegionPart:
+    """Bytes of a region that was registered with the server."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+    def parameters(self) -> dict[str, str | int]:
+        """A tensor's parameters that say so, as protocols have them."""
+        return {
+            "shared_memory_region": self.region,
+            "shared_memory_offset": self.offset,
+            "shared_memory_byte_size": self.byte_size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class InputTensor:
-    """An input as it travels: bytes, little-endian and row-major."""
+    """An input as it travels: bytes, little-endian and row-major, or the part of a region that has
+    them (`raw` is empty)."""
 
     name: str
     datatype: str
     shape: list[int]
     raw: bytes
+    part: RegionPart | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingRequest:
     """One inference. No `outputs`: all of them; `timeout_us` 0: none; `version` "": the latest;
-    `sequence` 0 or "": none."""
+    `sequence` 0 or "": none; `parts`: where outputs go, by name."""
 
     model: str
     version: str
@@ -47,6 +66,7 @@ class OutgoingRequest:
     sequence: int | str = ""
     start: bool = False
     end: bool = False
+    parts: Mapping[str, RegionPart] = field(default_factory=dict)
 
     def sequence_parameters(self) -> dict[str, int | str | bool]:
         """The parameters that name its sequence, as protocols have them."""
@@ -73,6 +93,18 @@ class Credentials:
             with refused(f"--client-cert, --client-key: cannot use {files}"):
                 context.load_cert_chain(self.client_cert, self.client_key, password=str)
         return context
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A listener of `protocol` http or grpc at `target`, HOST:PORT, perhaps with TLS, or at a unix
+    socket; `where` is what an error calls it."""
+
+    where: str
+    protocol: str
+    target: str = ""
+    tls: bool = False
+    unix_socket: str = ""
 
 
 class Transport(Protocol):
@@ -115,6 +147,13 @@ class AdminTransport(Transport, Protocol):
 
     def regions(self) -> list[dict[str, Any]]:
         """The registered regions, of system memory and of CUDA devices."""
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """Register memory of a kind, "system" or "cuda", as a region; the fields are the
+        protocol's, with the handle of "cuda" as bytes."""
+
+    def unregister(self, kind: str, name: str) -> None:
+        """Have the server forget a region."""
 
 
 def output(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from shmserve.cli.client_tensors import ModelTensor
 from shmserve.cli.transports import (
     NOT_READY,
+    Address,
     Credentials,
     OutgoingRequest,
     TransportError,
@@ -29,15 +30,15 @@ _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_l
 
 
 class GrpcTransport:
-    """A server at `target`, HOST:PORT, perhaps with TLS."""
+    """A server at an address of gRPC."""
 
-    def __init__(self, where: str, credentials: Credentials, target: str, *, tls: bool) -> None:
-        self.where = where
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.where = address.where
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
-            grpc.secure_channel(target, _tls(credentials), _UNLIMITED)
-            if tls
-            else grpc.insecure_channel(target, _UNLIMITED)
+            grpc.secure_channel(address.target, _tls(credentials), _UNLIMITED)
+            if address.tls
+            else grpc.insecure_channel(address.target, _UNLIMITED)
         )
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
@@ -50,31 +51,13 @@ class GrpcTransport:
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """ModelStreamInfer, which any model takes."""
-        asked = pb.ModelInferRequest(
-            model_name=request.model, model_version=request.version, id=request.id
-        )
-        if request.timeout_us:
-            asked.parameters["timeout"].int64_param = request.timeout_us
-        for name, value in request.sequence_parameters().items():
-            if isinstance(value, bool):
-                asked.parameters[name].bool_param = value
-            elif isinstance(value, int):
-                # The protocol has no other integers for it; the server reads it without the sign.
-                asked.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
-            else:
-                asked.parameters[name].string_param = value
-        for tensor in request.inputs:
-            asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            asked.raw_input_contents.append(tensor.raw)
-        for name in request.outputs:
-            asked.outputs.add(name=name)
         call = self._channel.stream_stream(
             _SERVICE + "ModelStreamInfer",
             pb.ModelInferRequest.SerializeToString,
             pb.ModelStreamInferResponse.FromString,
         )
         with _failing():
-            for told in call(iter([asked]), metadata=self._metadata):
+            for told in call(iter([infer_message(request)]), metadata=self._metadata):
                 if told.error_message:
                     raise TransportError(told.error_message)
                 yield _response(told.infer_response)
@@ -118,6 +101,14 @@ class GrpcTransport:
             for name in sorted(found.regions)
         ]
 
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """SystemSharedMemoryRegister, or of CUDA."""
+        self._call(f"{kind.title()}SharedMemoryRegister", name=name, **fields)
+
+    def unregister(self, kind: str, name: str) -> None:
+        """SystemSharedMemoryUnregister, or of CUDA."""
+        self._call(f"{kind.title()}SharedMemoryUnregister", name=name)
+
     def _call(self, method: str, **fields: Any) -> Any:
         request = getattr(pb, f"{method}Request")(**fields)
         call = self._channel.unary_unary(
@@ -150,6 +141,39 @@ def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         *(Path(file).read_bytes() if file else None for file in files)
     )
+
+
+def infer_message(request: OutgoingRequest) -> Any:
+    """The ModelInferRequest."""
+    asked = pb.ModelInferRequest(
+        model_name=request.model, model_version=request.version, id=request.id
+    )
+    if request.timeout_us:
+        asked.parameters["timeout"].int64_param = request.timeout_us
+    set_parameters(asked, request.sequence_parameters())
+    for tensor in request.inputs:
+        made = asked.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        if tensor.part:
+            set_parameters(made, tensor.part.parameters())
+        else:
+            asked.raw_input_contents.append(tensor.raw)
+    for name in request.outputs:
+        wanted = asked.outputs.add(name=name)
+        if name in request.parts:
+            set_parameters(wanted, request.parts[name].parameters())
+    return asked
+
+
+def set_parameters(message: Any, values: Mapping[str, int | str | bool]) -> None:
+    """Set parameters of a request, an input or an output."""
+    for name, value in values.items():
+        if isinstance(value, bool):
+            message.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            # The protocol has no other integers for it; the server reads it without the sign.
+            message.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
+        else:
+            message.parameters[name].string_param = value
 
 
 def as_json(found: Any, field: Any = None) -> Any:

@@ -3,11 +3,12 @@ of JSON."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
 import socket
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ import numpy as np
 from shmserve.cli.client_tensors import ModelTensor, decode
 from shmserve.cli.transports import (
     NOT_READY,
+    Address,
     Credentials,
     OutgoingRequest,
     TransportError,
@@ -23,7 +25,7 @@ from shmserve.cli.transports import (
 )
 
 _LINES = "application/x-ndjson"
-_HEADER_LENGTH = "Inference-Header-Content-Length"
+HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -37,26 +39,18 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class HttpTransport:
-    """A server at `target`, HOST:PORT, perhaps behind TLS, or at a unix socket."""
+    """A server at an address of HTTP."""
 
-    def __init__(
-        self,
-        where: str,
-        credentials: Credentials,
-        target: str = "",
-        *,
-        tls: bool = False,
-        unix_socket: str = "",
-    ) -> None:
-        self.where = where
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.where = address.where
         self._headers = dict(credentials.headers)
-        self._target = target
-        self._tls = credentials.tls() if tls else None
-        self._unix_socket = unix_socket
+        self._target = address.target
+        self._tls = credentials.tls() if address.tls else None
+        self._unix_socket = address.unix_socket
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """GET /v2/models/NAME."""
-        metadata = self._json("GET", _path(model, version))
+        metadata = self._json("GET", model_path(model, version))
         try:
             return {
                 tensor["name"]: ModelTensor(
@@ -69,10 +63,10 @@ class HttpTransport:
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
-        path = _path(request.model, request.version)
+        path = model_path(request.model, request.version)
         config = self._json("GET", f"{path}/config")
         lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
-        header = json.dumps(_header(request, binary=not lines)).encode()
+        header = json.dumps(inference_header(request, binary=not lines)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
         asked = ("POST", f"{path}/infer", body, len(header))
         if not lines:
@@ -85,7 +79,7 @@ class HttpTransport:
     def ready(self, model: str, version: str) -> None:
         """GET /v2/health/ready, or of a model."""
         if model:
-            self._exchange("GET", f"{_path(model, version)}/ready")
+            self._exchange("GET", f"{model_path(model, version)}/ready")
             return
         known = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
         with self._requested("GET", "/v2/health/ready", known=known) as found:
@@ -106,12 +100,12 @@ class HttpTransport:
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """GET /v2/models[/NAME]/stats."""
-        path = _path(model, version) if model else "/v2/models"
+        path = model_path(model, version) if model else "/v2/models"
         return list(self._json("GET", f"{path}/stats")["model_stats"])
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """GET /v2/models/NAME/config."""
-        return self._json("GET", f"{_path(model, version)}/config")
+        return self._json("GET", f"{model_path(model, version)}/config")
 
     def regions(self) -> list[dict[str, Any]]:
         """GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
@@ -120,6 +114,17 @@ class HttpTransport:
             for kind in ("system", "cuda")
             for row in self._rows("GET", f"/v2/{kind}sharedmemory/status")
         ]
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        """POST /v2/systemsharedmemory/region/NAME/register, or of cuda."""
+        raw = fields.get("raw_handle")
+        coded = {} if raw is None else {"raw_handle": {"b64": base64.b64encode(raw).decode()}}
+        body = json.dumps({**fields, **coded}).encode()
+        self._exchange("POST", f"{_region_path(kind, name)}/register", body)
+
+    def unregister(self, kind: str, name: str) -> None:
+        """POST /v2/systemsharedmemory/region/NAME/unregister, or of cuda."""
+        self._exchange("POST", f"{_region_path(kind, name)}/unregister")
 
     def close(self) -> None:
         """Every exchange has a connection of its own."""
@@ -138,7 +143,7 @@ class HttpTransport:
     ) -> tuple[bytes, int | None]:
         """A response's body and its `Inference-Header-Content-Length`; raises TransportError."""
         with self._requested(method, path, body, header_length) as found:
-            length = found.getheader(_HEADER_LENGTH)
+            length = found.getheader(HEADER_LENGTH)
             return found.read(), None if length is None else int(length)
 
     @contextlib.contextmanager
@@ -155,7 +160,7 @@ class HttpTransport:
         none."""
         headers = dict(self._headers)
         if header_length is not None:
-            headers[_HEADER_LENGTH] = str(header_length)
+            headers[HEADER_LENGTH] = str(header_length)
         if accept:
             headers["Accept"] = accept
         try:
@@ -178,12 +183,19 @@ class HttpTransport:
         return http.client.HTTPConnection(self._target)
 
 
-def _path(model: str, version: str) -> str:
+def _region_path(kind: str, name: str) -> str:
+    return f"/v2/{kind}sharedmemory/region/{quote(name, safe='')}"
+
+
+def model_path(model: str, version: str) -> str:
+    """Of a model, or of one version of it."""
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 
 
-def _header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
+def inference_header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
+    """The JSON that a request begins with; behind it come its inputs' bytes. `binary`: outputs are
+    asked for as bytes, too."""
     parameters: dict[str, Any] = {}
     if request.timeout_us:
         parameters["timeout"] = request.timeout_us
@@ -193,7 +205,9 @@ def _header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": tensor.shape,
-            "parameters": {"binary_data_size": len(tensor.raw)},
+            "parameters": tensor.part.parameters()
+            if tensor.part
+            else {"binary_data_size": len(tensor.raw)},
         }
         for tensor in request.inputs
     ]
@@ -201,8 +215,11 @@ def _header(request: OutgoingRequest, binary: bool) -> dict[str, Any]:
     if request.id:
         header["id"] = request.id
     if request.outputs:
-        how = {"parameters": {"binary_data": True}} if binary else {}
-        header["outputs"] = [{"name": name, **how} for name in request.outputs]
+        how = {"binary_data": True} if binary else {}
+        parts = {name: part.parameters() for name, part in request.parts.items()}
+        header["outputs"] = [
+            {"name": name, "parameters": parts.get(name, how)} for name in request.outputs
+        ]
     elif binary:
         parameters["binary_data_output"] = True
     return header

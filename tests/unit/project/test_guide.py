@@ -99,7 +99,7 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_flags_in_the_text_are_there(page: Path) -> None:
-    verbs = ("check", "doctor", "client infer", "events", "profile", "systemd")
+    verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd")
     known = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for flag in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", text):

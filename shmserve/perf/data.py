@@ -1,0 +1,259 @@
+"""What is sent: inputs made by shape, or from values on the command line, a file, or a program.
+
+A file of JSON is as perf_analyzer's: {"data": [{"INPUT0": [1, 2], ...}, ...]}, of an input its
+elements, {"content": [...], "shape": [...]} or {"b64": "..."}; lists in it are sequences of
+requests. A program is a Python file with a function `requests(inputs)`, which yields a mapping of
+arrays for each request; `inputs` are datatype and shape by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import runpy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve.cli.client_tensors import ModelTensor, WrongInput, encode, load, split_input
+from shmserve.cli.transports import InputTensor, Transport, TransportError
+from shmserve.errors import InvalidArgument, refused
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
+
+_MOST = 1000  # requests, of a file or a program
+_SEED = 0
+_LARGEST_NUMBER = 128  # of random integers: many models take indexes of something
+
+Item = list[InputTensor]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a model takes and gives: `outputs` are datatype and shape of a row, -1 any size."""
+
+    inputs: Mapping[str, ModelTensor]
+    outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    batches: bool = False
+    decoupled: bool = False
+    steps: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says of the data."""
+
+    values: Sequence[str] = ()
+    shapes: Sequence[str] = ()
+    source: str = "random"
+    batch: int = 1
+    text_length: int = 128
+
+
+def signature(transport: Transport, config: Mapping[str, Any], model: str, ver: str) -> Signature:
+    """As the server says; `config` is {} of one that tells none. Raises TransportError."""
+    steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
+    return Signature(
+        transport.inputs(model, ver),
+        {
+            each["name"]: (
+                FROM_CONFIG.get(each["data_type"], "BYTES"),
+                tuple(int(dim) for dim in each.get("dims", ())),
+            )
+            for each in config.get("output", ())
+        },
+        int(config.get("max_batch_size") or 0) > 0,
+        bool((config.get("model_transaction_policy") or {}).get("decoupled")),
+        tuple(dict.fromkeys(step["model_name"] for step in steps)),
+    )
+
+
+def items(found: Signature, given: Given) -> list[Item]:
+    """The requests that take turns. Raises InvalidArgument or WrongInput for what the model does
+    not take, or a file that is not what it must be."""
+    if given.batch > 1 and not found.batches:
+        raise InvalidArgument(f"--batch: {given.batch} rows, but the model takes no batches")
+    shapes = dict(_shape(text, found) for text in given.shapes)
+    fixed = dict(_value(text, found) for text in given.values)
+    maker = _Maker(found, given, shapes)
+    if given.source in ("random", "zero"):
+        made: Iterable[dict[str, InputTensor]] = [
+            {name: maker.made(name) for name in found.inputs if name not in fixed}
+        ]
+    else:
+        path = Path(given.source)
+        read = _program if path.suffix == ".py" else _file
+        made = itertools.islice(read(path, maker), _MOST)
+    found_items = [list((each | fixed).values()) for each in made]
+    if not found_items:
+        raise InvalidArgument(f"--data: '{given.source}' has no request")
+    return found_items
+
+
+@dataclass(frozen=True)
+class _Maker:
+    model: Signature
+    given: Given
+    shapes: Mapping[str, tuple[int, ...]]
+    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
+
+    def tensor(self, name: str) -> ModelTensor:
+        """The model's input; raises InvalidArgument."""
+        if name not in self.model.inputs:
+            known = ", ".join(self.model.inputs)
+            raise InvalidArgument(f"the model has no input '{name}'; it has {known}")
+        return self.model.inputs[name]
+
+    def shape(self, name: str, given: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Of an input as it is sent; `given`: of a row, where it is known."""
+        tensor = self.tensor(name)
+        row = tensor.shape[1:] if self.model.batches else tensor.shape
+        row = self.shapes.get(name, row) if given is None else tuple(given)
+        if -1 in row:
+            dims = ",".join(map(str, row))
+            raise InvalidArgument(
+                f"input '{name}' has the shape [{dims}], of any size where it says -1: say which, "
+                f"with --shape {name}:{dims.replace('-1', 'N')}"
+            )
+        return (self.given.batch, *row) if self.model.batches else row
+
+    def made(self, name: str) -> InputTensor:
+        """An input of zeros, or of random numbers or letters."""
+        tensor, shape = self.tensor(name), self.shape(name)
+        zero = self.given.source == "zero"
+        kind = NUMPY.get(tensor.datatype, np.dtype(np.float32))  # BF16 is the half of that
+        if tensor.datatype == "BYTES":
+            length = 0 if zero else self.given.text_length
+            letters = self.draw.integers(97, 123, (element_count(shape), length), np.uint8)
+            array: Any = np.array([row.tobytes() for row in letters], np.object_).reshape(shape)
+        elif zero:
+            array = np.zeros(shape, kind)
+        elif kind.kind == "f":
+            array = self.draw.random(shape).astype(kind)
+        else:
+            most = 2 if tensor.datatype == "BOOL" else _LARGEST_NUMBER
+            array = self.draw.integers(0, most, shape).astype(kind)
+        return self.encoded(name, array)
+
+    def encoded(self, name: str, value: Any) -> InputTensor:
+        """An input of a value, JSON or an array."""
+        tensor = self.tensor(name)
+        shape, raw = encode(tensor, value)
+        return InputTensor(name, tensor.datatype, shape, raw)
+
+    def of_elements(self, name: str, value: Any) -> InputTensor:
+        """An input as a file has it: its elements, in one list or nested."""
+        parts = value if isinstance(value, dict) else {"content": value}
+        shape = self.shape(name, parts.get("shape"))
+        if "b64" in parts:
+            return self._of_bytes(name, shape, base64.b64decode(parts["b64"], validate=True))
+        flat = np.array(parts["content"], np.object_).ravel()
+        if flat.size * self.given.batch == element_count(shape):
+            flat = np.tile(flat, self.given.batch)
+        if flat.size != element_count(shape):
+            raise InvalidArgument(f"input '{name}': {flat.size} elements are not of shape {shape}")
+        return self.encoded(name, flat.reshape(shape).tolist())
+
+    def _of_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
+        datatype = self.tensor(name).datatype
+        if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
+            raise InvalidArgument(f"input '{name}': {len(raw)} bytes are not of shape {shape}")
+        return InputTensor(name, datatype, list(shape), raw)
+
+
+def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
+    name, colon, dims = text.rpartition(":")
+    try:
+        shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+    except ValueError:
+        shape = (-1,)
+    if not colon or any(dim < 0 for dim in shape):
+        raise InvalidArgument(f"--shape takes NAME:N,N,..., not '{text}'")
+    if name not in model.inputs:
+        raise InvalidArgument(
+            f"--shape: the model has no input '{name}'; it has {', '.join(model.inputs)}"
+        )
+    return name, shape
+
+
+def _value(text: str, model: Signature) -> tuple[str, InputTensor]:
+    name, value = split_input(text)
+    if name not in model.inputs:
+        raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model.inputs)}")
+    tensor = model.inputs[name]
+    shape, raw = encode(tensor, load(name, value))
+    return name, InputTensor(name, tensor.datatype, shape, raw)
+
+
+def entries(path: Path) -> list[Any]:
+    """The entries of a file of JSON: of its list, of "data" in it, or one a line (.jsonl)."""
+    with refused(f"--data: cannot read '{path}'", "not text"):
+        text = path.read_text()
+    try:
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"--data: '{path}' is not JSON: {error}") from None
+    found = found.get("data", [found]) if isinstance(found, dict) else found
+    if not isinstance(found, list):
+        raise InvalidArgument(f"--data: '{path}' has no list of requests")
+    return [each for entry in found for each in (entry if isinstance(entry, list) else [entry])]
+
+
+def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
+    for number, entry in enumerate(entries(path)):
+        if not isinstance(entry, dict):
+            raise InvalidArgument(f"--data: request {number} of '{path}' is no object of inputs")
+        try:
+            yield {name: maker.of_elements(name, value) for name, value in entry.items()}
+        except (InvalidArgument, WrongInput, KeyError, ValueError, TypeError) as error:
+            text = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise InvalidArgument(f"--data: request {number} of '{path}': {text}") from None
+
+
+def yielded(path: Path, *arguments: Any) -> Iterator[Any]:
+    """What the function `requests` of a Python file yields."""
+    with refused(f"--data: cannot read '{path}'"), path.open():
+        pass
+    try:
+        function = runpy.run_path(str(path)).get("requests")
+        if not callable(function):
+            raise InvalidArgument(f"--data: '{path}' has no function `requests`")
+        yield from function(*arguments)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # of a program that is not ours
+        raise InvalidArgument(f"--data: '{path}' failed: {type(error).__name__}: {error}") from None
+
+
+def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
+    told = {name: (each.datatype, each.shape) for name, each in maker.model.inputs.items()}
+    for number, entry in enumerate(yielded(path, told)):
+        if not isinstance(entry, Mapping):
+            raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
+        try:
+            yield {name: maker.encoded(name, value) for name, value in entry.items()}
+        except (WrongInput, ValueError, TypeError) as error:
+            raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
+
+
+def output_sizes(found: Signature, batch: int, otherwise: int) -> dict[str, int]:
+    """Bytes of each output of a request; `otherwise` where the model does not say."""
+    sizes = {}
+    for name, (datatype, dims) in found.outputs.items():
+        known = ITEM_SIZE[datatype] and -1 not in dims
+        rows = batch if found.batches else 1
+        sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if known else otherwise
+    return sizes
+
+
+def config_of(transport: Any, model: str, version: str) -> dict[str, Any]:
+    """A model's configuration, {} of a server that has no such extension."""
+    try:
+        return dict(transport.config(model, version))
+    except TransportError:
+        return {}

@@ -1,0 +1,160 @@
+"""`shmserve.client`, without a thread's wait: its channel in the load's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmserve.cli.transports import InputTensor, OutgoingRequest
+from shmserve.client.inflight.channel import ClientRequest, RequestChannel
+from shmserve.client.inflight.streaming import ClientStream
+from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.arrays import dtype_of
+from shmserve.client.request.options import Options, options_of
+from shmserve.client.session import Session
+from shmserve.errors import ShmserveError
+from shmserve.ipc.tensors.datatypes import decode_bytes
+from shmserve.perf.doors import Heard
+from shmserve.perf.poller import Poller
+
+_MEMORY_LIMIT = 1 << 40
+_WELCOME_WITHIN_S = 10.0
+
+
+class NativeRequest(NamedTuple):
+    """What a session makes a request of, each time. `outputs` None: all, where the server puts
+    them."""
+
+    model: str
+    version: str
+    inputs: Any
+    outputs: Any
+    options: Options
+
+
+class NativeDoor:
+    """A program on the server's host. `device`: where the tensors of each lane are allocated, "cpu"
+    or "cuda:0"; "": nowhere, they are copied."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        poller: Poller,
+        *,
+        streams: bool,
+        device: str = "",
+        output_specs: Specs | None = None,
+    ) -> None:
+        """Raises Disconnected when there is no server."""
+        self.streams = streams
+        self.poller = poller
+        self._device = device
+        self._output_specs = output_specs or {}
+        self.session = Session(run_dir, _MEMORY_LIMIT, _WELCOME_WITHIN_S)
+        self.connection = self.session.connection()
+        self.channel = RequestChannel(self.connection, self._watch, poller.forget)
+        self._flushing = False
+        self.regions: list[Region] = []
+
+    def _watch(self, fd: int) -> None:
+        self.poller.watch(fd, lambda _: self.channel.take((fd,)))
+
+    def flush_soon(self) -> None:
+        """Send what is queued at the end of this turn."""
+        if not self._flushing:
+            self._flushing = True
+            self.poller.soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self.channel.flush()
+
+    def encode(self, request: OutgoingRequest) -> NativeRequest:
+        """Arrays; with a device, in a region that has room for the outputs as well."""
+        arrays: Any = {tensor.name: _array(tensor, request.model) for tensor in request.inputs}
+        options = options_of(
+            *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),
+            *(request.sequence or 0, request.start, request.end),
+        )
+        if self._device:
+            arrays = self._placed(request.inputs, arrays)
+        return NativeRequest(request.model, request.version, arrays, None, options)
+
+    def _placed(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
+        specs = {each.name: (each.shape, each.datatype) for each in inputs}
+        region = self.session.allocate({**specs, **self._output_specs}, device=self._device)
+        self.regions.append(region)
+        for name, array in arrays.items():
+            view = region[name]
+            view.fill(array) if self._device != "cpu" else np.copyto(view, array)
+        return region
+
+    def lane(self, heard: Heard) -> NativeLane:
+        """A place in the channel."""
+        return NativeLane(self, heard)
+
+    def close(self) -> None:
+        """Leave the server."""
+        self.channel.close()
+        self.session.close()
+
+
+class NativeLane:
+    """One request at a time."""
+
+    def __init__(self, door: NativeDoor, heard: Heard) -> None:
+        self._door = door
+        self._heard = heard
+
+    def send(self, request: NativeRequest) -> None:
+        """Queue a request."""
+        door = self._door
+        model, version, inputs, outputs, options = request
+        built = door.session.built(
+            door.connection, model, inputs, outputs, version, options, {}, stream=door.streams
+        )
+        if door.streams:
+            pending = ClientStream(door.channel, built)
+            pending.on_item = partial(self._read, pending)
+            door.channel.start(pending)
+        else:
+            door.channel.submit(built, self._done)
+        door.flush_soon()
+
+    def _done(self, done: ClientRequest) -> None:
+        outcome, done.outcome = done.outcome, None
+        self._heard.ended(outcome.message if isinstance(outcome, ShmserveError) else "")
+
+    def _read(self, pending: ClientStream) -> None:
+        error = ""
+        while pending.items:
+            try:
+                pending.take()
+                self._heard.responded()
+            except ShmserveError as failed:
+                error = failed.message
+            credit = pending.read()
+            if credit:
+                self._door.channel.credit(pending, credit)
+                self._door.flush_soon()
+        if pending.over:
+            pending.on_item = _nothing
+            pending.leave()
+            self._heard.ended(error)
+
+    def close(self) -> None:
+        """The channel is the door's."""
+
+
+def _nothing() -> None:
+    """For who hears no more."""
+
+
+def _array(tensor: InputTensor, model: str) -> Any:
+    if tensor.datatype == "BYTES":
+        return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
+    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)

@@ -1,0 +1,214 @@
+"""A load: slots that carry one request each, when they start, and what becomes of them.
+
+closed loop    each slot begins its next request when one has ended
+open loop      a schedule says when; a request that finds no free slot waits, and its time counts
+               from when it was to be sent
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shmserve.errors import Unavailable
+from shmserve.perf.doors import Door, Heard, Lane
+from shmserve.perf.measure import Mark, Records
+from shmserve.perf.poller import Poller
+
+_MOST_ERRORS = 20  # texts that are told apart
+_OTHERS = "other errors"
+_LOOK_AROUND_NS = 1_000_000_000
+_clock = time.monotonic_ns
+
+
+class Slot:
+    """A lane, and the encoded requests that take turns on it."""
+
+    def __init__(self, load: Load, requests: Sequence[Any]) -> None:
+        self._load = load
+        self._requests = itertools.cycle(requests)
+        self._began_ns = self._late_ns = self._first_ns = self._latest_ns = 0
+        self._responses = 0
+        self.lane: Lane
+
+    def start(self, began_ns: int, now_ns: int) -> None:
+        """Send the next request, which was to be sent then."""
+        self._began_ns = began_ns
+        self._late_ns = now_ns - began_ns
+        self._responses = 0
+        self.lane.send(next(self._requests))
+
+    def responded(self) -> None:
+        """See `Heard`."""
+        now = _clock()
+        if self._responses:
+            self._load.records.gaps.append(now - self._latest_ns)
+        else:
+            self._first_ns = now
+        self._latest_ns = now
+        self._responses += 1
+
+    def ended(self, error: str = "", responses: int = -1) -> None:
+        """See `Heard`."""
+        now = _clock()
+        if error:
+            self._load.failed(error)
+        else:
+            records = self._load.records
+            records.began.append(self._began_ns)
+            records.late.append(self._late_ns)
+            records.first.append(self._first_ns if self._responses else now)
+            records.ended.append(now)
+            records.responses.append(self._responses if responses < 0 else responses)
+        self._load.freed(self, now)
+
+
+class Load:
+    """Slots in a closed loop, or with a schedule in an open one; ends with `finish`."""
+
+    def __init__(
+        self,
+        poller: Poller,
+        door: Door,
+        requests: Callable[[int], Sequence[Any]],
+        slots: int,
+        schedule: Iterator[int] | None,
+        patience_s: float,
+    ) -> None:
+        """`requests(n)` are those of slot n. Raises Unavailable when the server cannot be
+        reached."""
+        self.records = Records()
+        self._poller = poller
+        self._patience_ns = int(patience_s * 1e9)
+        self._schedule = schedule
+        self._began_ns = 0
+        self._due_ns = 0
+        self._waiting: deque[int] = deque()  # since when, for a slot
+        self._running = False
+        self._free: list[Slot] = []
+        self._count = slots
+        self._last_ns = 0  # when something ended
+        for number in range(slots):
+            slot = Slot(self, requests(number))
+            slot.lane = door.lane(slot)
+            self._free.append(slot)
+        self._lanes = [slot.lane for slot in self._free]
+
+    def begin(self) -> None:
+        """Start."""
+        self._running = True
+        self._began_ns = now = self._last_ns = _clock()
+        if self._schedule is None:
+            free, self._free = self._free, []
+            for slot in free:
+                slot.start(now, now)
+        else:
+            self._due_ns = now + next(self._schedule)
+
+    def run(self, seconds: float) -> None:
+        """Go on for so long, and until something has ended. Raises Unavailable where the server
+        responds no more."""
+        ended = len(self.records.ended) + self.records.failed()
+        end = _clock() + int(seconds * 1e9)
+        while (now := _clock()) < end or self._ended() == ended:
+            wait = max(end - now, 0) or _LOOK_AROUND_NS
+            self._poller.turn(min(wait, _LOOK_AROUND_NS, self._send_due(now)))
+            self._check_alive()
+
+    def _ended(self) -> int:
+        return len(self.records.ended) + self.records.failed()
+
+    def _check_alive(self) -> None:
+        now = _clock()
+        if len(self._free) == self._count:
+            self._last_ns = now
+        elif now - self._last_ns > self._patience_ns:
+            raise Unavailable(
+                f"the server has responded to no request for {self._patience_ns / 1e9:g} s"
+            )
+
+    def _send_due(self, now: int) -> int:
+        """Send what is due; nanoseconds until the next is."""
+        if self._schedule is None:
+            return _LOOK_AROUND_NS
+        while self._due_ns <= now:
+            if self._free:
+                self._free.pop().start(self._due_ns, now)
+            else:
+                self._waiting.append(self._due_ns)
+            self._due_ns = self._began_ns + next(self._schedule)
+        return self._due_ns - now
+
+    def freed(self, slot: Slot, now: int) -> None:
+        """A slot's request has ended."""
+        self._last_ns = now
+        if self._running and self._schedule is None:
+            slot.start(now, now)
+        elif self._running and self._waiting:
+            slot.start(self._waiting.popleft(), now)
+        else:
+            self._free.append(slot)
+
+    def failed(self, error: str) -> None:
+        """A request ended with an error."""
+        errors = self.records.errors
+        name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
+        errors[name] = errors.get(name, 0) + 1
+
+    def mark(self) -> Mark:
+        """Now."""
+        records = self.records
+        return Mark(
+            *(_clock(), len(records.ended), len(records.gaps), records.failed()),
+            time.process_time(),
+        )
+
+    def finish(self) -> None:
+        """Send no more, and wait for what is on its way. Raises Unavailable."""
+        self._running = False
+        self._waiting.clear()
+        self._last_ns = _clock()
+        while len(self._free) < self._count:
+            self._poller.turn(_LOOK_AROUND_NS)
+            self._check_alive()
+
+    def close(self) -> None:
+        """Close its lanes."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class Probe:
+    """Hears of one request alone."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+
+    def responded(self) -> None:
+        """See `Heard`."""
+
+    def ended(self, error: str = "", responses: int = -1) -> None:
+        """See `Heard`."""
+        self.error = error
+
+
+def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
+    """What is wrong with a request, sent alone; "" if nothing is. Raises Unavailable."""
+    heard = Probe()
+    lane = door.lane(heard)
+    end = _clock() + int(patience_s * 1e9)
+    try:
+        lane.send(request)
+        while heard.error is None:
+            if _clock() > end:
+                raise Unavailable(f"the server has not responded within {patience_s:g} s")
+            poller.turn(_LOOK_AROUND_NS)
+        return heard.error
+    finally:
+        lane.close()
+
+
+_: type[Heard] = Slot

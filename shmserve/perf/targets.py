@@ -1,0 +1,207 @@
+"""What a command line asks to be loaded: the door, and the requests of each slot."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shmserve.cli import client_server
+from shmserve.cli.transports import Address, OutgoingRequest
+from shmserve.client.server import discovery
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.perf import data, points
+from shmserve.perf.doors import Door
+from shmserve.perf.load import probe
+from shmserve.perf.poller import Poller
+from shmserve.perf.regions import Regions
+
+_WORDS = "time year people way day man thing woman life child world school state family".split()  # noqa: SIM905
+
+Requests = Callable[[int], Sequence[Any]]  # of a slot, encoded
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked. `requests(n)` are those of n slots; `statistics()` what the server counts, by
+    model; `where` is what a report calls it."""
+
+    door: Door
+    requests: Callable[[int], Requests]
+    statistics: Callable[[], dict[str, Mapping[str, Any]]]
+    streams: bool
+    where: str
+
+
+def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> Target:
+    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument,
+    WrongInput, Unavailable and TransportError."""
+    if args.openai:
+        return _openai(args, poller, stack)
+    address = client_server.address(args.url) if args.url else None
+    run_dir = discovery.find(args.run_dir) if address is None else None
+    transport: Any = stack.enter_context(contextlib.closing(_teller(args, address)))
+    config = data.config_of(transport, args.model, args.model_version)
+    model = data.signature(transport, config, args.model, args.model_version)
+    given = data.Given(args.input, args.shape, args.data, args.batch, args.text_length)
+    items = data.items(model, given)
+    sizes = data.output_sizes(model, args.batch, args.output_byte_size)
+    door: Any
+    if address is None:
+        door = _native(args, run_dir, poller, model, sizes)
+    else:
+        door = _door(args, address, poller, model.decoupled)
+    stack.callback(door.close)
+    placed = None
+    if args.shared_memory != "none" and address is not None:
+        placed = stack.enter_context(Regions(transport, args.shared_memory))
+        items = placed.inputs(items)
+    requests = partial(_requests, args, door, items, sizes, placed)
+    _try_one(args, poller, door, requests(1)(0)[0])
+    models = (args.model, *model.steps)
+    statistics = partial(points.statistics_of, transport, models, args.model_version)
+    where = address.where if address else str(run_dir)
+    return Target(door, requests, statistics, door.streams, where)
+
+
+def _teller(args: argparse.Namespace, address: Address | None) -> Any:
+    """Who tells of models and their statistics: of a server on this host its listener, or, if it
+    has none, shared memory, which tells less."""
+    try:
+        return client_server.admin_transport(args)
+    except Unavailable:
+        if address is not None:
+            raise
+        return client_server.transport(args)
+
+
+def _native(
+    args: argparse.Namespace,
+    run_dir: Path | None,
+    poller: Poller,
+    model: data.Signature,
+    sizes: dict[str, int],
+) -> Door:
+    from shmserve.perf.doors.native import NativeDoor
+
+    assert run_dir is not None
+    device = {"none": "", "system": "cpu", "cuda": "cuda:0"}[args.shared_memory]
+    rows = (args.batch,) if model.batches else ()
+    specs = {
+        name: (
+            (args.output_byte_size // ITEM_SIZE[datatype],) if -1 in dims else (*rows, *dims),
+            datatype,
+        )
+        for name, (datatype, dims) in model.outputs.items()
+        if datatype != "BYTES"  # those are decoded, and have no place
+    }
+    return NativeDoor(run_dir, poller, streams=model.decoupled, device=device, output_specs=specs)
+
+
+def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: bool) -> Door:
+    given = client_server.credentials(args)
+    if address.protocol == "grpc":
+        from shmserve.perf.doors.grpc import GrpcDoor
+
+        return GrpcDoor(address, given, poller, streams=streams)
+    if streams:
+        from shmserve.perf.doors.events import GenerateDoor
+
+        return GenerateDoor(address, given, poller)
+    from shmserve.perf.doors.http import HttpDoor
+
+    return HttpDoor(address, given, poller)
+
+
+def _requests(
+    args: argparse.Namespace,
+    door: Door,
+    items: Sequence[data.Item],
+    sizes: dict[str, int],
+    placed: Regions | None,
+    slots: int,
+) -> Requests:
+    """Of so many slots, the encoded requests of each: they share them where these are the same."""
+    rooms = placed.outputs(sizes, slots) if placed is not None and sizes else None
+    length = args.sequence_length
+    first_sequence = random.getrandbits(62) + 1
+
+    def made(slot: int) -> list[Any]:
+        count = math.lcm(len(items), length) if length else len(items)
+        parts = rooms[slot] if rooms else {}
+        return [
+            door.encode(
+                OutgoingRequest(
+                    *(args.model, args.model_version, "", 0, items[number % len(items)]),
+                    list(parts),
+                    first_sequence + slot if length else 0,
+                    start=bool(length) and number % length == 0,
+                    end=bool(length) and number % length == length - 1,
+                    parts=parts,
+                )
+            )
+            for number in range(count)
+        ]
+
+    if length or args.shared_memory != "none":
+        return made
+    return partial(_turned, made(0))
+
+
+def _turned(requests: Sequence[Any], slot: int) -> Sequence[Any]:
+    """Of a slot, whose first is another than its neighbour's."""
+    first = slot % len(requests)
+    return [*requests[first:], *requests[:first]]
+
+
+def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any) -> None:
+    """Raise what is wrong with the requests before many of them are sent."""
+    if args.sequence_length:
+        return  # it would begin a sequence
+    error = probe(poller, door, request, args.patience)
+    if error:
+        if args.shared_memory != "none":
+            error += f" (outputs of unknown size have {args.output_byte_size} bytes in shared "
+            error += "memory: --output-byte-size)"
+        raise Unavailable(f"the first request to '{args.model}' failed: {error}")
+
+
+def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> Target:
+    from shmserve.perf.doors.events import OPENAI, OpenAIDoor, OpenAIRequest
+
+    if args.url is None:
+        raise InvalidArgument("--openai takes --url http://HOST:PORT")
+    address = client_server.address(args.url)
+    if address.protocol != "http":
+        raise InvalidArgument(f"--openai takes --url http://HOST:PORT, not '{args.url}'")
+    door = OpenAIDoor(address, client_server.credentials(args), poller, OPENAI[args.openai])
+    requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
+    _try_one(args, poller, door, requests[0])
+    where = address.where + door.route
+    return Target(door, lambda slots: partial(_turned, requests), dict, True, where)
+
+
+def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The bodies of requests: those of --data, with what they leave out; or made-up prompts."""
+    usual: dict[str, Any] = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
+    usual["stream_options"] = {"include_usage": True}
+    path = Path(args.data)
+    if args.data not in ("random", "zero"):
+        found = data.yielded(path, {}) if path.suffix == ".py" else iter(data.entries(path))
+        for number, entry in enumerate(found):
+            if not isinstance(entry, dict):
+                raise InvalidArgument(f"--data: entry {number} of '{path}' is no object")
+            yield {**usual, **entry}
+        return
+    draw = random.Random(args.seed)
+    for _ in range(16):  # different ones, so that no prefix cache has them all
+        prompt = " ".join(draw.choices(_WORDS, k=args.prompt_words))
+        chat = {"messages": [{"role": "user", "content": prompt}]}
+        yield {**usual, **(chat if args.openai == "chat" else {"prompt": prompt})}

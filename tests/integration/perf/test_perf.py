@@ -1,0 +1,237 @@
+"""`shmserve perf` against a real server: every door, shared memory, open loops, sequences, and what
+it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.cli import main
+from tests.support import repositories
+from tests.support.servers import Server, running
+
+SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
+Perf = Callable[..., dict[str, Any]]
+
+# Sends each of its COUNT numbers as a response of its own.
+COUNTER = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            count = int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0])
+            sender = request.get_response_sender()
+            for number in range(count):
+                out = pb_utils.Tensor("OUT", np.array([number], np.int32))
+                sender.send(pb_utils.InferenceResponse([out]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+COUNTER_CONFIG = """
+backend: "python"
+max_batch_size: 0
+model_transaction_policy { decoupled: true }
+input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
+"""
+# Refuses what is below zero.
+MOODY = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        x = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+        if x[0] < 0:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError("in no mood"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
+"""
+# Takes sequences of three: the first of each with START, the last with END, nothing else.
+STRICT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.seen = {}
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        start, end, name = (
+            int(pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0])
+            for name in ("START", "END", "CORRID")
+        )
+        number = 1 if start else self.seen.get(name, 0) + 1
+        self.seen[name] = number
+        if (number == 1) != bool(start) or (number == 3) != bool(end):
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"out of turn: {number}"))
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[number]], np.int32))])
+"""
+STRICT_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
+sequence_batching {
+  control_input [
+    { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } },
+    { name: "END" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } },
+    { name: "CORRID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } }
+  ]
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the models above."""
+    repository = tmp_path_factory.mktemp("perf") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity")
+    repositories.write(repository, "counter", COUNTER_CONFIG, COUNTER)
+    repositories.write(repository, "strict", STRICT_CONFIG, STRICT)
+    config = repositories.identity_config("moody", "FP32", [4])
+    repositories.write(repository, "moody", config, MOODY)
+    with running(repository, grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def perf(asked: Server, tmp_path: Path) -> Perf:
+    """Run it over a door, and return the last point of its report."""
+
+    def run(door: str, *arguments: str) -> dict[str, Any]:
+        path = tmp_path / "report.json"
+        assert main(["perf", *arguments, *at(asked, door), *SHORT, f"--json={path}"]) == 0
+        found: dict[str, Any] = json.loads(path.read_text())["points"][-1]
+        return found
+
+    return run
+
+
+def at(server: Server, door: str) -> Sequence[str]:
+    urls = {"http": f"http://{server.url}", "grpc": f"grpc://{server.grpc_url}"}
+    return [f"--url={urls[door]}"] if door in urls else [f"--run-dir={server.run_dir}"]
+
+
+@pytest.mark.parametrize("memory", ["none", "system"])
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_each_door_with_and_without_shared_memory(
+    asked: Server, perf: Perf, door: str, memory: str
+) -> None:
+    point = perf(door, "simple", "--concurrency=8", f"--shared-memory={memory}")
+    assert point["errors"] == 0
+    assert point["requests"] > 8
+    assert 0 < point["latency"]["p50"] <= point["latency"]["p99"] <= point["latency"]["max"]
+    assert point["client_us"] > 0
+    # What it counted and what the server counted are the same requests, but for the windows' edges.
+    server = point["server"]["simple"]
+    assert server["requests"] == pytest.approx(point["requests"], rel=0.5, abs=50)
+    assert server["batch"] >= 1
+    with asked.http() as http:
+        assert http.get("/v2/systemsharedmemory/status").ok().json() == []
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_large_tensors_go_both_ways(perf: Perf, door: str) -> None:
+    point = perf(door, "identity", "--shape=INPUT0:2000000", "--concurrency=2")
+    assert point["errors"] == 0
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_streams_have_a_time_to_the_first_response(perf: Perf, door: str) -> None:
+    point = perf(door, "counter", "--input=COUNT=[5]", "--concurrency=3")
+    assert point["errors"] == 0
+    assert point["responses_per_second"] == pytest.approx(5 * point["per_second"])
+    assert 0 < point["first"]["p50"] <= point["latency"]["max"]
+    assert point["gap"]["max"] > 0
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_sequences_are_begun_and_ended(perf: Perf, door: str) -> None:
+    point = perf(door, "strict", "--sequence-length=3", "--concurrency=3")
+    assert (point["errors"], point["error"]) == (0, "")
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "constant"])
+def test_an_open_loop_sends_at_its_rate(perf: Perf, arrivals: str) -> None:
+    point = perf("http", "simple", "--rate=40,200", f"--arrivals={arrivals}", "--window=0.5")
+    assert (point["kind"], point["value"]) == ("rate", 200)
+    assert point["requests"] > 10
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_errors_are_counted_and_told(
+    perf: Perf, door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"INPUT0": [number] * 4} for number in (1, 2, -1)]))
+    point = perf(door, "moody", "--concurrency=2", f"--data={path}")
+    assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
+    assert "requests failed; mostly: " in capsys.readouterr().out
+    assert "in no mood" in point["error"]
+
+
+def test_a_report_is_written_drawn_and_compared(
+    asked: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [f"--json={tmp_path}/1.json", f"--csv={tmp_path}/1.csv", f"--plot={tmp_path}/1.svg"]
+    server = [*at(asked, "http"), *SHORT]
+    assert main(["perf", "simple", "--concurrency=1:2", *server, *files]) == 0
+    assert (tmp_path / "1.svg").read_text().startswith("<svg")
+    assert len((tmp_path / "1.csv").read_text().splitlines()) == 3
+    capsys.readouterr()
+    again = ["perf", "simple", "--concurrency=2", f"--compare={tmp_path}/1.json", *server]
+    assert main(again) == 0
+    assert "new / old" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("door", "arguments", "status", "said"),
+    [
+        ("http", ["nobody"], 1, "unknown model: 'nobody'"),
+        ("grpc", ["nobody"], 1, "unknown model: 'nobody'"),
+        ("native", ["nobody"], 1, "unknown model: 'nobody'"),
+        ("http", ["identity"], 2, "--shape INPUT0:N"),
+        ("http", ["simple", "--input=X=3"], 2, "no input 'X'; it has INPUT0, INPUT1"),
+        ("http", ["simple", "--batch=0"], 2, "--batch: 0 is less than 1"),
+        ("http", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: 400"),
+        ("grpc", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: "),
+        ("http", ["simple", "--rate=fast"], 2, "--rate: 'fast' is none of N"),
+        ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
+        ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
+        ("native", ["simple", "--openai=chat"], 2, "--openai takes --url http://HOST:PORT"),
+        (
+            "grpc",
+            ["identity", "--shape=INPUT0:99999", "--shared-memory=system"],
+            1,
+            "--output-byte-size",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    asked: Server,
+    capsys: pytest.CaptureFixture[str],
+    door: str,
+    arguments: list[str],
+    status: int,
+    said: str,
+) -> None:
+    assert main(["perf", *arguments, *at(asked, door)]) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["perf", "simple", "--url=127.0.0.1:9"]) == 1
+    assert "refused" in capsys.readouterr().err

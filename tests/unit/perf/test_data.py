@@ -1,0 +1,133 @@
+"""Inputs by shape, from values, files and programs; and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.cli.client_tensors import ModelTensor, WrongInput
+from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.perf import data
+from shmserve.perf.data import Given, Signature
+
+BATCHED = Signature({"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, batches=True)
+PLAIN = Signature({"X": ModelTensor("X", "FP32", (-1, 2)), "T": ModelTensor("T", "BYTES", (1,))})
+
+
+def values(item: data.Item) -> dict[str, Any]:
+    return {
+        each.name: np.frombuffer(each.raw, "<i4" if each.datatype == "INT32" else "<f4")
+        .reshape(each.shape)
+        .tolist()
+        for each in item
+        if each.datatype != "BYTES"
+    }
+
+
+@pytest.mark.parametrize("datatype", sorted(ITEM_SIZE))
+def test_every_datatype_is_made_by_shape(datatype: str) -> None:
+    model = Signature({"X": ModelTensor("X", datatype, (2, 3))})
+    for source in ("random", "zero"):
+        ((made,),) = data.items(model, Given(source=source, text_length=5))
+        size = ITEM_SIZE[datatype] or (4 + 5 * (source == "random"))
+        assert (made.shape, len(made.raw)) == ([2, 3], 6 * size)
+
+
+def test_rows_are_added_to_what_batches() -> None:
+    ((made,),) = data.items(BATCHED, Given(batch=4))
+    assert made.shape == [4, 2]
+    with pytest.raises(InvalidArgument, match="--batch: 4 rows, but the model takes no batches"):
+        data.items(PLAIN, Given(batch=4))
+
+
+def test_a_shape_of_any_size_is_asked_for() -> None:
+    with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
+        data.items(PLAIN, Given())
+    made, _ = data.items(PLAIN, Given(shapes=["X:3,2"]))[0]
+    assert made.shape == [3, 2]
+
+
+@pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
+def test_a_shape_is_numbers_by_name(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="--shape takes NAME:N,N"):
+        data.items(PLAIN, Given(shapes=[text]))
+
+
+@pytest.mark.parametrize("given", [Given(["Z=1"]), Given(shapes=["Z:1"])])
+def test_an_input_that_is_not_there_is_named(given: Given) -> None:
+    with pytest.raises((InvalidArgument, WrongInput), match="no input 'Z'; it has X"):
+        data.items(BATCHED, given)
+
+
+def test_a_file_has_requests_as_perf_analyzer_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    entries = [
+        {"X": [1, 2]},
+        {"X": {"content": [[3, 4]], "shape": [2]}},
+        [{"X": {"b64": "BQAAAAYAAAA="}}],
+    ]
+    path.write_text(json.dumps({"data": entries}))
+    found = [values(item)["X"] for item in data.items(BATCHED, Given(source=str(path)))]
+    assert found == [[[1, 2]], [[3, 4]], [[5, 6]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ('{"data": []}', "has no request"),
+        ('{"data": 3}', "has no list of requests"),
+        ('{"data": [3]}', "request 0 of .* is no object"),
+        ('[{"X": [1, 2]}, {"X": [1]}]', "request 1 of .*: input 'X': 1 elements are not of shape"),
+        ('[{"X": ["a", 2]}]', "its elements are integers"),
+        ('[{"X": {"shape": [2]}}]', "no 'content'"),
+        ('[{"Z": [1, 2]}]', "no input 'Z'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
+        data.items(BATCHED, Given(source=str(path)))
+
+
+def test_a_program_yields_requests(tmp_path: Path) -> None:
+    path = tmp_path / "d.py"
+    path.write_text(
+        "import itertools\n"
+        "def requests(inputs):\n"
+        "    assert inputs == {'X': ('INT32', (-1, 2))}\n"
+        "    for n in itertools.count():\n"
+        "        yield {'X': [[n, n]]}\n"
+    )
+    found = data.items(BATCHED, Given(source=str(path)))
+    assert len(found) == 1000
+    assert values(found[7])["X"] == [[7, 7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no function `requests`"),
+        ("def requests(i): yield 3", "request 0 of .* is no mapping"),
+        ("def requests(i): 1 / 0", "failed: ZeroDivisionError"),
+        ("def requests(i): yield {'X': 'a'}", "request 0 of .*: input 'X' is INT32"),
+        ("x = ", "failed: SyntaxError"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "d.py"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=f"--data: .*{said}"):
+        data.items(BATCHED, Given(source=str(path)))
+
+
+def test_outputs_have_their_size_or_what_is_said() -> None:
+    assert data.output_sizes(BATCHED, 4, 99) == {"Y": 48}
+    model = Signature({}, {"A": ("FP32", (-1,)), "B": ("BYTES", (1,)), "C": ("FP16", (2, 2))})
+    assert data.output_sizes(model, 1, 99) == {"A": 99, "B": 99, "C": 8}

@@ -1,0 +1,107 @@
+"""Loads on a made-up door: closed and open loops, waiting requests, errors, silence."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shmserve.errors import Unavailable
+from shmserve.perf.doors import Heard
+from shmserve.perf.load import Load, probe
+from shmserve.perf.poller import Poller
+
+
+class InstantDoor:
+    """Answers in the next turn: with an error what is one, never what is None."""
+
+    streams = False
+
+    def __init__(self, poller: Poller) -> None:
+        self.poller = poller
+        self.sent: list[Any] = []
+
+    def encode(self, request: Any) -> Any:
+        return request
+
+    def lane(self, heard: Heard) -> InstantLane:
+        return InstantLane(self, heard)
+
+    def close(self) -> None:
+        pass
+
+
+class InstantLane:
+    def __init__(self, door: InstantDoor, heard: Heard) -> None:
+        self.door, self.heard = door, heard
+
+    def send(self, request: Any) -> None:
+        self.door.sent.append(request)
+        if request is not None:
+            self.door.poller.soon(self.answer(request))
+
+    def answer(self, request: str) -> Any:
+        return lambda: self.heard.ended(request if request.startswith("error") else "")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def door() -> Iterator[InstantDoor]:
+    with contextlib.closing(Poller()) as poller:
+        yield InstantDoor(poller)
+
+
+def load(door: InstantDoor, requests: list[Any], slots: int, schedule: Any = None) -> Load:
+    return Load(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
+
+
+def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: InstantDoor) -> None:
+    one = load(door, ["a", "b", "c"], 2)
+    one.begin()
+    assert door.sent == ["a", "a"]
+    while len(door.sent) < 6:
+        one.run(0)
+    one.finish()
+    assert door.sent[:6] == ["a", "a", "b", "b", "c", "c"]
+    assert one.mark().requests == len(door.sent) == len(one.records.late)
+
+
+def test_what_finds_no_slot_waits_and_its_time_counts_from_when_it_was_due(
+    door: InstantDoor,
+) -> None:
+    # Four are due at once, and the next never.
+    one = load(door, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
+    one.begin()
+    until = time.monotonic() + 10
+    while one.mark().requests < 4 and time.monotonic() < until:
+        one.run(0)
+    one.finish()
+    assert len(set(one.records.began)) == 1
+    assert list(one.records.late) == sorted(one.records.late)
+    assert door.sent == ["a"] * 4
+
+
+def test_errors_are_counted_by_text_and_no_latency_is_theirs(door: InstantDoor) -> None:
+    one = load(door, ["a", "error one", "error two"], 1)
+    one.begin()
+    while one.mark().failed < 4:
+        one.run(0)
+    one.finish()
+    assert set(one.records.errors) == {"error one", "error two"}
+    assert one.mark().requests == door.sent.count("a")
+
+
+def test_a_silent_server_is_given_up(door: InstantDoor) -> None:
+    one = load(door, [None], 1)
+    one.begin()
+    with pytest.raises(Unavailable, match=r"responded to no request for 0\.2 s"):
+        one.run(60)
+    with pytest.raises(Unavailable, match=r"not responded within 0\.1 s"):
+        probe(door.poller, door, None, 0.1)
+    assert probe(door.poller, door, "error!", 5) == "error!"

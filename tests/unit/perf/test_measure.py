@@ -1,0 +1,81 @@
+"""Windows, percentiles, and when one has measured enough."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.perf import measure
+from shmserve.perf.measure import Mark, Records, Values
+
+
+def values(given: list[int]) -> Values:
+    return np.sort(np.array(given, np.int64))
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1), st.floats(0.1, 100))
+def test_a_percentile_is_the_least_that_so_many_do_not_exceed(
+    given: list[int], percent: float
+) -> None:
+    found = measure.percentile(values(given), percent)
+    need = percent / 100 * len(given) - 1e-6
+    assert found in given
+    assert sum(each <= found for each in given) >= need
+    assert sum(each < found for each in given) < need + 1e-5
+
+
+def test_percentiles_of_a_hundred() -> None:
+    ordered = values(list(range(1, 101)))
+    found = [measure.percentile(ordered, percent) for percent in (50, 90, 99, 99.9, 100)]
+    assert found == [50, 90, 99, 100, 100]
+    assert measure.percentile(values([]), 50) == 0
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=12), st.floats(0.001, 0.5))
+def test_windows_agree_within_a_share_of_their_mean(rates: list[float], within: float) -> None:
+    last = rates[-3:]
+    mean = sum(last) / len(last)
+    distance = max(abs(rate - mean) for rate in last)
+    if len(last) < 3:
+        assert not measure.agree(rates, within)
+    elif abs(distance - within * mean) > 1e-6:
+        assert measure.agree(rates, within) == (distance < within * mean)
+
+
+def test_the_interval_is_students() -> None:
+    # Three batches, two degrees of freedom: 4.303 standard errors.
+    assert measure.confidence([9.0, 10.0, 11.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert measure.confidence([10.0] * 5) == 0
+    assert measure.confidence([10.0]) == math.inf
+    assert measure.confidence([1.0, 2.0] * 20) == pytest.approx(
+        1.96 * 0.50637 / math.sqrt(40), rel=1e-3
+    )
+
+
+def test_a_window_has_what_ended_in_it_and_time_counts_from_the_intended_start() -> None:
+    records = Records()
+    for began, ended in [(0, 5), (1, 9), (2, 20)]:
+        records.began.append(began)
+        records.ended.append(ended)
+    marks = [Mark(0, 0, 0, 0, 0.0), Mark(10, 2, 0, 0, 0.0), Mark(30, 3, 0, 0, 0.0)]
+    assert measure.latencies(records, marks[0], marks[1]).tolist() == [5, 8]
+    assert measure.rates(marks) == [2e8, 5e7]
+    assert measure.means(records, marks) == [6.5, 18.0]
+
+
+def test_a_spread_is_in_milliseconds() -> None:
+    found = measure.spread(np.array([3_000_000, 1_000_000], np.int64))
+    assert found == {
+        "mean": 2.0,
+        "p50": 1.0,
+        "p90": 3.0,
+        "p95": 3.0,
+        "p99": 3.0,
+        "p99.9": 3.0,
+        "max": 3.0,
+    }
+    assert set(measure.spread(np.array([], np.int64)).values()) == {0.0}

@@ -1,0 +1,98 @@
+"""The table, the files and the picture of what was measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shmserve.errors import InvalidArgument
+from shmserve.perf import plot, points, report
+from shmserve.perf.points import Point
+
+LATENCY = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p95": 4.0, "p99": 5.0, "p99.9": 6.0, "max": 9.0}
+SERVER = {"queue": 100.0, "compute_input": 10.0, "compute_infer": 500.0, "compute_output": 20.0}
+POINT = Point(
+    *("concurrency", 4.0, 6000, 0, "", 3.0, 2000.0, 20.0, True, LATENCY, LATENCY, 30.0, 0.06, 0.5),
+    server={"m": {**SERVER, "batch": 2.5}},
+)
+
+
+def test_the_table_says_what_takes_the_time() -> None:
+    head, row, _, _, server = report.table([POINT]).splitlines()
+    assert head.split()[:3] == ["load", "requests/s", "±"]
+    assert row.split()[:6] == ["concurrency", "4", "2,000.0", "1.0%", "2.000", "1.500"]
+    # What the client waited for and the server does not count.
+    assert server.split()[-6:] == ["100.0", "10.0", "500.0", "20.0", "1370.0", "2.50"]
+
+
+def test_what_makes_figures_doubtful_is_said() -> None:
+    assert report.notes(POINT) == []
+    bad = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
+    said = "; ".join(report.notes(replace(bad, client_busy=0.95)))
+    assert "do not agree" in said
+    assert "3 requests failed; mostly: no" in said
+    assert "client itself was busy" in said
+    assert "did not keep up" in said
+
+
+def test_chance_alone_is_no_server_that_does_not_keep_up() -> None:
+    assert report.notes(replace(POINT, kind="rate", value=2020.0)) == []
+
+
+def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(report.document({"model": "m"}, [POINT]))
+    assert report.older(str(path)) == [POINT]
+    new = replace(POINT, per_second=3000.0)
+    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == ["1.500", "1.000"]
+    alike = replace(POINT, per_second=2030.0)
+    assert "~1.015" in report.comparison([POINT], [alike])
+    assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"format": 2, "points": []}', '{"format": 1, "points": [3]}']
+)
+def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match="--compare: "):
+        report.older(str(path))
+
+
+def test_csv_has_a_line_a_load() -> None:
+    found = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
+    assert [row["value"] for row in found] == ["4.0", "8.0"]
+    assert (found[0]["latency.p99"], found[0]["server.m.queue"]) == ("5.0", "100.0")
+
+
+@pytest.mark.parametrize("values", [[4.0], [1.0, 4.0, 16.0]])
+def test_the_picture_is_svg(values: list[float]) -> None:
+    found = [replace(POINT, value=value, per_second=500 * value) for value in values]
+    root = ET.fromstring(plot.draw("<m> & n", found))
+    assert root.tag.endswith("svg")
+    texts = [each.text or "" for each in root.iter() if each.tag.endswith("text")]
+    assert texts[0].startswith("<m> & n")
+    marks = [each for each in root.iter() if each.tag.endswith("circle")]
+    assert len(marks) == (5 if len(values) == 1 else 9)
+
+
+def test_what_the_server_counted_is_a_difference() -> None:
+    def stats(count: int, ns: int, runs: int) -> dict[str, object]:
+        times = {"count": count, "ns": ns}
+        return {
+            "inference_count": 2 * count,
+            "execution_count": str(runs),  # as gRPC has it in JSON
+            "inference_stats": {"success": times, "queue": times, "compute_infer": times},
+        }
+
+    found = points.grown(stats(10, 1_000_000, 5), stats(30, 3_000_000, 15))
+    assert found["queue"] == found["compute_infer"] == 100.0
+    assert (found["compute_input"], found["batch"], found["requests"]) == (0.0, 4.0, 20)
+    assert points.grown(stats(10, 0, 5), stats(10, 0, 5)) == {}
+    assert json.dumps(found)
