@@ -15,7 +15,7 @@ from bench.context import Context, Settings
 from bench.report import plot, results
 from bench.report import text as report
 from bench.runner import Runner
-from bench.system.servers import BENCH
+from bench.system.servers import BENCH, leave
 
 _PEERS = "~/.cache/shmserve-peers"
 
@@ -59,7 +59,7 @@ def _measure(arguments: list[str]) -> int:
         help="where to write the results, and the picture beside them",
     )
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     settings = Settings(
         peer=options.peer.expanduser().resolve(),
         with_peer=not options.no_peer,
@@ -112,8 +112,3 @@ def _positive(text: str) -> int:
 
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
-
-
-def _leave(number: int, frame: object) -> None:
-    """SIGTERM ends the benchmark the way an error does: through the code that stops its servers."""
-    raise SystemExit(128 + number)

@@ -13,9 +13,9 @@ import contextlib
 import http.client
 import json
 import os
-import resource
 import select
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -28,8 +28,8 @@ from bench.load.attacks import Honest, simple_request
 from bench.load.client import BODIES, Client
 from bench.soak import quantile
 from bench.system import machine, processes, resources, servers
+from shmserve.common import fd_limits
 
-_DESCRIPTORS = 65536
 _ASKING = 100
 _SECONDS = 5
 _PAGE = 4096
@@ -95,9 +95,7 @@ def connections(count: int) -> None:
             alone = _latencies(asking)
             before = resources.sample(server.pid).memory_mb
             began = time.perf_counter()
-            idle = [make(port) for _ in range(count)]
-            for each in idle:
-                _once(each)
+            idle = [_used(make(port)) for _ in range(count)]
             took = time.perf_counter() - began
             after = resources.sample(server.pid).memory_mb
             crowded = _latencies(asking)
@@ -117,10 +115,12 @@ def _found(table: dict[str, float], start: str) -> str:
     return next(title for title in table if title.startswith(start[:-2]))
 
 
-def _once(connection: Connection) -> None:
+def _used(connection: Connection) -> Connection:
+    # One that has never asked is ended after the server's patience for a first request.
     connection.ask()
     while not connection.read():
         pass
+    return connection
 
 
 def _latencies(asking: list[Connection]) -> list[float]:
@@ -265,9 +265,8 @@ def main() -> None:
     parser.add_argument("case", choices=_CASES)
     parser.add_argument("--count", type=int)
     options = parser.parse_args()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError):  # root may have more than it was given
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(hard, _DESCRIPTORS),) * 2)
+    fd_limits.raise_limit()
+    signal.signal(signal.SIGTERM, servers.leave)
     print(machine.describe())
     case, usual = _CASES[options.case]
     case(options.count or usual)

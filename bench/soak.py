@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, default=20.0, help="requests a second, of each door")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, servers.leave)
     return soak(options.minutes * 60, options.rate)
 
 

@@ -15,12 +15,13 @@ from bench.system import processes
 
 _SHM = Path("/dev/shm")
 _TITLE = "shmserve: "
+_ESTABLISHED = "01"
 
 
 @dataclass
 class Sample:
-    """By a process's title (several of one are added): MB of proportional memory, descriptors,
-    threads. `shm` is what lies in /dev/shm, MB, of everybody."""
+    """By a process's title (several of one are added): MB of proportional memory, descriptors but
+    for clients' connections over TCP, threads. `shm` is what lies in /dev/shm, MB, of everybody."""
 
     memory_mb: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     descriptors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -31,18 +32,37 @@ class Sample:
 def sample(root: int) -> Sample:
     """Of the tree of `root`, now."""
     found = Sample()
+    established = _established()
     for process in processes.tree(root):
         folder = Path(f"/proc/{process.pid}")
         with contextlib.suppress(OSError):
             title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
             title = title.removeprefix(_TITLE)
             found.memory_mb[title] += processes.pss_of(process.pid)
-            found.descriptors[title] += len(os.listdir(folder / "fd"))
+            found.descriptors[title] += sum(
+                _counts(fd, established) for fd in os.scandir(folder / "fd")
+            )
             found.threads[title] += len(os.listdir(folder / "task"))
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
             found.shm_mb += entry.stat().st_blocks * 512 / 1e6
     return found
+
+
+def _established() -> set[str]:
+    """Connections over TCP whose other end is there: how many there are is the clients' affair."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = (row.split() for row in Path(table).read_text().splitlines()[1:])
+            found |= {f"socket:[{row[9]}]" for row in rows if row[3] == _ESTABLISHED}
+    return found
+
+
+def _counts(fd: os.DirEntry[str], established: set[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return os.readlink(fd) not in established
+    return False
 
 
 # What may differ between two halves of a run, beside its share, before it is called growth.

@@ -12,6 +12,7 @@ _PLENTY = 1 << 20
 _OWN = 128  # of a gateway: for everything but connections
 FEWEST = 2 * _OWN  # that a server starts with
 _SHARE = 0.75
+_SCRAPES = 256
 
 
 def fill_standard_streams() -> None:
@@ -62,9 +63,16 @@ def for_regions(most: int) -> int:
     return most // 2
 
 
-def for_connections(listeners: int) -> int:
-    """The descriptors a gateway can spare for the connections through each of its `listeners`."""
-    return max(1, (limit() - _OWN) // listeners)
+def for_scrapes() -> int:
+    """The descriptors a gateway can spare for connections through a listener of metrics, of which a
+    few are open at once."""
+    return min(_SCRAPES, (limit() - _OWN) // 4)
+
+
+def for_connections(listeners: int, scraped: int = 0) -> int:
+    """The descriptors it can spare for those through each of its `listeners`, beside `scraped` of
+    metrics."""
+    return max(1, (limit() - _OWN - scraped * for_scrapes()) // max(1, listeners))
 
 
 def share_of(most: int) -> int:

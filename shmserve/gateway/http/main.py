@@ -64,7 +64,9 @@ class HttpFrontend(process.Frontend):
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
-        spared = fd_limits.for_connections(len(self._http) + len(self._scrapes))
+        spared = fd_limits.for_connections(len(self._http), len(self._scrapes))
+        if sock in self._scrapes:
+            spared = fd_limits.for_scrapes()
         make = partial(HttpConnection, handle=handle, settings=settings)
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 

@@ -1,0 +1,23 @@
+"""The shares of a process's descriptors."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.common import fd_limits
+
+
+@pytest.mark.parametrize("limit", [256, 1024, 20_000, 1 << 20])
+def test_shares_of_a_gateway_are_within_its_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(fd_limits, "limit", lambda: limit)
+    for listeners, scraped in ((1, 1), (2, 1), (1, 0), (0, 1)):
+        taken = listeners * fd_limits.for_connections(listeners, scraped)
+        assert 0 < taken + scraped * fd_limits.for_scrapes() <= limit - 128
+
+
+def test_metrics_take_little_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand connections fit where a process may have twenty thousand descriptors."""
+    monkeypatch.setattr(fd_limits, "limit", lambda: 20_000)
+    assert fd_limits.for_connections(1, 1) > 16_384
