@@ -55,6 +55,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.local_clients import (
     Hello,
     OwnerExited,
+    ServerEnding,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -139,7 +140,7 @@ WorkerToSupervisor = (
 )
 WorkspaceToSupervisor = WorkspaceAllocated
 SupervisorToLocalClient = (Welcome | ModelPublished | ModelWithdrawn | SchedulerLost) | (
-    OwnerExited | HealthChanged | Answer
+    OwnerExited | HealthChanged | ServerEnding | Answer
 )
 LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
 LocalClientToScheduler = Submit | Cancel | Credit | Release

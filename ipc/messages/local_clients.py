@@ -63,6 +63,14 @@ class ShareDeviceMemory:
 
 
 @message
+class ServerEnding:
+    """The server ends, and another one will let programs in at the same listener: requests are for
+    that from now on, those that are here are answered. Say `Acknowledged`."""
+
+    acknowledge: int
+
+
+@message
 class WithdrawMemory:
     """No request of this local client uses the memory any more."""
 

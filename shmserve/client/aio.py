@@ -18,9 +18,10 @@ from shmserve.client.errors import TimedOut
 from shmserve.client.inflight.channel import FULL, LATE, ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
+from shmserve.client.request.prepare import PackedRequest
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session, call_of, takes
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 
 
 class _Turns:
@@ -160,13 +161,26 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._turns: _Turns | None = None
+        self._former: list[_Turns] = []  # whose server ends once it has answered these
 
     @takes(call_of)
     async def infer(self, /, *given: Any, **named: Any) -> Result:
         """As `shmserve.client.Server.infer`; cancelling the task cancels the request."""
         call = call_of(*given, **named)
+        turns, built = await self._connected(), None
+        try:
+            built = self._session.built(turns.connection, *call)
+            return await self._infer(turns, built)
+        except TimedOut:
+            raise
+        except ShmserveError:
+            over = (turns.connection, call[4], built)
+            if not await asyncio.to_thread(self._session.is_repeated, *over):
+                raise
         turns = await self._connected()
-        built = self._session.built(turns.connection, *call)
+        return await self._infer(turns, self._session.built(turns.connection, *call))
+
+    async def _infer(self, turns: _Turns, built: PackedRequest) -> Result:
         deadline_ns = built.options.deadline_ns
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -225,12 +239,17 @@ class Server:
         turns = self._turns
         if turns is not None and turns.loop is not asyncio.get_running_loop():
             raise InvalidArgument("this client is of another event loop: connect in this one")
-        if turns is not None and turns.connection.alive:
+        if turns is not None and turns.connection.alive and not turns.connection.leaving:
             return turns
         connection = await asyncio.to_thread(self._session.connection)
         if self._turns is turns:
             if turns is not None:
-                turns.close()
+                self._former.append(turns)
+            for former in self._former[:]:
+                ends = former.connection.leaving and former.connection.alive
+                if not (ends and former.channel.waiting):
+                    self._former.remove(former)
+                    former.close()
             try:
                 self._turns = _Turns(connection)
             except OSError as error:
@@ -245,6 +264,9 @@ class Server:
         if self._turns is not None:
             self._turns.close()
             self._turns = None
+        for former in self._former:
+            former.close()
+        self._former.clear()
         await asyncio.to_thread(self._session.close)
 
     def __del__(self) -> None:

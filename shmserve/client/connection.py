@@ -24,7 +24,7 @@ from shmserve.client.server.listener_link import GONE, ControlRequest, ListenerL
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.local_clients import OwnerExited, Welcome, WithdrawMemory
+from shmserve.ipc.messages.local_clients import OwnerExited, ServerEnding, Welcome, WithdrawMemory
 from shmserve.ipc.transport.records import MalformedMessage
 
 _MOST_OVER = 1024  # requests that have ended, remembered until their time has come
@@ -66,6 +66,7 @@ class ServerConnection(ServerState):
         where no descriptor is left."""
         super().__init__()
         self.pid = os.getpid()
+        self._outlived = run_dir.is_socket()  # by its listener
         self._on_nudge = on_nudge
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
@@ -106,6 +107,9 @@ class ServerConnection(ServerState):
                     self.lose(endpoint, successor)
                 case OwnerExited(pid):
                     self.mappings.drop_process(pid)
+                case ServerEnding(acknowledge):
+                    self.leaving = True
+                    self._acknowledge(acknowledge)
                 case m.HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
@@ -114,6 +118,10 @@ class ServerConnection(ServerState):
                 case m.Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
         return informed
+
+    def has_successor(self) -> bool:
+        """Whether it is over, or will be, and another server is, or will be, where this one was."""
+        return self.leaving or (self._outlived and self.is_over())
 
     def is_over(self) -> bool:
         """Whether it has ended, though its thread may not have seen that yet; for any thread."""

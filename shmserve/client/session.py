@@ -23,6 +23,7 @@ from shmserve.client.request.prepare import PackedRequest, prepare
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable, Unsupported
 from shmserve.ipc.memory.cuda_ipc import Exporting
+from shmserve.ipc.tensors.inference import runs_once
 
 Tensors = Mapping[str, Any]
 # Where outputs go: just names, or arrays in a region by name, or a region.
@@ -106,11 +107,24 @@ class Session:
             raise Unavailable(FULL) from error
 
     def connection(self) -> ServerConnection:
-        """The connection, made anew if the server has ended. Raises Disconnected."""
+        """The connection, made anew if the server has ended, or ends and another one follows.
+        Raises Disconnected."""
         connection = self._connection
-        if connection.alive and connection.pid == os.getpid() and not self._closed:
+        usable = connection.alive and not connection.leaving
+        if usable and connection.pid == os.getpid() and not self._closed:
             return connection
         return self._reconnect(connection)
+
+    def is_repeated(
+        self, connection: ServerConnection, options: Options, built: PackedRequest | None
+    ) -> bool:
+        """Whether a request that has failed on a connection is to be made again, of another server
+        that has taken the place of its: then that is connected to. Raises Disconnected."""
+        once = options.sequence or (built is not None and runs_once(built.work))
+        if once or not connection.has_successor():
+            return False
+        self._reconnect(connection)
+        return True
 
     def _reconnect(self, old: ServerConnection) -> ServerConnection:
         if old.pid != os.getpid():

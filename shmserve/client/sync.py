@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from shmserve.client.connection import ServerConnection
+from shmserve.client.errors import TimedOut
 from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel, Waiting
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.session import Session, Tensors, call_of, takes
+from shmserve.errors import ShmserveError
 from shmserve.ipc.capabilities import MOST_LINKS
 
 _MOST_CHANNELS = MOST_LINKS - 1  # one is the connection's own
@@ -26,6 +28,7 @@ class Server:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
+        self._former: list[ThreadChannel] = []  # whose server ends once it has answered these
         self._lock = threading.Lock()
 
     @takes(call_of)
@@ -44,6 +47,15 @@ class Server:
         callback of a future of `infer_async`, Unavailable when other threads have every channel.
         """
         call = call_of(*given, **named)
+        waiter, built = self._waiting(), None
+        try:
+            built = self._session.built(waiter.connection, *call)
+            return waiter.wait(waiter.submit(built))
+        except TimedOut:
+            raise
+        except ShmserveError:
+            if not self._session.is_repeated(waiter.connection, call[4], built):
+                raise
         waiter = self._waiting()
         return waiter.wait(waiter.submit(self._session.built(waiter.connection, *call)))
 
@@ -68,7 +80,7 @@ class Server:
         try:
             for given in inputs:
                 call = call_of(model, given, outputs=outputs, version=version, timeout=timeout)
-                built = self._session.built(self._session.connection(), *call)
+                built = self._session.built(waiter.connection, *call)
                 waiting.append(waiter.submit(built))
                 waiter.send(at_least=few)
                 if len(waiting) >= in_flight:
@@ -140,7 +152,8 @@ class Server:
             for other, waiter in list(self._channels.items()):
                 over = waiter.connection is not connection and not other.is_alive()
                 if over or other is thread:
-                    self._channels.pop(other).close()
+                    self._former.append(self._channels.pop(other))
+            self._close_former()
             # That of a thread which has ended is taken over, and not closed: its requests may be on
             # their way yet, workers use their memory, and a generator of `map` may wait for them.
             for other, waiter in self._channels.items():
@@ -167,6 +180,17 @@ class Server:
                 else:
                     waiter.close()
             self._channels.clear()
+            for waiter in self._former:
+                waiter.close()
+            self._former.clear()
+
+    def _close_former(self) -> None:
+        for waiter in self._former[:]:
+            if not (
+                waiter.connection.leaving and waiter.connection.alive and waiter.channel.waiting
+            ):
+                self._former.remove(waiter)
+                waiter.close()
 
     def __enter__(self) -> Server:
         return self

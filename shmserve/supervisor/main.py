@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -184,7 +185,10 @@ def compose(
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
     snapshot = Snapshot(registry, regions, memory, health)
-    context = _context(config, run_dir, control, processes, events, capabilities, memory, snapshot)
+    context = _context(
+        *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
+        lent=listeners.local,
+    )
     feed = _feed(events, registry, processes, snapshot, health)
     announce_health = partial(announce, context, health)
     progress = StartupReport(registry.progress)
@@ -245,6 +249,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
+    lent: list[socket.socket],
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
     front_zygote = _front_zygote(processes, run_dir)
@@ -264,6 +269,7 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
+            lent,
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),

@@ -173,6 +173,7 @@ class Supervisor:
         self.health.started = True
         self.announce_health()
         self.gateways.accept()
+        self.context.local_clients.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.context.run_dir)
@@ -270,7 +271,7 @@ class Supervisor:
             await asyncio.wait_for(self.models.finish_sequences(), sequences_s)
         except TimeoutError:
             logger.warning("not every open sequence has ended")
-        await self.gateways.drain()
+        await asyncio.gather(self.gateways.drain(), self.context.local_clients.leave())
         await self.models.stop()
         await self.gateways.stop()
 

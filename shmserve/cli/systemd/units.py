@@ -17,7 +17,9 @@ _SOCKETS = {
     "shmserve.socket": ("http", 8000, "http.sock"),
     "shmserve-grpc.socket": ("grpc", 8001, "grpc.sock"),
     "shmserve-metrics.socket": ("metrics", 8002, ""),
+    "shmserve-local.socket": ("local", 0, "local.sock"),
 }
+_PACKETS = "local.sock"  # for shmserve.client
 # Those of the further servers, by the names of the first one's.
 _TEMPLATES = {unit: unit.replace(".", "@.") for unit in _SOCKETS}
 UNITS = (*SERVICES, *_SOCKETS, *_TEMPLATES.values(), "shmserve.slice")
@@ -102,7 +104,7 @@ def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
         False,
     )
     for unit, (name, port, path) in _SOCKETS.items():
-        listen = _listen(f"127.0.0.1:{port}", path, user)
+        listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
         yield host.units / unit, f"where {name} listens", _socket(name, listen, ""), False
         yield (
             host.units / _TEMPLATES[unit],
@@ -147,10 +149,11 @@ def _service(host: Host, instance: bool) -> str:
 
 def _listen(address: str, path: str, user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
+    kind = "ListenSequentialPacket" if path.endswith(_PACKETS) else "ListenStream"
     if path and user:
-        lines += [f"ListenStream=%t/shmserve-{path}", "SocketMode=0600"]
+        lines += [f"{kind}=%t/shmserve-{path}", "SocketMode=0600"]
     elif path:
-        lines += [f"ListenStream=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
+        lines += [f"{kind}=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
     if not user:
         lines += ["IPAddressDeny=any", "IPAddressAllow=localhost"]
     return lines

@@ -56,7 +56,8 @@ class ListenerLink:
         """Say hello to the server there. From now on nothing waits for longer than this, until
         `settled`. Raises OSError when nobody lets us in within this time."""
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
-        _connect(self._socket, str(endpoints.listener(run_dir)), timeout_s)
+        path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
+        _connect(self._socket, str(path), timeout_s)
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([m.Hello(frames.VERSION)]))
 

@@ -31,6 +31,7 @@ class ServerState:
         self.lost: dict[str, str] = {}
         self.losses = 0
         self.alive = True
+        self.leaving = False  # another server is to have new requests
         self.identity = ""
         self.mappings = Mappings()
         self._names = itertools.count(1)

@@ -92,7 +92,8 @@ def lend(sock: socket.socket, guarded: bool) -> socket.socket:
     """A socket that listens already, of the service manager's; raises InvalidArgument where other
     hosts reach it and it is not `guarded`."""
     if sock.family == socket.AF_UNIX:
-        refuse_descriptors(sock)
+        if sock.type == socket.SOCK_STREAM:  # descriptors are for shmserve.client's alone
+            refuse_descriptors(sock)
         return sock
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
@@ -155,6 +156,7 @@ class Listeners:
     http: list[socket.socket] = field(default_factory=list)
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
+    local: list[socket.socket] = field(default_factory=list)  # closed by who accepts there
     lent: list[socket.socket] = field(default_factory=list)  # of them: others go on with these
     kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a server before
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_FD = 3
 # What a socket's FileDescriptorName= may say that it is for.
-LISTENERS = ("http", "grpc", "metrics")
+LISTENERS = ("http", "grpc", "metrics", "local")
 _KEPT = "kept-"  # what the names begin with of the descriptors that it keeps
 _EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
@@ -156,6 +156,8 @@ def _listening(fd: int, name: str) -> socket.socket:
     try:
         sock = socket.socket(fileno=fd)
         listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        kind = socket.SOCK_SEQPACKET if name == "local" else socket.SOCK_STREAM
+        listens = listens and sock.type == kind
     except OSError:
         listens = 0
     if not listens:

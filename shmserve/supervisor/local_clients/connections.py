@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,10 @@ class LocalClientConnections:
         group: int,
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
+        lent: Iterable[socket.socket],
     ) -> None:
-        """Open the listener: to programs of this user, or also of a group.
+        """Open the listener: to programs of this user, or also of a group. At those that are
+        `lent`, which listen already, who comes waits until `accept`.
 
         Raises Unavailable when the run directory has no room for it.
         """
@@ -86,8 +88,9 @@ class LocalClientConnections:
             admit_group(path, group)
         buffer = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
         self.largest_packet = buffer - _OVERHEAD
-        self._listener = Listener(listener)
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._listeners = [Listener(listener)]
+        self._lent = list(map(Listener, lent))
+        self._accept_at(self._listeners)
 
     def __contains__(self, number: int) -> bool:
         return number in self._clients
@@ -98,9 +101,28 @@ class LocalClientConnections:
 
     # --- coming and going
 
-    def _accept(self) -> None:
+    def _accept_at(self, listeners: list[Listener]) -> None:
+        for listener in listeners:
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def accept(self) -> None:
+        """Let in who waits at a lent listener."""
+        self._accept_at(self._lent)
+
+    def refuse(self) -> bool:
+        """Leave who comes at the lent listeners to another server; whether there are any."""
+        lent, self._lent = self._lent, []
+        self._close(lent)
+        return bool(lent)
+
+    def _close(self, listeners: list[Listener]) -> None:
+        for listener in listeners:
+            self._loop.remove_reader(listener.fileno())
+            listener.close()
+
+    def _accept(self, listener: Listener) -> None:
         for _ in range(_AT_ONCE):
-            link = self._listener.accept()
+            link = listener.accept()
             if link is None:
                 return
             pid, uid, _ = credentials(link)
@@ -142,8 +164,7 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
+        self._close([*self._listeners, *self._lent])
         for client in list(self._clients.values()):
             self.disconnect(client)
 

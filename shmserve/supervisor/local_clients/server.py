@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.local_clients import (
     Hello,
     OwnerExited,
+    ServerEnding,
     ShareDeviceMemory,
     ShareMemory,
     Welcome,
@@ -62,8 +64,10 @@ class LocalClientServer:
         snapshot: Callable[[], Iterable[Any]],
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
+        lent: Iterable[socket.socket] = (),
     ) -> None:
-        """Open the listener: to programs of this user, or also of a group.
+        """Open the listener: to programs of this user, or also of a group. At those that are
+        `lent`, which listen already, who comes waits until `accept`.
 
         Raises Unavailable when the run directory has no room for it.
         """
@@ -73,8 +77,24 @@ class LocalClientServer:
         self._on_disconnect = on_disconnect
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
-        self._connections = LocalClientConnections(run_dir, group, self._take, self._disconnected)
+        self._connections = LocalClientConnections(
+            run_dir, group, self._take, self._disconnected, lent
+        )
         self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
+
+    def accept(self) -> None:
+        """Let in who waits at a lent listener: the models are there."""
+        self._connections.accept()
+
+    async def leave(self) -> None:
+        """Have programs go to the server that comes next, where there will be one at the lent
+        listeners; returns when they know."""
+        if not self._connections.refuse():
+            return
+        number = self._acknowledgements.begin(self.numbers())
+        self.announce(ServerEnding(number))
+        while not self._acknowledgements.know(number):
+            await self._acknowledgements.news()
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""

@@ -3,72 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from grpc import insecure_channel as grpc_channel
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.rigs.service_manager import Manager, managed, start
 from tests.support import repositories
 from tests.support.gates import Gate
 from tests.support.load import AskThroughMemory
-from tests.support.servers import ROOT, Server, running
+from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
 from tests.support.wire.raw_http import Http, UnixHttp, raw_connection, read_reply
 
 
-class Manager:
-    """A service manager's end: what it hears, a datagram each."""
-
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        self._sock = sock
-        self.address = address
-        self.kept: dict[str, list[int]] = {}
-
-    def hear(self, text: str) -> list[str]:
-        """What it hears up to what has this text; it keeps what it is to keep."""
-        heard = [self._heard()]
-        while text not in heard[-1]:
-            heard.append(self._heard())
-        return heard
-
-    def _heard(self) -> str:
-        data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
-        said = dict(line.split("=", 1) for line in data.decode().split("\n"))
-        if "FDSTORE" in said:
-            assert said["FDPOLL"] == "0"
-            self.kept[said["FDNAME"]] = fds
-        elif "FDSTOREREMOVE" in said:
-            self._drop(said["FDNAME"])
-        return data.decode()
-
-    def _drop(self, name: str) -> None:
-        for fd in self.kept.pop(name):
-            os.close(fd)
-
-    def close(self) -> None:
-        """Keep nothing any more."""
-        for name in list(self.kept):
-            self._drop(name)
-
-
 @pytest.fixture
 def manager() -> Iterator[Manager]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        address = tempfile.mktemp(prefix="notify-")
-        sock.bind(address)
-        sock.settimeout(60)
-        yield Manager(sock, address)
-        os.unlink(address)
+    with managed() as manager:
+        yield manager
 
 
 @pytest.fixture
@@ -245,35 +203,6 @@ def test_registrations_outlive_the_server(
                 server.wait(30)
     assert ask is not None
     ask.shared.unlink()
-    manager.close()
-
-
-def start(
-    given: Sequence[int],
-    names: str,
-    repository: Path,
-    folder: Path,
-    **environment: str,
-) -> subprocess.Popen[bytes]:
-    """A server that finds these from descriptor 3 on."""
-
-    def place() -> None:
-        copies = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in given]  # beyond their places
-        for number, copy in enumerate(copies):
-            os.dup2(copy, 3 + number)
-
-    place_pid = 'LISTEN_PID=$$ exec "$@"'
-    return subprocess.Popen(
-        [
-            *("sh", "-c", place_pid, "sh", sys.executable, "-m", "shmserve", "serve"),
-            *(f"--model-repository={repository}", f"--run-dir={folder / 'run'}"),
-            *("--metrics-port=0",),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **environment, "LISTEN_FDS": str(len(given)), "LISTEN_FDNAMES": names},
-        pass_fds=range(3, 3 + len(given)),
-        preexec_fn=place,
-    )
 
 
 def ready(port: int) -> bool:

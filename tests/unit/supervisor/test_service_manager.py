@@ -163,7 +163,7 @@ def test_sockets_are_taken_by_their_names() -> None:
         (wrong, left) = ask([http, grpc], "http:other")
         assert wrong == (
             "LISTEN_FDNAMES: a socket named 'other' (FileDescriptorName= may say: http, grpc, "
-            "metrics)"
+            "metrics, local)"
         )
         assert left == "[]"
 

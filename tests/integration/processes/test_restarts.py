@@ -1,0 +1,173 @@
+"""Restarts that clients do not notice: of every door under load, while servers come and go.
+
+`SHMSERVE_RESTARTS` says how many restarts there are, 3 without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.service_manager import Manager, managed, start
+from tests.rigs.systemd_rig import Systemd, Unavailable, booted
+from tests.support import repositories
+from tests.support.servers import ROOT
+from tests.support.waiting import until
+
+RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "3"))
+CLIENTS = 8  # of each door
+PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
+
+
+class Load:
+    """The clients' program."""
+
+    def __init__(self, command: Sequence[str | Path]) -> None:
+        pipe = subprocess.PIPE
+        self._program = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+
+    def found(self) -> dict[str, dict[str, int]]:
+        """What each door's clients have got, and how often."""
+        assert self._program.stdin is not None and self._program.stdout is not None
+        with contextlib.suppress(ValueError):  # it was told to end
+            self._program.stdin.write("\n")
+            self._program.stdin.flush()
+        found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readline())
+        return found
+
+    def wait_answered(self) -> None:
+        """Return once each door's clients have had some more answers each."""
+        had = {door: sum(counts.values()) for door, counts in self.found().items()}
+
+        def answered() -> bool:
+            now = self.found()
+            return all(sum(now[door].values()) - had[door] > 5 * CLIENTS for door in had)
+
+        until("every door answers", answered, within_s=60)
+
+    def end(self) -> dict[str, dict[str, int]]:
+        """Stop; what they have got in all."""
+        assert self._program.stdin is not None and self._program.stdout is not None
+        self._program.stdin.close()
+        found: dict[str, dict[str, int]] = json.loads(self._program.stdout.readlines()[-1])
+        self._program.wait()
+        self._program.stdout.close()
+        return found
+
+
+def assert_unnoticed(found: dict[str, dict[str, int]]) -> None:
+    """Every answer was right."""
+    print(found)
+    assert {door: list(counts) for door, counts in found.items()} == {
+        door: ["right"] for door in ("http", "grpc", "native")
+    }
+
+
+@pytest.fixture
+def manager() -> Iterator[Manager]:
+    with managed() as manager:
+        yield manager
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="st-"))
+    (path / "models").mkdir()
+    repositories.add(path / "models", "simple", "identity")
+    yield path
+    shutil.rmtree(path)
+
+
+def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=100) as http,
+        socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as local,
+    ):
+        local.bind(str(folder / "local"))
+        local.listen(100)
+        lent = {"http": [http.fileno()], "grpc": [grpc.fileno()], "local": [local.fileno()]}
+
+        def begin() -> subprocess.Popen[bytes]:
+            given = [(name, fd) for name, fds in (lent | manager.kept).items() for fd in fds]
+            names = ":".join(name for name, _ in given)
+            told = {"NOTIFY_SOCKET": manager.address}
+            server = start([fd for _, fd in given], names, folder / "models", folder, **told)
+            manager.hear("READY=1")
+            return server
+
+        server = begin()
+        ports = (str(sock.getsockname()[1]) for sock in (http, grpc))
+        load = Load([*PROGRAM, *ports, folder / "local"])
+        try:
+            load.wait_answered()
+            for _ in range(RESTARTS):
+                server.send_signal(signal.SIGTERM)
+                manager.hear("STOPPING=1")
+                assert server.wait(40) == 0
+                server = begin()
+                load.wait_answered()
+        finally:
+            found = load.end()
+            server.terminate()
+            server.wait()
+        assert_unnoticed(found)
+
+
+# The checkout is not installed where the service looks for it, and no journal is there.
+_DROP_IN = f"""
+[Unit]
+StartLimitIntervalSec=0
+[Service]
+Environment=PYTHONPATH={ROOT}
+StandardOutput=append:/var/lib/log
+StandardError=append:/var/lib/log
+"""
+
+
+@pytest.fixture
+def systemd() -> Iterator[Systemd]:
+    try:
+        with booted() as manager:
+            yield manager
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_by_a_real_systemd(systemd: Systemd) -> None:
+    hidden = ("/home", "/root", "/tmp")
+    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
+        pytest.skip("this Python is in a folder that a service does not see")
+    systemd.run(sys.executable, "-m", "shmserve", "systemd", "install")
+    units = systemd.path("/etc/systemd/system")
+    (units / "shmserve.service.d/90-test.conf").write_text(_DROP_IN)
+    repositories.add(systemd.path("/var/lib/shmserve/models"), "simple", "identity")
+    systemd.run("systemctl", "daemon-reload")
+    log = systemd.path("/var/lib/log")
+    started = systemd.run("systemctl", "enable", "--now", "shmserve.service")
+    assert "status" not in started, log.read_text() if log.exists() else started
+
+    # As the server's own user, by which its regions are the server's to open.
+    user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")
+    path = f"PYTHONPATH={ROOT}"
+    there = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
+    load = Load([*there, *PROGRAM, "8000", "8001", "/run/shmserve/local.sock"])
+    try:
+        load.wait_answered()
+        for _ in range(RESTARTS):
+            assert "status" not in systemd.run("systemctl", "restart", "shmserve.service")
+            load.wait_answered()
+    finally:
+        found = load.end()
+    assert_unnoticed(found)

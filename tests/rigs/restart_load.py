@@ -1,0 +1,120 @@
+"""Clients of every door that ask while servers come and go: a program of its own, which runs until
+its input ends, and prints what each door's clients have got, as JSON.
+
+    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2_grpc
+
+import shmserve.client
+from tests.support.load import AskThroughMemory, ask_simple
+from tests.support.wire.grpc_calls import is_right, simple_request
+from tests.support.wire.raw_http import Http
+
+_PATIENCE_S = 120.0
+_CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+
+# Asks once more; what is wrong with the answer, or "".
+Ask = Callable[[int], str]
+
+
+def over_http(port: int, shared: bool) -> Iterator[Ask]:
+    """One connection; as every client of HTTP has to, it asks again on a new one where one that it
+    has used was closed. A region is registered once."""
+    connection = Http(port, _PATIENCE_S)
+    through = AskThroughMemory(connection) if shared else ask_simple
+
+    def ask(number: int) -> str:
+        with contextlib.suppress(*_CLOSED):
+            return through(connection, number)
+        return through(connection, number)
+
+    yield ask
+    if isinstance(through, AskThroughMemory):
+        through.close(connection)
+
+
+def over_grpc(port: int) -> Iterator[Ask]:
+    """One channel."""
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+
+        def ask(number: int) -> str:
+            return (
+                "" if is_right(call(simple_request(str(number)), timeout=_PATIENCE_S)) else "wrong"
+            )
+
+        yield ask
+
+
+def native(path: str) -> Iterator[Ask]:
+    """One client, with a region of its own."""
+    with shmserve.client.connect(path, timeout=_PATIENCE_S) as server:
+        names = ("INPUT0", "INPUT1", "OUTPUT0")
+        region = server.allocate(dict.fromkeys(names, ((1, 16), "INT32")))
+
+        def ask(number: int) -> str:
+            region["INPUT0"][:], region["INPUT1"][:] = number, 1
+            server.infer("simple", region)
+            return "" if (np.asarray(region["OUTPUT0"]) == number + 1).all() else "wrong"
+
+        yield ask
+
+
+def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
+    """Ask until the input ends."""
+    stop = threading.Event()
+    found: dict[str, Counter[str]] = {}
+
+    def run(door: str, asks: Iterator[Ask]) -> None:
+        with contextlib.closing(asks):  # type: ignore[type-var]
+            try:
+                ask, number = next(asks), 0
+            except Exception as error:
+                found[door][f"not begun: {error}"] += 1
+                return
+            while not stop.is_set():
+                number += 1
+                try:
+                    said = ask(number) or "right"
+                except Exception as error:
+                    said = f"{type(error).__name__}: {error}"
+                found[door][said[:300]] += 1
+                stop.wait(0.002)
+
+    doors = {
+        "http": lambda number: over_http(http_port, number % 2 == 1),
+        "grpc": lambda _: over_grpc(grpc_port),
+        "native": lambda _: native(local),
+    }
+    found.update((door, Counter()) for door in doors)
+    threads = [
+        threading.Thread(target=run, args=(door, make(number)))
+        for door, make in doors.items()
+        for number in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    while sys.stdin.readline():  # each asks how far they are
+        print(json.dumps(found), flush=True)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
