@@ -1,4 +1,4 @@
-"""The native client's cases: our own load generator here, perf_analyzer for Triton, in turns.
+"""The native client's cases: `shmserve perf` here, perf_analyzer for Triton, in turns.
 
 Triton's figure is that of its best listener for the same work (HTTP or gRPC, binary tensors, or its
 system shared memory); for 16 MiB it is one memcpy.
@@ -14,7 +14,7 @@ from bench.cases.figures import Figure, Target
 from bench.cases.tables import through_shm
 from bench.load import memcpy, perf
 from bench.load.perf import P50, THROUGHPUT, Load
-from bench.load.process import generate
+from bench.load.process import ours
 from bench.report.results import PEER, US, Row
 from bench.system.servers import BENCH, Server, running
 
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NativeCase:
-    """What the client sends (`kind` names it in load/native.py), and what Triton's listeners get.
+    """What the client sends, `elements` of a tensor (0: what the model takes) and, `in_place`, from
+    a region to a region; and what Triton's listeners get.
 
     No `peer`: the other column is one memcpy of 16 MiB.
     """
 
     name: str
     model: str
-    kind: str
+    in_place: bool
     in_flight: int
     elements: int
     peer: Load | None
@@ -48,7 +49,7 @@ def _case(
     name: str,
     title: str,
     model: str,
-    kind: str,
+    in_place: bool,
     in_flight: int,
     elements: int,
     must: float,
@@ -68,30 +69,30 @@ def _case(
         Target("ratio", must, aim),
     )
     given = None if alone else peer or Load(model, in_flight, flags)
-    return NativeCase(name, model, kind, in_flight, elements, given, listeners, figure)
+    return NativeCase(name, model, in_place, in_flight, elements, given, listeners, figure)
 
 
 NATIVE = (
-    _case("native", "simple, 16 in flight", "simple", "simple", 16, 0, 2.5, 4.0),
-    _case("native-latency", "simple, 1 in flight: p50", "simple", "simple", 1, 0, 0.8, 0.5),
+    _case("native", "simple, 16 in flight", "simple", False, 16, 0, 2.5, 4.0),
+    _case("native-latency", "simple, 1 in flight: p50", "simple", False, 1, 0, 0.8, 0.5),
     _case(
         "native-1k",
         "1 KB identity, 1 in flight: p50",
-        *("identity", "plain", 1, 256, 1.2, 0.8),
+        *("identity", False, 1, 256, 1.2, 0.8),
         flags=("--shape", "INPUT0:256"),
         listeners=("http",),
     ),
     _case(
         "native-600k",
         "600 KB identity in place, 8 in flight",
-        *("identity", "in-place", 8, 153_600, 3.0, 5.0),
+        *("identity", True, 8, 153_600, 3.0, 5.0),
         peer=through_shm(153_600, 8),
         listeners=("http",),
     ),
     _case(
         "native-16m",
         "16 MiB identity in place: p50 / one memcpy",
-        *("identity", "in-place", 1, 4_194_304, 1.6, 1.15),
+        *("identity", True, 1, 4_194_304, 1.6, 1.15),
         alone=True,
     ),
 )
@@ -109,8 +110,8 @@ def run(case: NativeCase, context: Context) -> Row:
             server = running(product, [model], notes=context.results.notes)
             servers[product.name] = started.enter_context(server)
         for _ in range(context.settings.repeats):
-            ours = _ours(case, servers[US], context.settings.seconds)
-            row.samples.setdefault(US, []).append(ours)
+            mine = _ours(case, servers[US], context.settings.seconds)
+            row.samples.setdefault(US, []).append(mine)
             if case.peer is None:
                 row.samples.setdefault(PEER, []).append(memcpy.sample())
             elif PEER in servers and analyzer is not None:
@@ -132,8 +133,10 @@ def run(case: NativeCase, context: Context) -> Row:
 
 def _ours(case: NativeCase, server: Server, seconds: float) -> float:
     """One run of the load generator. Raises LoadFailed."""
-    figures = generate(
-        *("native", server.run_dir, case.model, case.kind, case.in_flight, case.elements),
-        seconds=seconds,
-    )
-    return figures[case.figure.unit]
+    load = [f"--run-dir={server.run_dir}", f"--concurrency={case.in_flight}"]
+    if case.elements:
+        load.append(f"--shape=INPUT0:{case.elements}")
+    if case.in_place:
+        load += ["--shared-memory=system", f"--output-byte-size={4 * case.elements}"]
+    found = ours(case.model, *load, seconds=seconds)
+    return float(found["per_second"] if case.in_flight > 1 else found["latency"]["p50"] * 1000)

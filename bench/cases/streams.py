@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bench.cases.figures import Figure, Target
-from bench.load.process import generate
-from bench.load.streams import FIRST, MODEL, RESPONSES
+from bench.load.process import ours
 from bench.report.results import US, Row
 from bench.system.servers import BENCH, Server, running
 
 if TYPE_CHECKING:
     from bench.context import Context
 
+MODEL = "repeat"
+RESPONSES, FIRST = "responses/s", "µs"
+
 
 @dataclass(frozen=True)
 class StreamCase:
     """`streams` at once, each with one request of `count` responses after the other; `ours`: the
-    way to shmserve (to Triton it is gRPC). A figure is what load/streams.py prints in its unit."""
+    way to shmserve (to Triton it is gRPC)."""
 
     name: str
     ours: Literal["grpc", "native"]
@@ -93,5 +95,7 @@ def run(case: StreamCase, context: Context) -> list[Row]:
 def _sample(case: StreamCase, server: Server, seconds: float) -> dict[str, float]:
     """One run of the load generator. Raises LoadFailed."""
     native = case.ours == "native" and server.name == US
-    way = ("native", str(server.run_dir)) if native else ("grpc", server.address("grpc"))
-    return generate("streams", *way, case.streams, case.count, seconds=seconds)
+    where = f"--run-dir={server.run_dir}" if native else f"--url=grpc://{server.address('grpc')}"
+    load = (f"--concurrency={case.streams}", f"--input=COUNT=[{case.count}]")
+    found = ours(MODEL, where, *load, seconds=seconds)
+    return {RESPONSES: found["responses_per_second"], FIRST: found["first"]["p50"] * 1000}

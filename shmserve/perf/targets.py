@@ -16,6 +16,7 @@ from shmserve.cli import client_server
 from shmserve.cli.transports import Address, OutgoingRequest
 from shmserve.client.server import discovery
 from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.perf import data, points
 from shmserve.perf.doors import Door
 from shmserve.perf.load import probe
@@ -94,9 +95,12 @@ def _native(
     device = {"none": "", "system": "cpu", "cuda": "cuda:0"}[args.shared_memory]
     rows = (args.batch,) if model.batches else ()
     specs = {
-        name: ((*rows, *dims), datatype)
+        name: (
+            (args.output_byte_size // ITEM_SIZE[datatype],) if -1 in dims else (*rows, *dims),
+            datatype,
+        )
         for name, (datatype, dims) in model.outputs.items()
-        if -1 not in dims and datatype != "BYTES"
+        if datatype != "BYTES"  # those are decoded, and have no place
     }
     return NativeDoor(run_dir, poller, streams=model.decoupled, device=device, output_specs=specs)
 
