@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -229,6 +230,17 @@ def model_does(command: str, error: str = "") -> Callable[[Scene], None]:
         assert time.monotonic() - since < RECOVERY_S
 
     return commit
+
+
+def model_hangs(stage: Scene) -> None:
+    """The log says where each of its processes was when it was killed: its batch's, and that of the
+    one request which hangs when it runs again alone."""
+    model_does("hang")(stage)
+    log = stage.server.log()
+    place = r"it is in wait \(\S+/threading.py:\d+\) < wait [^|]* < obey \(\S+/1/model.py:\d+\)"
+    for requests in (3, 1):
+        why = f"an execution of {requests} requests exceeded the limit of 3 seconds"
+        assert re.search(rf"instance 'crimes_0_0' is killed: {why}; {place}", log), log
 
 
 def model_forks(stage: Scene) -> None:
@@ -473,7 +485,7 @@ CRIMES: dict[str, Crime] = {
         )
     ),
     "a fork": Crime(model_forks),
-    "a hang": Crime(model_does("hang")),
+    "a hang": Crime(model_hangs),
     "os._exit": Crime(model_does("exit")),
     "a segmentation fault": Crime(model_does("segfault")),
     "a model that stops itself": Crime(model_does("stop")),

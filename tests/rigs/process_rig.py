@@ -178,6 +178,9 @@ class Processes:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody is told."""
 
+    def flush(self) -> None:
+        """Nothing is queued."""
+
     def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
         """It is known everywhere."""
         return self.acknowledgements.begin(())

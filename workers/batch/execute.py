@@ -1,4 +1,6 @@
-"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one."""
+"""The executor of batches: unpack, run, scatter; a failed batch is retried one by one, and one that
+is too large for the memory in halves.
+"""
 
 from __future__ import annotations
 
@@ -171,14 +173,19 @@ class Executor:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
         So a request that the model cannot take fails alone, and its neighbours have their
-        responses. One that fails alone with views of shared memory is run again with copies.
+        responses. One that fails alone with views of shared memory is run again with copies. What
+        there is no memory for is run again in halves, as often as it takes.
         """
         requests = [request for _, request in part]
         alone = len(part) == 1
+        too_large = False
         try:
             responses = self._execute(requests)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
-            if not alone:
+            too_large = self._failures.is_too_large(error, len(part))
+            if too_large:
+                logger.warning("%d requests are too many for the memory (%r)", len(part), error)
+            elif not alone:
                 logger.warning("a batch failed (%r) and is run again one by one", error)
             elif not (self._failures.is_models_own(error) and self._may_cure(requests[0])):
                 # Named nowhere: with its traceback it would keep what the model was given.
@@ -197,27 +204,34 @@ class Executor:
         answered = list(zip(part, replies, strict=True))
         self._link.close(*[opened for (opened, _), reply in answered if reply is not None])
         self._link.pump()
-        return [
-            self._run_again(opened, copies=alone) if reply is None else reply
-            for (opened, _), reply in answered
-        ]
+        again = [opened for (opened, _), reply in answered if reply is None]
+        if too_large:
+            self._failures.make_room()  # only now: until here the error had the model's tensors
+        at_once = (len(again) + 1) // 2 if too_large else 1
+        for first in range(0, len(again), at_once):
+            ended += self._run_again(again[first : first + at_once], copies=alone)
+        return ended
 
-    def _run_again(self, opened: WorkerRequest, copies: bool) -> Reply:
-        if opened.cancelled:
-            return self._failed(opened, _CANCELLED)
-        # From the message once more: the model may have written into what it was given.
-        request = self._unpack(opened, copies)
-        if not isinstance(request, Request):
-            return self._failed(opened, request)
-        (reply,) = self._run_together([(opened, request)])
-        if copies:
-            self._policy.tried(cured=not reply.code)
+    def _run_again(self, group: list[WorkerRequest], copies: bool) -> list[Reply]:
+        replies: list[Reply] = []
+        part: list[tuple[WorkerRequest, Request]] = []
+        for opened in group:
+            # From the message once more: the model may have written into what it was given.
+            request = _CANCELLED if opened.cancelled else self._unpack(opened, copies)
+            if isinstance(request, Request):
+                part.append((opened, request))
+            else:
+                replies.append(self._failed(opened, request))
+        if part:
+            replies += self._run_together(part)
+        if part and copies:
+            self._policy.tried(cured=not replies[0].code)
             if self._policy.copies:
                 logger.warning(
                     "model '%s' writes into its inputs, so each is copied for it",
                     self._context.model_name,
                 )
-        return reply
+        return replies
 
     def _may_cure(self, request: Request) -> bool:
         return self._backend.read_only_inputs and self._policy.may_cure(request)

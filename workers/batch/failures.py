@@ -48,6 +48,19 @@ class Failures:
             or device.out_of_memory(error)
         )
 
+    def is_too_large(self, error: BaseException, requests: int) -> bool:
+        """Whether `error` says that memory was too small for so many requests, half of which may
+        fit."""
+        from shmserve.workers import device
+
+        return requests > 1 and device.out_of_memory(error)
+
+    def make_room(self) -> None:
+        """Give back what torch keeps on the device for tensors to come."""
+        from shmserve.workers import device
+
+        device.free_cached()
+
     def explain(self, error: BaseException, request_id: str = "") -> ShmserveError:
         """The error for the client. Raises `error` itself where the device is lost: the process
         ends then, another one starts, and what was in it runs there."""

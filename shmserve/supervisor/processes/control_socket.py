@@ -219,7 +219,7 @@ class ControlSocket:
         self._router.post(identity, message)
         if not self._flushing:
             self._flushing = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to everybody with one of these roles."""
@@ -244,7 +244,8 @@ class ControlSocket:
         while not self.acknowledgements.know(number):
             await self.acknowledgements.news()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what is queued now, before a loop turn is over."""
         self._flushing = False
         self._router.flush()
 

@@ -32,6 +32,16 @@ ExecStart=/lib/systemd/systemd-journald
 StandardOutput=null
 """
 SERVICE = "shmserve.service"
+HOME, RUNTIME = "/tmp/home", f"/run/user/{CLIENT}"
+USERS_MANAGER = f"""
+[Service]
+User=somebody
+Type=notify
+Delegate=yes
+Environment=XDG_RUNTIME_DIR={RUNTIME}
+Environment=SYSTEMD_UNIT_PATH={HOME}/.config/systemd/user:/usr/lib/systemd/user
+ExecStart=/lib/systemd/systemd --user --unit=basic.target
+"""
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _WALL = 0x4206, 0x4207, 0x40000000
 ASK = """
 import numpy, shmserve.client
@@ -66,10 +76,16 @@ def installed(systemd: Systemd) -> Systemd:
         folder = systemd.path(f"/etc/systemd/system/{service}.service.d")
         (folder / "90-test.conf").write_text(DROP_IN)
     repositories.add(systemd.path("/var/lib/shmserve/models"), "simple")
-    systemd.path("/etc/systemd/system/journal.service").write_text(JOURNAL)
-    systemd.run("systemctl", "daemon-reload")
-    assert "status" not in systemd.run("systemctl", "start", "journal.service")
+    run_beside(systemd, "journal.service", JOURNAL)
     return systemd
+
+
+def run_beside(systemd: Systemd, unit: str, text: str) -> None:
+    """Have a service, by its text."""
+    systemd.path(f"/etc/systemd/system/{unit}").write_text(text)
+    systemd.run("systemctl", "daemon-reload")
+    started = systemd.run("systemctl", "start", unit)
+    assert "status" not in started, started
 
 
 def log(systemd: Systemd, *which: str) -> str:
@@ -199,3 +215,33 @@ def test_further_servers(installed: Systemd) -> None:
     said = systemd.run(*COMMAND, "remove")
     assert "status" not in said
     assert "shmserve@" not in systemd.run("systemctl", "list-units", "--state=active")
+
+
+def test_a_user_has_one(systemd: Systemd) -> None:
+    for file, line in (("passwd", f"{CLIENT}::{HOME}:/bin/sh"), ("group", f"{CLIENT}:")):
+        with systemd.path(f"/etc/{file}").open("a") as stream:
+            stream.write(f"somebody:x:{CLIENT}:{line}\n")
+    systemd.run("mkdir", "--parents", HOME, RUNTIME)
+    systemd.run("chown", "somebody", HOME, RUNTIME)
+
+    def run(*words: str) -> str:
+        environment = ("env", f"HOME={HOME}", f"XDG_RUNTIME_DIR={RUNTIME}")
+        return systemd.run(*environment, *words, user=CLIENT)
+
+    run("mkdir", "--parents", f"{HOME}/.config/systemd/user/{SERVICE}.d")
+    drop_in = f"{HOME}/.config/systemd/user/{SERVICE}.d/90-test.conf"
+    systemd.path(drop_in).write_text(DROP_IN)
+    assert "status" not in run(*COMMAND, "install", "--user")
+    run_beside(systemd, "manager.service", USERS_MANAGER)
+    assert "daemon-reload" in run(*COMMAND, "install", "--user")
+    repositories.add(systemd.path(f"{HOME}/.local/share/shmserve/models"), "simple")
+    started = run("systemctl", "--user", "start", SERVICE)
+    assert "status" not in started, started
+    shown = run("systemctl", "--user", "show", "-pStatusText", SERVICE)
+    assert shown == "StatusText=1/1 models ready"
+    path = f"{RUNTIME}/shmserve-http.sock"
+    assert run("curl", "-si", "--unix-socket", path, "http://host/v2/health/ready")[9:12] == "200"
+    assert "status" not in run(*COMMAND, "remove", "--user")
+    systemd.path(drop_in).unlink()
+    left = run("find", f"{HOME}/.config", RUNTIME, "-name", "*shmserve*")
+    assert left.split("\n")[0] == f"{HOME}/.config/systemd/user/{SERVICE}.d"

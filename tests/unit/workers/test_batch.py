@@ -570,6 +570,50 @@ def test_a_batch_that_raises_is_run_again_one_by_one(worker: Rig) -> None:
     assert replies[2].array("Y").tolist() == [[6]]
 
 
+@pytest.mark.parametrize("full", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(2, [8, 4, 2, 2, 4, 2, 2]), (1, [8, *[4, 2, 1, 1, 2, 1, 1] * 2])]
+)
+def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
+    worker: Rig,
+    monkeypatch: pytest.MonkeyPatch,
+    full: BaseException,
+    most: int,
+    sizes: list[int],
+) -> None:
+    """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
+    freed: list[int] = []
+    seen: list[int] = []
+    monkeypatch.setattr("shmserve.workers.device.free_cached", lambda: freed.append(len(seen)))
+
+    def execute(requests: list[Request]) -> list[Response]:
+        seen.append(len(requests))
+        if len(requests) > most:
+            requests[0].inputs["X"].numpy()[:] = 0  # a second try must not see this
+            raise full
+        return echo(requests)
+
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=8))
+    replies = worker.batch(*(inference(tensor("X", np.full((1, 1), n, F32))) for n in range(8)))
+    assert seen == sizes
+    assert freed == [at for at, size in enumerate(sizes, 1) if size > most]
+    assert [reply.code for reply in replies] == [""] * 8
+    assert [reply.array("Y").tolist() for reply in replies] == [[[n]] for n in range(8)]
+
+
+def test_who_has_no_memory_even_alone_is_refused_alone(worker: Rig) -> None:
+    def execute(requests: list[Request]) -> list[Response]:
+        if any(request.inputs["X"].numpy()[0, 0] < 0 for request in requests):
+            worker.cancel(3)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return echo(requests)
+
+    worker.serve(FunctionBackend(worker.context, execute), one_tensor(most=8))
+    replies = worker.batch(*(inference(tensor("X", np.array([[n]], F32))) for n in (1, -1, 3, 4)))
+    assert [reply.code for reply in replies] == ["", "UNAVAILABLE", "CANCELLED", ""]
+    assert "not enough memory on device 'cpu' for model 'm'" in replies[1].message
+
+
 @pytest.mark.parametrize(
     ("result", "shown"),
     [

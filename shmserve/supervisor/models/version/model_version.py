@@ -266,6 +266,9 @@ class ModelVersion:
         self._say_lost(lost, "", "worker", LOCAL_CLIENT)
 
     def _say_lost(self, endpoint: str, successor: str, *roles: str) -> None:
+        # What the successor was told leaves before: programs on this host have other sockets, and
+        # submit again at once.
+        self._context.control.flush()
         self._context.broadcast(m.SchedulerLost(endpoint, successor), *roles)
 
     # --- events

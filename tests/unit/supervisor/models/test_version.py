@@ -109,6 +109,29 @@ def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_non
     asyncio.run(live())
 
 
+def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs on this host hear of it by sockets of their own, which wait for no loop turn."""
+
+    async def live() -> None:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        order: list[Any] = []
+        monkeypatch.setattr(model.scheduler, "tell", order.append)
+        monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
+        monkeypatch.setattr(processes.context.local_clients, "tell", order.append)
+        lost = model.endpoint
+        model.scheduler.serving.child.kill()
+        await turns(40)
+        await processes.end()
+        expected = m.InstanceExpected(0, processes.started[0].pid)
+        assert order == [expected, "flushed", m.SchedulerLost(lost, model.endpoint)]
+
+    asyncio.run(live())
+
+
 def test_who_waits_for_an_end_is_cancelled() -> None:
     """The others hear of it all the same."""
 

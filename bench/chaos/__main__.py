@@ -1,0 +1,187 @@
+"""`python -m bench.chaos --minutes N --seed S`: exit status 1 when anything was found."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.chaos import models
+from bench.chaos.faults import Host, Stage, draw
+from bench.chaos.ledger import Ledger
+from bench.chaos.loads import LOADS, Clients
+from bench.chaos.state import Measured, Probe
+from tests.support.servers import running
+
+_PRIVATE = "CHAOS_PRIVATE_SHM"  # set where /dev/shm is this run's own
+_SHM_BYTES = 256 << 20
+_CGROUP = Path("/sys/fs/cgroup/memory")
+_WARM_UP = 0.1  # of the time, before what is there counts as the beginning
+_MOST_PAUSE_S = 0.2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run, and say what was found."""
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds from fault to fault")
+    parser.add_argument("--log", type=Path, help="where the server's log is copied to")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _in_private_shm(arguments)
+    ledger = Ledger()
+    print(f"seed {options.seed}", flush=True)
+    with _host() as (host, prefix, environment):
+        for lack in host.lacks:
+            print(f"left out: {lack}")
+        _run(options, ledger, host, prefix, environment)
+    if ledger.failed:
+        print("\n".join(["the last events:", *ledger.events, *ledger.failures]))
+        print(f"FAILED: {len(ledger.failures)} findings, seed {options.seed}")
+    return int(ledger.failed)
+
+
+def _run(
+    options: argparse.Namespace,
+    ledger: Ledger,
+    host: Host,
+    prefix: Sequence[str],
+    environment: dict[str, str],
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        repository = Path(folder) / "models"
+        models.write(repository)
+        flags = (
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            "--gateways=2",
+            f"--execution-timeout-secs={models.EXECUTION_LIMIT_S}",
+            "--cache-config=local,size=1000000",
+            "--rate-limit=execution_count",
+        )
+        with running(
+            repository, *flags, grpc=True, prefix=prefix, environment=environment
+        ) as server:
+            server.gate.close()
+            stage = Stage(server, ledger, host, random.Random(options.seed))
+            seconds = 60 * options.minutes
+            _make_trouble(stage, options, _WARM_UP * seconds)
+            before = Measured.of(server)
+            print(f"before: {before.in_words()}", flush=True)
+            ledger.recoveries.clear()
+            _make_trouble(stage, options, seconds)
+            if not ledger.failed:
+                for difference in before.wait_restored(server):
+                    ledger.fail(f"not as it was: {difference}")
+            print(f"after:  {Measured.of(server).in_words()}")
+            _report(stage)
+            if options.log:
+                shutil.copy(server.log_path, options.log)
+
+
+def _make_trouble(stage: Stage, options: argparse.Namespace, seconds: float) -> None:
+    """Faults, one after the other, under load."""
+    ledger = stage.ledger
+    end = time.monotonic() + seconds
+    with Clients(stage.server, ledger, options.seed, LOADS), Probe(stage.server) as probe:
+        ledger.recovered(ledger.begin("start"), time.monotonic(), 60.0)
+        while time.monotonic() < end and not ledger.failed:
+            began = time.monotonic()
+            draw(stage.rng)(stage)
+            pause = stage.rng.random() * _MOST_PAUSE_S
+            time.sleep(max(pause, options.pace - (time.monotonic() - began)))
+    print(
+        f"readiness: asked {probe.asked} times, {probe.not_ready} times not ready, "
+        f"slowest answer {probe.slowest_s:.3f} s",
+        flush=True,
+    )
+
+
+def _report(stage: Stage) -> None:
+    ledger = stage.ledger
+    print(f"{sum(ledger.right.values())} right answers, {stage.kills} kills")
+    for load, count in sorted(ledger.right.items()):
+        mean_ms = 1000 * ledger.took_s[load] / count
+        print(f"  {count:8} {load:18} mean {mean_ms:6.1f} ms, max {ledger.slowest_s[load]:6.3f} s")
+    for (load, why), count in sorted(ledger.refused.items()):
+        print(f"  {count:8} refused to {load}: {why}")
+    for line in ledger.slow:
+        print(f"slow: {line}")
+    print("all served again after, s:          n     p50     p99     max")
+    everything = [took for found in ledger.recoveries.values() for took in found]
+    for what, found in [*sorted(ledger.recoveries.items()), ("everything", everything)]:
+        if found:
+            print(f"  {what:28} {len(found):6} {_at(found, 50)} {_at(found, 99)} {_at(found, 100)}")
+
+
+def _at(values: Sequence[float], percent: int) -> str:
+    ordered = sorted(values)
+    return f"{ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]:7.3f}"
+
+
+# --- the host
+
+
+def _in_private_shm(arguments: Sequence[str]) -> None:
+    """Go on in a mount namespace whose /dev/shm is this run's own, where that is possible."""
+    mount = f"mount -t tmpfs -o size={_SHM_BYTES} chaos /dev/shm"
+    inside = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    if _PRIVATE in os.environ or shutil.which("unshare") is None:
+        return
+    if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode == 0:
+        command = [*inside, sys.executable, "-m", "bench.chaos", *arguments]
+        os.execvpe(command[0], command, {**os.environ, _PRIVATE: "1"})
+
+
+@contextmanager
+def _host() -> Iterator[tuple[Host, list[str], dict[str, str]]]:
+    """What may be done to the host, and how a server is started so that it may."""
+    host, prefix, environment = Host(private_shm=_PRIVATE in os.environ), [], {}
+    if not host.private_shm:
+        host.lacks.append("/dev/shm full: no mount namespace may be made here")
+    group = _CGROUP / f"chaos-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        try:
+            group.mkdir()
+        except OSError:
+            host.lacks.append("memory pressed: no control group (v1) may be made here")
+        else:
+            host.cgroup = group
+            stack.callback(_remove, group)
+            enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+            prefix = ["sh", "-c", enter, "sh"]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        library = folder / "clock.so"
+        source = Path(__file__).with_name("clock.c")
+        build = ["cc", "-shared", "-fPIC", "-o", str(library), str(source)]
+        if shutil.which("cc") and subprocess.run(build, check=False).returncode == 0:
+            host.clock = folder / "clock"
+            host.clock.write_bytes(bytes(8))
+            environment = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(host.clock)}
+        else:
+            host.lacks.append("clock jumps: no C compiler here")
+        yield host, prefix, environment
+
+
+def _remove(group: Path) -> None:
+    deadline = time.monotonic() + 5
+    while group.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

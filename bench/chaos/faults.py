@@ -1,0 +1,264 @@
+"""What goes wrong: a table of faults, each of which happens under load, and is over when every
+client has a right answer again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from bench.chaos.ledger import Fault, Ledger
+from bench.chaos.loads import REGIONS
+from tests.faults.scene import crime, is_right
+from tests.support import servers
+from tests.support.regions import SharedObject
+from tests.support.servers import Server
+from tests.support.wire.raw_http import raw_connection
+
+# Whatever it was, all are served again within this time, or they never are.
+PATIENCE_S = 60.0
+_SHM = Path("/dev/shm")
+
+
+@dataclass
+class Host:
+    """What may be done to the host: each None where it may not, and why in `lacks`."""
+
+    private_shm: bool = False
+    cgroup: Path | None = None
+    clock: Path | None = None
+    lacks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stage:
+    """What a fault gets to see."""
+
+    server: Server
+    ledger: Ledger
+    host: Host
+    rng: random.Random
+    kills: int = 0
+    _round: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def fault(self, what: str) -> Iterator[Fault]:
+        """A fault, in the block; then the wait for all to be served again, and for the server to be
+        ready.
+        `since` of what is yielded may be set to when its cause was taken away."""
+        fault = self.ledger.begin(what)
+        struck = fault.since
+        yield fault
+        since, fault.since = fault.since, struck
+        self.ledger.recovered(fault, since, PATIENCE_S, self._is_ready)
+
+    def _is_ready(self) -> bool:
+        return self.server.answers("/v2/health/ready")
+
+    def victim(self) -> psutil.Process | None:
+        """A process of the server's, but the supervisor: each in its turn, so that none dies more
+        often than a crash loop's pauses are for."""
+        found = {servers.title(each): each for each in self.server.tree()[1:]}
+        if not self._round:
+            self._round = sorted(found)
+            self.rng.shuffle(self._round)
+        return found.get(self._round.pop())
+
+
+def _nothing(stage: Stage) -> None:
+    """What the others are to be compared with: how long it takes until all are served."""
+    with stage.fault("nothing"):
+        pass
+
+
+def _signal(word: str, number: signal.Signals) -> Callable[[Stage], None]:
+    def commit(stage: Stage) -> None:
+        victim = stage.victim()
+        if victim is None:
+            return
+        with (
+            stage.fault(f"{word} {servers.title(victim)}") as fault,
+            contextlib.suppress(psutil.NoSuchProcess),
+        ):
+            victim.send_signal(number)
+            stage.kills += 1
+            fault.since = time.monotonic()
+
+    return commit
+
+
+def _pause(stage: Stage) -> None:
+    victim = stage.victim()
+    if victim is None:
+        return
+    with (
+        stage.fault(f"pause {servers.title(victim)}") as fault,
+        contextlib.suppress(psutil.NoSuchProcess),
+    ):
+        victim.suspend()
+        time.sleep(stage.rng.uniform(0.02, 0.3))
+        victim.resume()
+        fault.since = time.monotonic()
+
+
+def _model(word: str, command: str, error: str = "") -> Callable[[Stage], None]:
+    """One request makes the model do this, and it alone is refused; others are not even told."""
+
+    def commit(stage: Stage) -> None:
+        with stage.fault(f"{word} {command}") as fault, stage.server.http() as http:
+            reply = http.infer("crimes", crime(command))
+            fault.since = time.monotonic()
+            if reply.status not in (500, 503) or error not in reply.error:
+                stage.ledger.fail(f"a model that does {command}: {reply.status} {reply.body!r}")
+            if not is_right(http.infer("crimes", crime("ok"))):
+                stage.ledger.fail(f"wrong or refused after a model's {command}")
+
+    return commit
+
+
+def _leak(stage: Stage) -> None:
+    """A model takes more memory than the control group has left: its process alone is killed."""
+    if stage.host.cgroup is None:
+        return
+    limit = stage.host.cgroup / "memory.limit_in_bytes"
+    used = int((stage.host.cgroup / "memory.usage_in_bytes").read_text())
+    limit.write_text(str(used + (192 << 20)))
+    try:
+        _model("leak", "leak")(stage)
+    finally:
+        limit.write_text("-1")
+
+
+def _cut(stage: Stage) -> None:
+    shared = stage.rng.choice([*REGIONS.values()] or [None])
+    if shared is None:
+        return
+    with stage.fault("region cut") as fault, contextlib.suppress(OSError):
+        shared.truncate(stage.rng.choice([0, 4096, shared.byte_size // 2]))
+        time.sleep(0.1)
+        shared.truncate(shared.byte_size)
+        fault.since = time.monotonic()
+
+
+def _unlink(stage: Stage) -> None:
+    """The name goes; what was registered stays."""
+    shared = stage.rng.choice([*REGIONS.values()] or [None])
+    if shared is not None:
+        with stage.fault("unlink region"):
+            shared.path.unlink(missing_ok=True)
+
+
+def _fill(stage: Stage) -> None:
+    """/dev/shm is full; a client registers an object that has no pages, whose they would be."""
+    if not stage.host.private_shm:
+        return
+    full = _SHM / "full"
+    with stage.fault("full /dev/shm") as fault, SharedObject(1 << 20) as empty:
+        with full.open("wb", buffering=0) as filling, contextlib.suppress(OSError):
+            while filling.write(bytes(1 << 20)):
+                pass
+        with stage.server.http() as http:
+            reply = http.register(empty.name, empty.key, 1 << 20)
+            if reply.status not in (200, 400, 503):
+                stage.ledger.fail(f"registered in a full /dev/shm: {reply.status} {reply.body!r}")
+            if reply.status == 200:
+                http.unregister(empty.name)
+        time.sleep(0.2)
+        full.unlink()
+        fault.since = time.monotonic()
+
+
+def _reload(stage: Stage) -> None:
+    """A model is loaded again under load: nobody notices."""
+    with stage.fault("reload swap"), stage.server.http() as http:
+        http.post("/v2/repository/models/swap/load").ok()
+
+
+def _unload(stage: Stage) -> None:
+    """A model is not there for a while, and is said not to be."""
+    with stage.fault("unload swap") as fault, stage.server.http() as http:
+        http.post("/v2/repository/models/swap/unload").ok()
+        if http.get("/v2/models/swap/ready").status == 200:
+            stage.ledger.fail("a model that was unloaded is called ready")
+        time.sleep(stage.rng.uniform(0, 0.2))
+        http.post("/v2/repository/models/swap/load").ok()
+        if http.get("/v2/models/swap/ready").status != 200:
+            stage.ledger.fail("a model that was loaded is not called ready")
+        fault.since = time.monotonic()
+
+
+def _descriptors(stage: Stage) -> None:
+    """A gateway may open nothing more, while connections come."""
+    gateway = stage.rng.choice(stage.server.find("gateway"))
+    grpc = "grpc" in servers.title(gateway)
+    port = stage.server.grpc_port if grpc else stage.server.http_port
+    with (
+        stage.fault("descriptors of a gateway") as fault,
+        contextlib.ExitStack() as stack,
+        contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError),
+    ):
+        before = gateway.rlimit(resource.RLIMIT_NOFILE)
+        few = len(os.listdir(f"/proc/{gateway.pid}/fd")) + 2
+        gateway.rlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+        for _ in range(16):
+            stack.enter_context(raw_connection(port))
+        time.sleep(0.2)
+        gateway.rlimit(resource.RLIMIT_NOFILE, before)
+        fault.since = time.monotonic()
+
+
+def _clock(stage: Stage) -> None:
+    """The clock of the day goes forward, and back."""
+    if stage.host.clock is None:
+        return
+    with stage.host.clock.open("r+b", buffering=0) as clock:  # processes have it mapped
+        for jump_s in (stage.rng.randint(-(10**6), 10**6), 0):
+            with stage.fault("clock jumps"):
+                clock.seek(0)
+                clock.write(jump_s.to_bytes(8, "little", signed=True))
+
+
+class Entry(NamedTuple):
+    """A fault and how often it is drawn."""
+
+    weight: int
+    commit: Callable[[Stage], None]
+
+
+FAULTS = (
+    Entry(3, _nothing),
+    Entry(60, _signal("kill", signal.SIGKILL)),
+    Entry(15, _signal("crash", signal.SIGSEGV)),
+    Entry(6, _signal("stop", signal.SIGSTOP)),
+    Entry(6, _pause),
+    Entry(1, _model("raise", "raise", "ValueError: raised as you wished")),
+    Entry(1, _model("raise", "error", "as you wished")),
+    Entry(1, _model("crash", "exit")),
+    Entry(1, _model("crash", "segfault")),
+    Entry(1, _model("hang", "hang")),
+    Entry(1, _leak),
+    Entry(2, _cut),
+    Entry(2, _unlink),
+    Entry(1, _fill),
+    Entry(2, _reload),
+    Entry(2, _unload),
+    Entry(2, _descriptors),
+    Entry(1, _clock),
+)
+
+
+def draw(rng: random.Random) -> Callable[[Stage], None]:
+    """The next fault."""
+    (entry,) = rng.choices(FAULTS, [entry.weight for entry in FAULTS])
+    return entry.commit

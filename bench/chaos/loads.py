@@ -1,0 +1,493 @@
+"""Who asks: clients of each door and each scheduler. Each knows the right answer of what it asks.
+
+A load is a context that yields `ask()`: one request (or one sequence, or one stream) to its end.
+`ask` raises Wrong for an answer that is not right, and what its client library raises for errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+import shmserve.client
+from bench.chaos.ledger import Ledger
+from shmserve.client import ShmserveError
+from tests.support.regions import SharedObject
+from tests.support.servers import Server
+from tests.support.wire.raw_http import (
+    Reply,
+    in_region,
+    json_input,
+    raw_connection,
+    shm_input,
+)
+
+# An answer that takes longer is lost.
+PATIENCE_S = 60.0
+_BREATH_S = 0.1
+
+Ask = Callable[[], None]
+Open = Callable[[Server, random.Random], AbstractContextManager[Ask]]
+Infer = Callable[..., Any]  # (model, arrays, **sequence) -> the outputs by name
+
+_ids = itertools.count(1)
+
+
+class Wrong(Exception):
+    """An answer that is not right."""
+
+
+class Refused(Exception):
+    """An error of HTTP, as text."""
+
+
+def expect(found: Any, wanted: Any) -> None:
+    """Raises Wrong."""
+    if not np.array_equal(found, wanted):
+        raise Wrong(f"got {found!r:.300}, wanted {wanted!r:.300}")
+
+
+def _ok(reply: Reply) -> Reply:
+    if reply.status != 200:
+        raise Refused(f"{reply.status}: {reply.error}")
+    return reply
+
+
+# --- the doors: something that infers, whatever the protocol
+
+
+@contextmanager
+def _json_door(server: Server) -> Iterator[Infer]:
+    def infer(model: str, arrays: dict[str, Any], **sequence: Any) -> Any:
+        parameters = {f"sequence_{key}": value for key, value in sequence.items()}
+        body: dict[str, Any] = {"inputs": [json_input(*item) for item in arrays.items()]}
+        body |= {"id": (named := str(next(_ids))), "parameters": parameters}
+        reply = _ok(connection.infer(model, body))
+        expect(reply.json()["id"], named)
+        return reply.tensors()
+
+    with server.http(PATIENCE_S) as connection:
+        yield infer
+
+
+@contextmanager
+def _binary_door(server: Server) -> Iterator[Infer]:
+    kinds = {"int32": "INT32", "float32": "FP32"}
+
+    def infer(model: str, arrays: dict[str, Any]) -> Any:
+        inputs = [(n, kinds[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()]
+        more = {"parameters": {"binary_data_output": True}}
+        return _ok(connection.infer_binary(model, inputs, **more)).tensors()
+
+    with server.http(PATIENCE_S) as connection:
+        yield infer
+
+
+@contextmanager
+def _grpc_door(server: Server) -> Iterator[Infer]:
+    def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
+        named = str(next(_ids))
+        more = {f"sequence_{key}": value for key, value in flags.items()}
+        result = client.infer(
+            model,
+            [_grpc_input(*item) for item in arrays.items()],
+            request_id=named,
+            sequence_id=id,
+            client_timeout=PATIENCE_S,
+            **more,
+        )
+        response = result.get_response()
+        expect(response.id, named)
+        return {output.name: result.as_numpy(output.name) for output in response.outputs}
+
+    with _grpc_client(server) as client:
+        yield infer
+
+
+def _grpc_client(server: Server) -> triton.InferenceServerClient:
+    own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 100)]
+    own.append(("grpc.initial_reconnect_backoff_ms", 20))
+    return triton.InferenceServerClient(server.grpc_url, channel_args=own)
+
+
+def _grpc_input(name: str, array: Any) -> Any:
+    tensor = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
+    return tensor.set_data_from_numpy(array)
+
+
+@contextmanager
+def _native_door(server: Server) -> Iterator[Infer]:
+    def infer(model: str, arrays: dict[str, Any], id: int = 0, **flags: Any) -> Any:  # noqa: A002
+        found = client.infer(model, arrays, timeout=PATIENCE_S, sequence=id, **flags)
+        return {name: np.array(found[name]) for name in found}
+
+    with shmserve.client.connect(server.run_dir) as client:
+        yield infer
+
+
+Door = Callable[[Server], AbstractContextManager[Infer]]
+
+
+# --- what is asked
+
+
+def sums(door: Door, model: str = "simple") -> Open:
+    """INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
+
+    @contextmanager
+    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+        def ask() -> None:
+            rows = rng.randint(1, 4)
+            first = _numbers(rng, np.int32, rows, 16)
+            second = _numbers(rng, np.int32, rows, 16)
+            found = infer(model, {"INPUT0": first, "INPUT1": second})
+            expect(found["OUTPUT0"], first + second)
+            expect(found["OUTPUT1"], first - second)
+
+        with door(server) as infer:
+            yield ask
+
+    return load
+
+
+def _numbers(rng: random.Random, dtype: Any, *shape: int) -> Any:
+    return np.random.default_rng(rng.getrandbits(32)).integers(0, 1 << 20, shape).astype(dtype)
+
+
+def function(
+    door: Door, model: str, of: Callable[[Any], Any], names: str = "X Y", **more: int
+) -> Open:
+    """One array in, a function of it out. `different`: how many inputs there are, for a cache."""
+
+    @contextmanager
+    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+        given, taken = names.split()
+
+        def ask() -> None:
+            array = _numbers(rng, np.float32, rng.randint(1, more.get("most", 2000)))
+            if "different" in more:
+                array = np.arange(100, dtype=np.float32) + rng.randrange(more["different"])
+            expect(infer(model, {given: array})[taken], of(array))
+
+        with door(server) as infer:
+            yield ask
+
+    return load
+
+
+def sequences(door: Door, model: str) -> Open:
+    """A whole sequence: the sum so far, each time."""
+
+    @contextmanager
+    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+        def ask() -> None:
+            name, values = next(_ids), _numbers(rng, np.int32, rng.randint(2, 8))
+            for at, value in enumerate(values):
+                ends = {"start": at == 0, "end": at == len(values) - 1}
+                found = infer(model, {"INPUT0": np.full((1, 1), value)}, id=name, **ends)
+                expect(found["OUTPUT0"], [[values[: at + 1].sum(dtype=np.int32)]])
+
+        with door(server) as infer:
+            yield ask
+
+    return load
+
+
+def _repeated(rng: random.Random) -> dict[str, Any]:
+    count = rng.randint(1, 60)
+    delays = np.full(count, rng.choice([0, 0, 1]), np.uint32)
+    return {"IN": _numbers(rng, np.int32, count), "DELAY": delays, "WAIT": np.zeros(1, np.uint32)}
+
+
+@contextmanager
+def native_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
+    """All responses of a decoupled model, in their order."""
+
+    def ask() -> None:
+        given = _repeated(rng)
+        with client.stream("repeat", given, timeout=PATIENCE_S) as responses:
+            found = [(int(each["OUT"][0]), int(each["IDX"][0])) for each in responses]
+        expect(found, [(value, place) for place, value in enumerate(given["IN"])])
+
+    with shmserve.client.connect(server.run_dir) as client:
+        yield ask
+
+
+@contextmanager
+def grpc_stream(server: Server, rng: random.Random) -> Iterator[Ask]:
+    """The same over one gRPC stream, with its end as a response."""
+    told: queue.Queue[Any] = queue.Queue()
+
+    def response() -> Any:
+        result, error = told.get(timeout=PATIENCE_S)
+        if error is not None:
+            raise error
+        return result
+
+    def ask() -> None:
+        given, named = _repeated(rng), str(next(_ids))
+        client.async_stream_infer(
+            "repeat",
+            [_grpc_input(*item) for item in given.items()],
+            request_id=named,
+            enable_empty_final_response=True,
+        )
+        for place, value in enumerate(given["IN"]):
+            found = response()
+            told_id, outputs = (
+                found.get_response().id,
+                (found.as_numpy("OUT"), found.as_numpy("IDX")),
+            )
+            if told_id != named or [*map(str, outputs)] != [f"[{value}]", f"[{place}]"]:
+                raise Wrong(f"{told_id}: {outputs}, wanted {named}: {value}, {place}")
+        end = response().get_response()
+        expect((end.id, len(end.outputs)), (named, 0))
+
+    with _grpc_client(server) as client:
+        client.start_stream(lambda result, error: told.put((result, error)))
+        try:
+            yield ask
+        finally:
+            client.stop_stream(cancel_requests=True)
+
+
+_TEXTS: dict[tuple[str, int], str] = {}  # by prompt and length, as it was told first
+_PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
+
+
+def text(stream: bool) -> Open:
+    """A greedy text: the same for a prompt each time, and whole."""
+
+    @contextmanager
+    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+        def ask() -> None:
+            asked = rng.choice(_PROMPTS), rng.choice((3, 8))
+            body = {"model": "tiny", "prompt": asked[0], "max_tokens": asked[1], "temperature": 0}
+            reply = connection.post(
+                "/v1/completions", body | {"ignore_eos": True, "stream": stream}
+            )
+            if reply.status != 200:
+                raise Refused(f"{reply.status}: {reply.body.decode()}")
+            found = _streamed(reply) if stream else reply.json()["choices"][0]["text"]
+            expect(found, _TEXTS.setdefault(asked, found))
+
+        with server.http(PATIENCE_S) as connection:
+            yield ask
+
+    return load
+
+
+def _streamed(reply: Reply) -> str:
+    events = [line[6:] for line in reply.body.decode().splitlines() if line.startswith("data: ")]
+    found = [json.loads(event) for event in events if event != "[DONE]"]
+    for event in found:
+        if "error" in event:
+            raise Refused(f"in the stream: {event['error']['message']}")
+    if events[-1:] != ["[DONE]"]:
+        raise Wrong(f"a stream that ends so: {events[-1:]}")
+    return "".join(choice["text"] for event in found for choice in event["choices"])
+
+
+# Regions of clients that are cut and unlinked, by a fault.
+REGIONS: dict[str, SharedObject] = {}
+
+
+def region(cut: bool) -> Open:
+    """Through one registered region, input and output. `cut`: its client cuts it at times, which
+    may cost that client an answer, and nobody else."""
+
+    @contextmanager
+    def load(server: Server, rng: random.Random) -> Iterator[Ask]:
+        count, size = 4096, 4096 * 4
+
+        def ask() -> None:
+            values = _numbers(rng, np.float32, count)
+            given = shm_input("INPUT0", "FP32", [count], shared.name, size)
+            wanted = {"name": "OUTPUT0", "parameters": in_region(shared.name, size, size)}
+            with _own_fault():
+                shared.write(values)
+            _ok(connection.infer("identity", {"inputs": [given], "outputs": [wanted]}))
+            with _own_fault():
+                expect(shared.read(np.float32, count, size), values)
+
+        with server.http(PATIENCE_S) as connection, SharedObject(2 * size) as shared:
+            _ok(connection.register(shared.name, shared.key, 2 * size))
+            if cut:
+                REGIONS[shared.name] = shared
+            try:
+                yield ask
+            finally:
+                REGIONS.pop(shared.name, None)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    connection.unregister(shared.name)
+
+    return load
+
+
+@contextmanager
+def _own_fault() -> Iterator[None]:
+    """A region that is shorter than its client takes it to be cannot be mapped."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(f"INVALID: {error}") from None
+
+
+@contextmanager
+def in_place(server: Server, rng: random.Random) -> Iterator[Ask]:
+    """Through memory that the native client shares."""
+
+    def ask() -> None:
+        given["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
+        taken["OUTPUT0"][:] = 0
+        client.infer("identity", given, outputs=taken, timeout=PATIENCE_S)
+        expect(taken["OUTPUT0"], values)
+
+    form = ((4096,), "FP32")
+    with shmserve.client.connect(server.run_dir) as client:
+        given, taken = client.allocate({"INPUT0": form}), client.allocate({"OUTPUT0": form})
+        yield ask
+
+
+@contextmanager
+def vanishing(server: Server, rng: random.Random) -> Iterator[Ask]:
+    """Leaves in the middle of its request, or before the answer."""
+    body = json.dumps(
+        {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
+    )
+    head = "POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+    def ask() -> None:
+        with raw_connection(server.http_port) as connection:
+            connection.sendall(whole[: rng.choice([rng.randrange(len(whole)), len(whole)])])
+
+    yield ask
+
+
+class Load(NamedTuple):
+    """An entry: its name begins with the door, by which errors are allowed."""
+
+    name: str
+    open: Open
+    clients: int = 1
+
+
+LOADS = (
+    Load("http-json", sums(_json_door)),
+    Load("http-binary", sums(_binary_door), 2),
+    Load("grpc-batched", sums(_grpc_door)),
+    Load("native-batched", sums(_native_door)),
+    Load("http-swap", sums(_binary_door, "swap")),
+    Load("native-swap", sums(_native_door, "swap")),
+    Load("http-ensemble", function(_binary_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
+    Load("native-ensemble", function(_native_door, "pipeline", lambda x: (x + 1) * 2, "IN OUT")),
+    Load("http-cached", function(_json_door, "cached", lambda x: x + 1, different=50)),
+    Load("grpc-limited", function(_grpc_door, "limited", lambda x: x * 3)),
+    Load("native-rival", function(_native_door, "rival", lambda x: x * 3)),
+    Load("http-sequence", sequences(_json_door, "sums_oldest")),
+    Load("grpc-sequence", sequences(_grpc_door, "sums_direct")),
+    Load("native-sequence", sequences(_native_door, "sums_direct")),
+    Load("native-stream", native_stream),
+    Load("grpc-stream", grpc_stream),
+    Load("http-text", text(stream=False)),
+    Load("http-text-stream", text(stream=True)),
+    Load("http-region", region(cut=False)),
+    Load("http-cut-region", region(cut=True)),
+    Load("native-in-place", in_place),
+    Load("http-vanishing", vanishing),
+)
+
+
+def in_words(error: BaseException) -> str:
+    """An error as the table of those allowed has it; raises what is none that a client may see."""
+    match error:
+        case Wrong():
+            return f"wrong: {error}"
+        case Refused():
+            return str(error)
+        case shmserve.client.Disconnected() | shmserve.client.TimedOut() | queue.Empty():
+            return f"lost: {error!r}"
+        case ShmserveError():
+            return f"{error.code}: {error.message}"
+        case InferenceServerException() if _is_of_connection(error):
+            return f"lost: {error}"
+        case InferenceServerException():
+            return f"{error.status()}: {error.message()}"
+        case OSError() | http.client.HTTPException():
+            return f"lost: {error!r}"
+    raise error
+
+
+def _is_of_connection(error: InferenceServerException) -> bool:
+    words = (
+        "Socket closed",
+        "connect",
+        "Stream removed",
+        "RST_STREAM",
+        "Deadline",
+        "GOAWAY",
+        "EOF",
+    )
+    return any(word in str(error.message()) for word in words)
+
+
+class Clients:
+    """Threads that ask until they are told to stop, each with a connection of its own, which is
+    opened anew after an error."""
+
+    def __init__(self, server: Server, ledger: Ledger, seed: int, loads: tuple[Load, ...]) -> None:
+        self._server, self._ledger = server, ledger
+        self._stop = threading.Event()
+        self._threads = []
+        for load in loads:
+            for number in range(load.clients):
+                name = f"{load.name}.{number}"
+                ledger.joins(name)
+                told = (load, name, random.Random(f"{seed} {name}"))
+                self._threads.append(threading.Thread(target=self._run, args=told, name=name))
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, load: Load, name: str, rng: random.Random) -> None:
+        began = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                with load.open(self._server, rng) as ask:
+                    while not self._stop.is_set():
+                        began = time.monotonic()
+                        ask()
+                        self._ledger.answered(load.name, name, began)
+                        self._stop.wait(rng.random() * _BREATH_S)
+                        began = time.monotonic()
+            except Exception as error:
+                self._failed(load, name, began, error)
+            self._stop.wait(_BREATH_S)
+
+    def _failed(self, load: Load, name: str, began: float, error: Exception) -> None:
+        try:
+            self._ledger.refuse(load.name, name, began, in_words(error))
+        except Exception as unknown:
+            self._ledger.fail(f"{name}: {unknown!r}")
+            self._stop.set()

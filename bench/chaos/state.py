@@ -1,0 +1,104 @@
+"""What must be flat from beginning to end; and readiness, as somebody sees it who asks all the
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.faults.scene import State
+from tests.support import servers
+from tests.support.servers import Server
+from tests.support.waiting import until
+
+_SETTLE_S = 15.0
+_MORE_THREADS = 4
+# What zygotes that were started later have of their own, of what all their children shared before.
+_MORE_MEMORY = 256 << 20
+_PROBE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A server at rest."""
+
+    state: State
+    threads: Counter[str]
+    shm: frozenset[str]
+
+    @staticmethod
+    def of(server: Server) -> Measured:
+        """Now."""
+        threads: Counter[str] = Counter()
+        for process in server.tree():
+            with contextlib.suppress(OSError):
+                threads[servers.title(process)] += len(os.listdir(f"/proc/{process.pid}/task"))
+        return Measured(State.of(server), threads, frozenset(os.listdir("/dev/shm")))
+
+    def differences(self, now: Measured) -> list[str]:
+        """What has grown."""
+        found = self.state.differences(now.state, _MORE_MEMORY)
+        for title, count in now.threads.items():
+            if count > self.threads.get(title, 0) + _MORE_THREADS:
+                found.append(f"threads of {title}: {self.threads.get(title, 0)} became {count}")
+        found += [f"/dev/shm/{name}" for name in now.shm - self.shm]
+        return found
+
+    def wait_restored(self, server: Server) -> list[str]:
+        """What is not as it was, after some seconds for it to become so."""
+        found: list[str] = []
+
+        def as_before() -> bool:
+            found[:] = self.differences(Measured.of(server))
+            return not found
+
+        with contextlib.suppress(AssertionError):
+            until("as before", as_before, _SETTLE_S)
+        return found
+
+    def in_words(self) -> str:
+        """The sums."""
+        state = self.state
+        return (
+            f"{sum(state.titles.values())} processes, {sum(self.threads.values())} threads, "
+            f"{sum(state.descriptors.values())} descriptors, {state.sockets} unix sockets, "
+            f"{sum(state.resident.values()) >> 20} MiB, {len(self.shm)} objects in /dev/shm"
+        )
+
+
+class Probe:
+    """Somebody who asks for the server's health all the time; `slowest_s`: the longest wait."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="probe")
+        self.slowest_s = 0.0
+        self.asked = 0
+        self.not_ready = 0
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                self._server.http(10) as connection,
+            ):
+                while not self._stop.wait(_PROBE_S):
+                    began = time.monotonic()
+                    self.not_ready += connection.get("/v2/health/ready").status != 200
+                    self.asked += 1
+                    self.slowest_s = max(self.slowest_s, time.monotonic() - began)
