@@ -35,7 +35,7 @@ from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_u
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.host.service_manager import (
     ServiceManager,
-    inherited_sockets,
+    inherited,
     progress_line,
 )
 from shmserve.supervisor.kept.gateways import Gateways
@@ -53,6 +53,7 @@ from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
@@ -139,7 +140,7 @@ def _listen(config: ServerConfig, listeners: Listeners) -> None:
     """Where the service manager gave sockets for a protocol, on these alone."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
-    given = inherited_sockets(os.environ)
+    given, listeners.kept = inherited(os.environ)
     for name, sockets in given.items():
         listeners.lent += sockets
         getattr(listeners, name).extend(lend(sock, guarded) for sock in sockets)
@@ -177,7 +178,9 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
-    regions = RegionRegistry(control, opener, events.publish)
+    kept = KeptRegions(manager.keep, manager.drop)
+    regions = RegionRegistry(control, opener, events.publish, kept)
+    regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
     snapshot = Snapshot(registry, regions, memory, health)

@@ -156,6 +156,7 @@ class Listeners:
     metrics: list[socket.socket] = field(default_factory=list)
     grpc: list[socket.socket] = field(default_factory=list)
     lent: list[socket.socket] = field(default_factory=list)  # of them: others go on with these
+    kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a server before
 
     def close(self) -> None:
         """Close every one, again if need be."""

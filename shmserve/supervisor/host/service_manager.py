@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Self
 
 from shmserve.errors import InvalidArgument
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _FIRST_FD = 3
 # What a socket's FileDescriptorName= may say that it is for.
 LISTENERS = ("http", "grpc", "metrics")
+_KEPT = "kept-"  # what the names begin with of the descriptors that it keeps
 _EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
 _MOST_NAMED = 5
@@ -86,10 +87,19 @@ class ServiceManager:
             self._tell(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
             await asyncio.sleep(_SIGN_OF_LIFE_S)
 
-    def _tell(self, *lines: str) -> None:
+    def keep(self, name: str, fds: list[int]) -> None:
+        """Have copies of descriptors kept by a name, and given to the next server."""
+        self._tell("FDSTORE=1", f"FDNAME={_KEPT}{name}", "FDPOLL=0", fds=fds)
+
+    def drop(self, name: str) -> None:
+        """Keep those of this name no longer."""
+        self._tell("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
+
+    def _tell(self, *lines: str, fds: Sequence[int] = ()) -> None:
         if self._socket is not None:
+            said = "\n".join(lines).encode()
             with contextlib.suppress(OSError):  # it has ended, or does not read
-                self._socket.send("\n".join(lines).encode(), socket.MSG_DONTWAIT)
+                socket.send_fds(self._socket, [said], fds, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Tell it nothing any more."""
@@ -110,29 +120,36 @@ def progress_line(progress: Mapping[str, str]) -> str:
     return line
 
 
-def inherited_sockets(environment: MutableMapping[str, str]) -> dict[str, list[socket.socket]]:
-    """The listening sockets that the service manager gave, by their names, of `LISTENERS`; what
-    says so is taken out of the environment.
+Sockets = dict[str, list[socket.socket]]
+
+
+def inherited(environment: MutableMapping[str, str]) -> tuple[Sockets, dict[str, list[int]]]:
+    """The listening sockets that the service manager gave, by their names, of `LISTENERS`, and the
+    descriptors that it has kept, by theirs; what says so is taken out of the environment.
 
     Raises InvalidArgument for one of another name, or that does not listen.
     """
     said = {name: environment.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES")}
     if said["PID"] != str(os.getpid()) or not said["FDS"].isdecimal():
-        return {}
+        return {}, {}
     count = int(said["FDS"])
     names = said["FDNAMES"].split(":") if said["FDNAMES"] else []
-    found: dict[str, list[socket.socket]] = {}
+    found: Sockets = {}
+    kept: dict[str, list[int]] = {}
     for number in range(count):
         fd = _FIRST_FD + number
         os.set_inheritable(fd, False)
         name = names[number] if number < len(names) else ""
+        if name.startswith(_KEPT):
+            kept.setdefault(name.removeprefix(_KEPT), []).append(fd)
+            continue
         if name not in LISTENERS:
             raise InvalidArgument(
                 f"LISTEN_FDNAMES: a socket named '{name}' "
                 f"(FileDescriptorName= may say: {', '.join(LISTENERS)})"
             )
         found.setdefault(name, []).append(_listening(fd, name))
-    return found
+    return found, kept
 
 
 def _listening(fd: int, name: str) -> socket.socket:

@@ -67,6 +67,32 @@ class RegionOpener:
             undone.pop_all()
         return region
 
+    def reopen(
+        self,
+        fd: int,
+        owner: Ownership,
+        *,
+        name: str,
+        key: str,
+        offset: int,
+        byte_size: int,
+        pinned: bool,
+    ) -> OpenRegion:
+        """One that a server before has opened; its descriptor is the region's from then on."""
+        self._refuse_if_disabled()
+        shared = posix_shm.described(fd)
+        posix_shm.check_range(name, shared, offset, byte_size)
+        blocks = os.fstat(fd).st_blocks
+        number = secrets.randbits(62)
+        region = OpenRegion(name, key, number, shared, offset, byte_size, owner, blocks=blocks)
+        self._pin(region, pinned, copied=owner.copied)
+        try:
+            self._quota.enter(owner.uid, byte_size, shared.file)
+        except InvalidArgument:
+            self._pins.release(offset + byte_size if pinned else 0)
+            raise
+        return region
+
     async def _reserve(
         self, name: str, key: str, shared: posix_shm.SharedObject, offset: int, byte_size: int
     ) -> None:

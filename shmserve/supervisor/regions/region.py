@@ -64,6 +64,7 @@ class OpenRegion:
     cuda: CudaHandle | None = None
     exporter: ExporterWatch | None = None
     pinned: bool = False
+    kept_as: str = ""  # the name by which its registration outlives the server
 
     def shrank(self) -> bool:
         """Whether pages of the object have been given back since (it may be as long as before)."""

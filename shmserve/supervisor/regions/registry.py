@@ -12,6 +12,8 @@ so a key that is unlinked and made again is never confused with what was registe
 register and unregister what is decided by shmserve.common.access.shm_access, how much by
 shmserve.supervisor.regions.quota.
 
+What is registered of system memory is kept beyond the server where somebody does (`keeping`).
+
 CUDA memory is registered by a handle that workers alone open. Where the process is known that
 exported it, its death unregisters the region.
 """
@@ -41,6 +43,7 @@ from shmserve.ipc.messages.memory import (
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import whole
+from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 
@@ -128,16 +131,28 @@ class RegionRegistry:
     """Registers and unregisters; `publish_event` is for subscribers of events."""
 
     def __init__(
-        self, processes: Processes, opener: RegionOpener, publish_event: Callable[[Any], None]
+        self,
+        processes: Processes,
+        opener: RegionOpener,
+        publish_event: Callable[[Any], None],
+        kept: KeptRegions,
     ) -> None:
         self._processes = processes
         self._publish_event = publish_event
         self._opener = opener
+        self._kept = kept
         self.draining = DrainingRegions(processes, opener)
         self._endings: set[asyncio.Task[None]] = set()
         self._active: dict[str, OpenRegion] = {}
         # Registrations and unregistrations take effect one after the other, everywhere.
         self._turn = asyncio.Lock()
+
+    def restore(self, given: dict[str, list[int]]) -> None:
+        """Register again what was kept of a server before, before there are gateways."""
+        for region in self._kept.restore(given, self._opener):
+            self._active[region.name] = region
+        if given:
+            logger.info("%d registered regions are those of the server before", len(self._active))
 
     def active(self) -> list[OpenRegion]:
         """Every region that has a name."""
@@ -191,6 +206,7 @@ class RegionRegistry:
                 logger.info("region replaced: the object behind its name was removed")
                 await self._withdraw(known, "the object behind its name was removed")
             self._active[name] = region
+            self._kept.add(region)
             self._publish_event(region.registered())
             await self._processes.publish(region.published, "gateway")
             return {"memory_id": region.memory_id}
@@ -307,6 +323,7 @@ class RegionRegistry:
 
     async def _withdraw(self, region: OpenRegion, reason: str = "") -> None:
         self._active.pop(region.name, None)
+        self._kept.remove(region)
         self._publish_event(RegionUnregistered(region.name, reason))
         await self.draining.drain(region)
 

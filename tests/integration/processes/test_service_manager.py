@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from tests.support import repositories
 from tests.support.gates import Gate
+from tests.support.load import AskThroughMemory
 from tests.support.servers import ROOT, Server, running
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, simple_request
@@ -31,13 +32,33 @@ class Manager:
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
         self.address = address
+        self.kept: dict[str, list[int]] = {}
 
     def hear(self, text: str) -> list[str]:
-        """What it hears up to what has this text."""
-        heard = [self._sock.recv(4096).decode()]
+        """What it hears up to what has this text; it keeps what it is to keep."""
+        heard = [self._heard()]
         while text not in heard[-1]:
-            heard.append(self._sock.recv(4096).decode())
+            heard.append(self._heard())
         return heard
+
+    def _heard(self) -> str:
+        data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
+        said = dict(line.split("=", 1) for line in data.decode().split("\n"))
+        if "FDSTORE" in said:
+            assert said["FDPOLL"] == "0"
+            self.kept[said["FDNAME"]] = fds
+        elif "FDSTOREREMOVE" in said:
+            self._drop(said["FDNAME"])
+        return data.decode()
+
+    def _drop(self, name: str) -> None:
+        for fd in self.kept.pop(name):
+            os.close(fd)
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        for name in list(self.kept):
+            self._drop(name)
 
 
 @pytest.fixture
@@ -151,7 +172,7 @@ def test_a_server_on_sockets_that_it_is_given(repository: Path) -> None:
     ):
         unix.bind(str(folder / "http"))
         unix.listen()
-        given = (http, grpc, unix)
+        given = [http.fileno(), grpc.fileno(), unix.fileno()]
         port = http.getsockname()[1]
         early = Http(port)
         for _ in range(2):
@@ -181,7 +202,7 @@ def test_who_comes_while_models_load_waits_and_is_answered(tmp_path: Path) -> No
     folder = Path(tempfile.mkdtemp(prefix="st-"))
     gate = Gate(folder / "gate")
     with socket.create_server(("127.0.0.1", 0)) as http:
-        server = start((http,), "http", repository, folder, GATE=str(gate.path))
+        server = start([http.fileno()], "http", repository, folder, GATE=str(gate.path))
         try:
             visit = gate.next()
             with raw_connection(http.getsockname()[1]) as early:
@@ -194,8 +215,41 @@ def test_who_comes_while_models_load_waits_and_is_answered(tmp_path: Path) -> No
             assert server.wait(30) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_registrations_outlive_the_server(
+    manager: Manager, repository: Path, number: signal.Signals
+) -> None:
+    """The service manager keeps them, and gives them to the next."""
+    repositories.add(repository, "identity")
+    folder = Path(tempfile.mkdtemp(prefix="st-"))
+    ask: AskThroughMemory | None = None
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            kept = [(name, fd) for name, fds in manager.kept.items() for fd in fds]
+            names = ":".join(["http", *(name for name, _ in kept)])
+            given = [listener.fileno(), *(fd for _, fd in kept)]
+            server = start(given, names, repository, folder, NOTIFY_SOCKET=manager.address)
+            try:
+                manager.hear("READY=1")
+                with contextlib.closing(Http(port)) as http:
+                    if ask is None:
+                        ask = AskThroughMemory(http)
+                        http.register("other", ask.shared.key, 4096).ok()
+                        http.unregister("other").ok()
+                        manager.hear("FDSTOREREMOVE=1")
+                    assert ask(http, 1) == ""
+                    assert [region["name"] for region in http.regions().json()] == [ask.shared.name]
+            finally:
+                server.send_signal(number)
+                server.wait(30)
+    assert ask is not None
+    ask.shared.unlink()
+    manager.close()
+
+
 def start(
-    given: tuple[socket.socket, ...],
+    given: Sequence[int],
     names: str,
     repository: Path,
     folder: Path,

@@ -17,6 +17,7 @@ from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.process_rig import ToldProcesses
@@ -45,6 +46,7 @@ class Office(ToldProcesses):
             self,
             RegionOpener(policy, handles),
             lambda event: None,
+            KeptRegions(print, print),
         )
 
 

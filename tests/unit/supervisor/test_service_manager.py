@@ -117,10 +117,10 @@ def test_progress_is_a_line(progress: dict[str, str], line: str) -> None:
 _ASK = """
 import os
 from shmserve.errors import InvalidArgument
-from shmserve.supervisor.host.service_manager import inherited_sockets
+from shmserve.supervisor.host.service_manager import inherited
 os.environ["LISTEN_PID"] = os.environ["LISTEN_PID"].replace("self", str(os.getpid()))
 try:
-    found = inherited_sockets(os.environ)
+    found, kept = inherited(os.environ)
 except InvalidArgument as error:
     print(error.message)
 else:

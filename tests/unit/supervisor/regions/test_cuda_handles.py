@@ -42,6 +42,7 @@ from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.supervisor.regions import cuda_handles
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, identity_config, rig
@@ -78,6 +79,7 @@ class Office(ToldProcesses):
             self,
             RegionOpener(POLICY, check),
             lambda event: None,
+            KeptRegions(print, print),
         )
 
     async def check(self, memory: Memory) -> None:
@@ -252,7 +254,7 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(Office(), RegionOpener(POLICY), print)
+        registry = RegionRegistry(Office(), RegionOpener(POLICY), print, KeptRegions(print, print))
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)

@@ -1,0 +1,91 @@
+"""Registrations that outlive the server: each is kept by somebody else as two descriptors, of the
+object and of a sealed memfd that says what it is registered as.
+
+The service manager keeps them (FDSTORE, sd_pid_notify_with_fds(3)), and gives them to the next
+server, also after a kill. Memory on a device cannot be kept: its handles are of processes. Nor
+need be what ends with its client: that shares it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from shmserve.common.access.shm_access import Ownership
+from shmserve.errors import ShmserveError
+from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.region import OpenRegion
+
+logger = logging.getLogger(__name__)
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_LONGEST = 1 << 20  # bytes of a description
+
+
+class KeptRegions:
+    """`keep(name, fds)` has copies of descriptors kept by a name, `drop(name)` forgets them."""
+
+    def __init__(self, keep: Callable[[str, list[int]], None], drop: Callable[[str], None]) -> None:
+        self._keep = keep
+        self._drop = drop
+
+    def add(self, region: OpenRegion) -> None:
+        """Have a region kept that was registered."""
+        if region.shared is None or region.lessor:
+            return
+        region.kept_as = secrets.token_hex(8)
+        with described(region) as description:
+            self._keep(region.kept_as, [region.shared.fd, description])
+
+    def remove(self, region: OpenRegion) -> None:
+        """Forget a region that is not registered any more."""
+        if region.kept_as:
+            self._drop(region.kept_as)
+
+    def restore(self, given: dict[str, list[int]], opener: RegionOpener) -> Iterator[OpenRegion]:
+        """The regions that were kept, open; what cannot be one any more is dropped."""
+        for name, fds in given.items():
+            try:
+                region = _opened(fds, opener)
+            except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
+                logger.warning("a registration of the server before is lost: %s", error)
+                for fd in fds:
+                    os.close(fd)
+                self._drop(name)
+            else:
+                region.kept_as = name
+                yield region
+
+
+@contextlib.contextmanager
+def described(region: OpenRegion) -> Iterator[int]:
+    """The description of a region, as a descriptor."""
+    fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        said: dict[str, Any] = {name: getattr(region, name) for name in _SAID}
+        os.write(fd, json.dumps({**said, "owner": asdict(region.owner)}).encode())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+_SAID = ("name", "key", "offset", "byte_size", "pinned")
+
+
+def _opened(fds: list[int], opener: RegionOpener) -> OpenRegion:
+    sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
+    if sorted(sealed) != [False, True]:
+        raise ValueError("not an object and its description")
+    description, shared = fds[sealed.index(True)], fds[sealed.index(False)]
+    said = json.loads(os.pread(description, _LONGEST, 0))
+    region = opener.reopen(shared, Ownership(**said.pop("owner")), **said)
+    os.close(description)
+    return region
