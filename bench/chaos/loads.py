@@ -441,6 +441,7 @@ def _is_of_connection(error: InferenceServerException) -> bool:
         "Deadline",
         "GOAWAY",
         "EOF",
+        "no longer in valid state",
     )
     return any(word in str(error.message()) for word in words)
 

@@ -10,7 +10,7 @@ from tests.support.hf_folders import write_folder
 from tests.support.sequence_models import controls, instances
 
 # Seconds that an execution may take: what hangs is killed then.
-EXECUTION_LIMIT_S = 2
+EXECUTION_LIMIT_S = 5
 
 _LIMITED = 'rate_limiter { resources [ { name: "R" count: 1 } ] }'
 _IDLE = "max_sequence_idle_microseconds: 3000000"

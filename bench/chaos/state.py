@@ -19,8 +19,10 @@ from tests.support.waiting import until
 
 _SETTLE_S = 15.0
 _MORE_THREADS = 4
-# What zygotes that were started later have of their own, of what all their children shared before.
-_MORE_MEMORY = 256 << 20
+# Bytes. A worker shares 40 MB with the zygote that it comes from and with its other children, and
+# counts in full once another zygote has taken over: all together, and one process.
+_MORE_MEMORY = 640 << 20
+_MORE_OF_ONE = 160 << 20
 _PROBE_S = 0.05
 
 
@@ -44,6 +46,10 @@ class Measured:
     def differences(self, now: Measured) -> list[str]:
         """What has grown."""
         found = self.state.differences(now.state, _MORE_MEMORY)
+        for title, size in now.state.resident.items():
+            grown = size - self.state.resident.get(title, size)
+            if grown > _MORE_OF_ONE and not title.endswith("zygote"):
+                found.append(f"memory of {title}: {grown >> 20} MiB more")
         for title, count in now.threads.items():
             if count > self.threads.get(title, 0) + _MORE_THREADS:
                 found.append(f"threads of {title}: {self.threads.get(title, 0)} became {count}")

@@ -59,17 +59,20 @@ def pss_mb(root: int) -> float:
     return sum(pss_of(p.pid) for p in tree(root))
 
 
-def pss_of(pid: int) -> float:
-    """Proportional set size of one process, in MB; 0 where it has ended."""
-    return _pss_kib(pid) * 1024 / 1e6
+def pss_of(pid: int, *kinds: str) -> float:
+    """Proportional set size of one process, in MB, of these kinds ("Pss_Anon", ...) or all; 0 where
+    it has ended."""
+    return sum(_pss_kib(pid, kind) for kind in kinds or ("Pss",)) * 1024 / 1e6
 
 
-def _pss_kib(pid: int) -> int:
+def _pss_kib(pid: int, kind: str) -> int:
     try:
         rollup = (_PROC / str(pid) / "smaps_rollup").read_text()
     except OSError:
         return 0
-    return next((int(row.split()[1]) for row in rollup.splitlines() if row.startswith("Pss:")), 0)
+    return next(
+        (int(row.split()[1]) for row in rollup.splitlines() if row.startswith(f"{kind}:")), 0
+    )
 
 
 def shm_files(members: list[Process]) -> set[Path]:

@@ -20,7 +20,8 @@ _ESTABLISHED = "01"
 
 @dataclass
 class Sample:
-    """By a process's title (several of one are added): MB of proportional memory, descriptors but
+    """By a process's title (several of one are added): MB of proportional memory without
+    that of files, which other programs map, too; descriptors but
     for clients' connections over TCP, threads. `shm` is what lies in /dev/shm, MB, of everybody."""
 
     memory_mb: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -38,7 +39,7 @@ def sample(root: int) -> Sample:
         with contextlib.suppress(OSError):
             title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
             title = title.removeprefix(_TITLE)
-            found.memory_mb[title] += processes.pss_of(process.pid)
+            found.memory_mb[title] += processes.pss_of(process.pid, "Pss_Anon", "Pss_Shmem")
             found.descriptors[title] += sum(
                 _counts(fd, established) for fd in os.scandir(folder / "fd")
             )

@@ -7,7 +7,7 @@ import sys
 
 from tests.support.servers import ROOT
 
-_SECONDS = 45
+_SECONDS = 30
 _PATIENCE_S = 300
 
 

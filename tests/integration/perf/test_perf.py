@@ -4,6 +4,8 @@ it says when something is wrong."""
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
-from tests.support import repositories
+from tests.support import certificates, repositories
 from tests.support.servers import Server, running
 
 SHORT = ("--window=0.2", "--windows=3", "--warm-up=0.1")
@@ -138,7 +140,8 @@ def test_each_door_with_and_without_shared_memory(
     assert server["requests"] == pytest.approx(point["requests"], rel=0.5, abs=50)
     assert server["batch"] >= 1
     with asked.http() as http:
-        assert http.get("/v2/systemsharedmemory/status").ok().json() == []
+        regions = http.get("/v2/systemsharedmemory/status").ok().json()
+    assert not [region for region in regions if region["name"].startswith("perf-")]
 
 
 @pytest.mark.parametrize("door", ["http", "grpc", "native"])
@@ -235,3 +238,25 @@ def test_what_is_wrong_is_one_line(
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "simple", "--url=127.0.0.1:9"]) == 1
     assert "refused" in capsys.readouterr().err
+
+
+def test_tls_and_a_server_that_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = certificates.make(tmp_path)
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.add(repository, "identity")
+    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
+    with running(repository, "--grpc-use-ssl=true", *flags, grpc=True) as server:
+        where = f"--url=grpcs://localhost:{server.grpc_port}"
+        large = ("--shape=INPUT0:100000", "--concurrency=4", f"--root-cert={keys}/ca.pem")
+        assert main(["perf", "identity", where, *large, *SHORT]) == 0
+        assert main(["perf", "identity", where, *large[:-1], *SHORT]) == 1
+        capsys.readouterr()
+        # It goes in the middle of a load.
+        stopping = threading.Timer(1.0, server.stop)
+        stopping.start()
+        asked = ["perf", "identity", f"--url={server.url}", *large[:-1]]
+        assert main([*asked, "--window=60", "--patience=5"]) == 1
+        stopping.join()
+        # It depends on the moment which of them meets it.
+        assert re.search("cannot be reached|no answer|failed", capsys.readouterr().err)

@@ -158,6 +158,9 @@ class SimulatedProcesses:
     def broadcast(self, message: Any, *roles: str) -> None:
         """Nobody listens."""
 
+    def flush(self) -> None:
+        """What was sent is on its way."""
+
     def _say(self, address: Address, message: Any) -> None:
         if pid_of(address) not in self.alive:
             return

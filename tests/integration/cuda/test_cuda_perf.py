@@ -1,0 +1,33 @@
+"""`shmserve perf` with tensors on a real device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shmserve.cli import main
+from tests.support import repositories
+from tests.support.servers import running
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
+def test_tensors_stay_on_the_device(tmp_path: Path, door: str) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple")
+    with running(repository, gpu=True, grpc=True) as server:
+        urls = {"http": f"--url=http://{server.url}", "grpc": f"--url=grpc://{server.grpc_url}"}
+        where = urls.get(door, f"--run-dir={server.run_dir}")
+        report = tmp_path / "report.json"
+        short = ("--window=0.2", "--windows=3", "--warm-up=0.1", f"--json={report}")
+        assert main(["perf", "simple", where, "--shared-memory=cuda", *short]) == 0
+    (point,) = json.loads(report.read_text())["points"]
+    assert (point["errors"], point["error"]) == (0, "")

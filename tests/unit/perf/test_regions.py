@@ -1,0 +1,74 @@
+"""Regions of a run: what is registered, what lies where, and that nothing stays."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.cli.transports import InputTensor
+from shmserve.perf import regions
+from shmserve.perf.regions import Regions
+from tests.rigs.fake_cuda import FakeCuda
+
+ITEMS = [
+    [InputTensor("A", "UINT8", [3], b"abc"), InputTensor("B", "UINT8", [2], b"de")],
+    [InputTensor("A", "UINT8", [1], b"f"), InputTensor("B", "UINT8", [0], b"")],
+]
+
+
+class Transport:
+    """Keeps what is registered."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, tuple[str, Mapping[str, Any]]] = {}
+
+    def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
+        self.registered[name] = (kind, dict(fields))
+
+    def unregister(self, kind: str, name: str) -> None:
+        assert self.registered.pop(name)[0] == kind
+
+
+def test_inputs_lie_where_the_requests_say() -> None:
+    transport: Any = Transport()
+    with Regions(transport, "system") as made:
+        placed = made.inputs(ITEMS)
+        ((kind, fields),) = transport.registered.values()
+        content = Path("/dev/shm", fields["key"].lstrip("/")).read_bytes()
+        assert (kind, fields["byte_size"]) == ("system", len(content))
+        for item, sent in zip(placed, ITEMS, strict=True):
+            for tensor, before in zip(item, sent, strict=True):
+                assert tensor.part is not None and tensor.raw == b""
+                assert tensor.part.region in transport.registered
+                at = tensor.part.offset
+                assert content[at : at + tensor.part.byte_size] == before.raw
+    assert not transport.registered
+    assert not os.path.exists(f"/dev/shm{fields['key']}")
+
+
+def test_slots_have_rooms_of_their_own() -> None:
+    transport: Any = Transport()
+    with Regions(transport, "system") as made:
+        rooms = made.outputs({"Y": 100, "Z": 4}, 3)
+        taken = sorted((p.offset, p.offset + p.byte_size) for room in rooms for p in room.values())
+        assert len(taken) == 6
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
+        ((_, fields),) = transport.registered.values()
+        assert taken[-1][1] <= fields["byte_size"]
+
+
+def test_memory_of_a_device_is_registered_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda().exporting()
+    monkeypatch.setattr(regions, "exporting", lambda: cuda)
+    transport: Any = Transport()
+    with Regions(transport, "cuda") as made:
+        placed = made.inputs(ITEMS)
+        ((kind, fields),) = transport.registered.values()
+        assert (kind, fields["device_id"], len(fields["raw_handle"])) == ("cuda", 0, 64)
+        assert placed[0][1].part is not None
+    assert not transport.registered
