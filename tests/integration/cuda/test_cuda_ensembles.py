@@ -53,6 +53,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
+def copied(server: Server, model: str, direction: str) -> float:
+    return server.metric("shmserve_copied_bytes_total", model=model, direction=direction)
+
+
 def write_ensemble(repository: Path) -> None:
     tensors = ("X", "a", "b", "Y")
     steps = ", ".join(
@@ -72,10 +76,12 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
     with shmserve.client.connect(server.run_dir) as client:
         client.infer("chain", X=given)
         names = ("two", "three")  # who read, and one who writes, on the device
-        before = [server.metric("shmserve_copied_bytes_total", model=name) for name in names]
+        kinds = [(name, way) for name in names for way in ("in", "out")]
+        before = [copied(server, *kind) for kind in kinds]
         futures = [client.infer_async("chain", {"X": given + n}) for n in range(20)]
         for n, future in enumerate(futures):
             assert np.allclose(future.result()["Y"], ((given + n) * 2 + 1) * 4 + 3)
-        for name, was in zip(names, before, strict=True):
-            copied = server.metric("shmserve_copied_bytes_total", model=name) - was
-            assert copied <= 20 * given.nbytes * 1.01  # its output alone
+        for kind, was in zip(kinds, before, strict=True):
+            # Once each way, on the device: a batch is gathered, its outputs go where they are read.
+            # The first request may be counted late.
+            assert copied(server, *kind) - was <= 21 * given.nbytes * 1.01, kind

@@ -23,6 +23,7 @@ from tritonclient.utils import InferenceServerException
 from tests.support import servers
 from tests.support.gates import WAITING, holding
 from tests.support.servers import Server
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,7 +139,8 @@ def second_half(shm: Any, region: Any) -> np.ndarray:
 
 
 def copied(server: Server) -> float:
-    return server.metric("shmserve_copied_bytes_total")
+    """The bytes of inputs: an output is copied to its region, from device to device."""
+    return server.metric("shmserve_copied_bytes_total", direction="in")
 
 
 def worker(server: Server) -> psutil.Process:
@@ -157,7 +159,7 @@ def test_register_and_infer(
         before = copied(server)
         infer(client)
         assert (second_half(shm, region) == (X + turn) * 2).all()
-    assert copied(server) == before, "no byte is copied once the model is known"
+    assert copied(server) == before, "no input is copied once the model is known"
     client.unregister_cuda_shared_memory("r")
     assert client.get_cuda_shared_memory_status() == []
     with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'r'"):
@@ -219,11 +221,13 @@ def test_unregister_in_flight(
         running = client.async_infer("twice", inputs, outputs=outputs)
         until_it_runs()
         client.unregister_cuda_shared_memory("r")
-        assert client.get_cuda_shared_memory_status() == []
+        (listed,) = client.get_cuda_shared_memory_status()  # while it is in use
+        assert listed["name"] == "r"
         with pytest.raises(InferenceServerException, match="Unable to find"):
             infer(client)
     running.get_result()
     assert (second_half(shm, region) == X * 2).all()
+    until("it is listed no more", lambda: client.get_cuda_shared_memory_status() == [])
 
 
 def test_two_processes(

@@ -98,7 +98,7 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
 def test_the_process_that_holds_it_dies(server: Server) -> None:
     def holders() -> list[int]:
         every = psutil.Process(server.pid).children(recursive=True)
-        return [each.pid for each in every if "workspace cuda:0" in " ".join(each.cmdline())]
+        return [each.pid for each in every if "workspace cuda:0" in servers.title(each)]
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)
