@@ -82,6 +82,7 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
         for n, future in enumerate(futures):
             assert np.allclose(future.result()["Y"], ((given + n) * 2 + 1) * 4 + 3)
         for kind, was in zip(kinds, before, strict=True):
-            # Once each way, on the device: a batch is gathered, its outputs go where they are read.
-            # The first request may be counted late.
-            assert copied(server, *kind) - was <= 21 * given.nbytes * 1.01, kind
+            # Once each way, on the device: a batch is gathered, its outputs go where they are read;
+            # what the client gets goes to the host first. The first request may be counted late.
+            times = 2 if kind == ("three", "out") else 1
+            assert copied(server, *kind) - was <= 21 * times * given.nbytes * 1.01, kind
