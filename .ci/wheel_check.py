@@ -123,7 +123,7 @@ def serve_one_request(python: Path, folder: Path) -> None:
         text=True,
     )
     print(f"installed {shown.stdout.strip()}", flush=True)
-    page = [python.with_name("shmserve"), "guide", "models"]
+    page = (python.with_name("shmserve"), "guide", "models")
     subprocess.run(page, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     server = subprocess.Popen(command, cwd=folder, env=environment)
     try:
