@@ -392,6 +392,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             choices=logs.FORMATS,
         ),
         Flag("log-file", "append the log to this file, not to stderr"),
+        Flag(
+            "slow-request-ms",
+            "log of each request that takes longer where its time went; 0: of none",
+            int,
+            0,
+            high=86_400_000,
+        ),
     ),
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

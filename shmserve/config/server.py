@@ -95,6 +95,7 @@ class ServerConfig:
     exit_on_error: bool
     strict_readiness: bool
     log: LogSettings
+    slow_request_ms: int
     delay_scheduler: int
     backlog_delay_scheduler: int
     visible_devices: str | None
@@ -119,7 +120,7 @@ class ServerConfig:
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
-    *("exit-on-error", "strict-readiness"),
+    *("exit-on-error", "strict-readiness", "slow-request-ms"),
 )
 
 
