@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from shmserve import logs
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, suggestion
 
 _TRUE = ("true", "1", "on", "yes")
 _FALSE = ("false", "0", "off", "no")
@@ -52,7 +52,8 @@ class Flag:
         if self.kind is str:
             if self.choices and text not in self.choices:
                 allowed = ", ".join(self.choices)
-                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}")
+                near = suggestion(text, self.choices)
+                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{near}")
             return text
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
@@ -316,6 +317,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "server is there)",
         ),
         Flag(
+            "take-over",
+            "take the place of the server of the run directory, which goes on until this one is "
+            "ready: its listening sockets, wherever they are, and its clients' regions",
+            bool,
+            False,
+        ),
+        Flag(
             "arena-byte-size",
             "bytes each process may use for tensors that lie in no client's region",
             int,
@@ -392,6 +400,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             choices=logs.FORMATS,
         ),
         Flag("log-file", "append the log to this file, not to stderr"),
+        Flag(
+            "slow-request-ms",
+            "log of each request that takes longer where its time went; 0: of none",
+            int,
+            0,
+            high=86_400_000,
+        ),
     ),
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.tracer import Tracer
 from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
@@ -37,3 +38,4 @@ class Gateway:
     health: HealthChanged
     draining: bool = False
     refusing: bool = False
+    tracer: Tracer = field(default_factory=Tracer)

@@ -24,6 +24,7 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.tracer import Tracer
 from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
@@ -170,6 +171,7 @@ class _Process:
             malloc_trim=trim,
             mappings=Mappings(),
             health=m.HealthChanged(live=True, ready=False, exiting=False),
+            tracer=Tracer.of(settings.slow_request_ms),
         )
         self._front = make_front(self._gateway)
 

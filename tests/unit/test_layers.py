@@ -101,6 +101,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "gateway.http.json",
     ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
+    "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
         *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),

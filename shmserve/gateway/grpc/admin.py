@@ -13,7 +13,7 @@ from typing import Any, Never
 import orjson
 from google.protobuf.json_format import ParseDict
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import metadata, repository, statistics
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.api.metadata import (
@@ -123,7 +123,10 @@ class AdminCall:
                 _expect(kind, "bytes_param", "load", key)
                 files[key.removeprefix("file:")] = parameter.bytes_param
             else:
-                raise InvalidArgument(f"unrecognized load parameter '{key}'.")
+                raise InvalidArgument(
+                    f"unrecognized load parameter '{clip(key)}'. Allowed are 'config' and "
+                    f"'file:PATH'{suggestion(key, ('config',))}"
+                )
         await repository.load(self.gateway, self.client, request.model_name, config, files)
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:

@@ -57,8 +57,8 @@ async def succeed(gateway: Any, request: Any) -> HttpResponse:
 
 
 TABLE = RouteTable(
-    Route("POST", "/v1/chat/([a-z]+)", "inference", fail, openai_error),
-    Route("POST", "/v2/infer/([a-z]+)", "inference", fail),
+    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error),
+    Route("POST", "/v2/infer/{what}", "inference", fail),
     Route("GET", "/v2/health", "health", succeed),
     Route("", "/any", "metrics", succeed),
 )
