@@ -74,6 +74,10 @@ async def told(viewer: Viewer) -> dict[str, Any]:
     return dict(json.loads(frame[6:]))
 
 
+def no_counters() -> None:
+    """Counters are not asked for here."""
+
+
 def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
     """A story beside a publisher of events, with nothing left at its end."""
 
@@ -83,7 +87,9 @@ def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
         publisher.open(endpoints.events(run_dir), lambda *news: holder[0].subscribed(*news))
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
-        holder.append(EventFeed(publisher, lambda: states, list, list, lambda: healthy, list))
+        holder.append(
+            EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters)
+        )
         publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
         mine = asyncio.all_tasks()
         try:
