@@ -317,6 +317,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "server is there)",
         ),
         Flag(
+            "take-over",
+            "take the place of the server of the run directory, which goes on until this one is "
+            "ready: its listening sockets, wherever they are, and its clients' regions",
+            bool,
+            False,
+        ),
+        Flag(
             "arena-byte-size",
             "bytes each process may use for tensors that lie in no client's region",
             int,

@@ -86,6 +86,7 @@ class ServerConfig:
     shm: ShmPolicy
     server_id: str
     run_dir: Path | None
+    take_over: bool
     arena_byte_size: int
     cache_byte_size: int
     ensemble_scheduling: str
@@ -117,12 +118,19 @@ class ServerConfig:
         """Whether the server may listen where other hosts reach it."""
         return bool(self.tokens) or self.insecure
 
+    @property
+    def protocols(self) -> set[str]:
+        """What the server serves."""
+        http = self.http.allow or self.http.unix_socket is not None
+        served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
+        return {name for name, wanted in served.items() if wanted}
+
 
 # Flags whose fields have their names, and their values.
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
-    *("exit-on-error", "strict-readiness", "slow-request-ms"),
+    *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
 )
 
 

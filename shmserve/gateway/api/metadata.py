@@ -31,14 +31,14 @@ EXTENSIONS = (
 
 
 def check_staying(gateway: Gateway) -> None:
-    """Raise Unavailable when the server drains or exits."""
+    """Raise Unavailable when the server exits, and no other one goes on."""
     if is_leaving(gateway):
         raise Unavailable("Server exiting")
 
 
 def is_leaving(gateway: Gateway) -> bool:
-    """Whether the server drains or exits."""
-    return gateway.health.exiting or gateway.draining
+    """Whether the server exits, and no other one goes on."""
+    return gateway.health.exiting
 
 
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:

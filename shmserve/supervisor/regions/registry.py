@@ -154,6 +154,24 @@ class RegionRegistry:
         if given:
             logger.info("%d registered regions are those of the server before", len(self._active))
 
+    async def adopt(self, kept_as: str, fds: list[int]) -> None:
+        """Have a region that another server has; a name that we have is left as it is."""
+        async with self._turn:
+            for region in self._kept.restore({kept_as: fds}, self._opener):
+                if region.name in self._active:
+                    self._opener.close(region)
+                    return
+                self._active[region.name] = region
+                self._publish_event(region.registered())
+                await self._processes.publish(region.published, "gateway")
+
+    async def forget(self, kept_as: str) -> None:
+        """Unregister what another server has no more."""
+        async with self._turn:
+            for region in self.active():
+                if region.kept_as == kept_as:
+                    await self._withdraw(region)
+
     def active(self) -> list[OpenRegion]:
         """Every region that has a name."""
         return list(self._active.values())
