@@ -281,6 +281,7 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
             "malformed": self._to_workers.malformed + self.executions.misplaced,
         }

@@ -91,6 +91,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "gateway.http.json",
     ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
+    "gateway.http.dashboard": (
+        *("ipc", "ipc.messages", "ipc.transport", "common.access", "gateway", "gateway.api"),
+        *("gateway.http", "gateway.http.json"),
+    ),
     "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),

@@ -7,6 +7,8 @@ from functools import partial
 from shmserve.common.access.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import infer
+from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard.page import page
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.openai import embeddings, generation, models
 from shmserve.gateway.http.openai.errors import openai_error
@@ -72,9 +74,12 @@ ROUTES: RouteTable = RouteTable(
 )
 
 
-def metrics_routes(exporter: MetricsExporter) -> RouteTable:
-    """The route table of a metrics listener: whatever is not /metrics is there, and empty."""
+def metrics_routes(exporter: MetricsExporter, live: LiveFigures) -> RouteTable:
+    """The route table of a metrics listener: whatever is not in it is there, and empty."""
     return RouteTable(
         Route("GET", "/metrics[/]", METRICS, partial(server.metrics, exporter)),
+        Route("GET", "/live", METRICS, live.respond),
+        # Who asks it without a token is asked for one by the page itself.
+        Route("GET", "/", "health", page),
         Route("", ANY, METRICS, server.nothing),
     )

@@ -85,6 +85,7 @@ def report(name: str, version: str) -> dict[str, Any]:
             "failures": {"REJECTED": 4, "CANCELED": 0, "BACKEND": 1, "OTHER": 0},
             "pending": 5,
             "executing": 2,
+            "open_sequences": 0,
             "batches_closed": {"full": 1, "delay": 1},
             **flat,
             **dict.fromkeys(
