@@ -18,6 +18,7 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
@@ -85,6 +86,7 @@ class ServerConfig:
     shm: ShmPolicy
     server_id: str
     run_dir: Path | None
+    take_over: bool
     arena_byte_size: int
     cache_byte_size: int
     ensemble_scheduling: str
@@ -95,6 +97,8 @@ class ServerConfig:
     exit_on_error: bool
     strict_readiness: bool
     log: LogSettings
+    slow_request_ms: int
+    trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
     visible_devices: str | None
@@ -114,12 +118,19 @@ class ServerConfig:
         """Whether the server may listen where other hosts reach it."""
         return bool(self.tokens) or self.insecure
 
+    @property
+    def protocols(self) -> set[str]:
+        """What the server serves."""
+        http = self.http.allow or self.http.unix_socket is not None
+        served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
+        return {name for name, wanted in served.items() if wanted}
+
 
 # Flags whose fields have their names, and their values.
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
-    *("exit-on-error", "strict-readiness"),
+    *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
 )
 
 
@@ -187,6 +198,7 @@ def _from_flags(
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
+        trace=wrong(parse_trace_config, parsed.repeated["trace-config"]),
         delay_scheduler=wrong(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=wrong(_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),

@@ -82,15 +82,20 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
     "gateway.links": ("ipc.*",),
-    "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
+    "gateway.tracing": ("ipc.*", "common"),
+    "gateway.inference": ("ipc.*", "gateway", "gateway.links", "gateway.tracing"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
+    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
     "gateway.http.body": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.connection"),
         "gateway.http.json",
     ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
+    "gateway.http.dashboard": (
+        *("ipc", "ipc.messages", "ipc.transport", "common.access", "gateway", "gateway.api"),
+        *("gateway.http", "gateway.http.json"),
+    ),
     "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
@@ -118,7 +123,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
-    "supervisor.processes": ("ipc.*", "supervisor.host"),
+    "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
     "supervisor.local_clients": (

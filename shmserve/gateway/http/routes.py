@@ -7,6 +7,8 @@ from functools import partial
 from shmserve.common.access.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import infer
+from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard.page import page
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.openai import embeddings, generation, models
 from shmserve.gateway.http.openai.errors import openai_error
@@ -49,8 +51,8 @@ ROUTES: RouteTable = RouteTable(
         *("POST", _MODEL + "/generate_stream", "inference"),
         *(generate.generate_stream, op.GENERATE_STREAM),
     ),
-    _route("GET", _TRACE, "trace", server.trace, op.TRACE),
-    _route("POST", _TRACE, "trace", server.trace, op.TRACE),
+    _route("GET", _TRACE, "trace", server.show_trace, op.SHOW_TRACE),
+    _route("POST", _TRACE, "trace", server.change_trace, op.CHANGE_TRACE),
     _route("GET", "/v2/logging", "logging", server.show_logging, op.LOGGING),
     _route("POST", "/v2/logging", "logging", server.change_logging, op.LOG),
     _route("POST", _REPOSITORY + "/index", "model-repository", repository.index, op.INDEX),
@@ -72,9 +74,12 @@ ROUTES: RouteTable = RouteTable(
 )
 
 
-def metrics_routes(exporter: MetricsExporter) -> RouteTable:
-    """The route table of a metrics listener: whatever is not /metrics is there, and empty."""
+def metrics_routes(exporter: MetricsExporter, live: LiveFigures) -> RouteTable:
+    """The route table of a metrics listener: whatever is not in it is there, and empty."""
     return RouteTable(
         Route("GET", "/metrics[/]", METRICS, partial(server.metrics, exporter)),
+        Route("GET", "/live", METRICS, live.respond),
+        # Who asks it without a token is asked for one by the page itself.
+        Route("GET", "/", "health", page),
         Route("", ANY, METRICS, server.nothing),
     )
