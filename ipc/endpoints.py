@@ -57,6 +57,11 @@ def addresses(run_dir: Path) -> Path:
     return local_client_folder(run_dir) / "addresses"
 
 
+def handover(run_dir: Path) -> Path:
+    """The socket (SOCK_SEQPACKET) where a server that is to take over from this one connects."""
+    return run_dir / "handover"
+
+
 def local_clients(run_dir: Path, number: int) -> str:
     """The socket of scheduler `number` for local clients."""
     return f"ipc://{local_client_folder(run_dir)}/{number}"

@@ -6,18 +6,22 @@ result as the JSON of the model's parameter `engine`.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, suggestion
 
 GENERATIVE = "llm"  # the backend
 PARAMETER = "engine"
 POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION = ("swap", "recompute", "auto")
+
+
+class _Problem(NamedTuple):
+    key: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,17 @@ class EngineSettings:
     speculative_decoding: Speculation = field(default_factory=Speculation)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        origin: str = "engine settings",
+        places: Mapping[str, str] | None = None,
+    ) -> Self:
         """The settings that a document gives, over those of its profile. Raises InvalidArgument
-        that names each wrong one, what was found, and what is allowed."""
-        problems: list[str] = []
+        with a line for each wrong one, `ORIGIN:PLACE: KEY:`, what was found, and what is
+        allowed. `places`: that of each key ("3:1"), as far as it has one."""
+        problems: list[_Problem] = []
         profile = given.get("profile", "")
-        if profile not in ("", *PROFILES):
-            problems.append(_wrong("profile", profile, f"one of {', '.join(PROFILES)}"))
         values = {**PROFILES.get(str(profile), {}), **_checked(cls, given, "", problems)}
         nested = given.get("speculative_decoding", {})
         if not isinstance(nested, Mapping):
@@ -78,9 +86,13 @@ class EngineSettings:
             found = _checked(Speculation, nested, "speculative_decoding.", problems)
             values["speculative_decoding"] = Speculation(**found)
         settings = cls(**values)
-        problems += settings._contradictions()
+        if not problems:  # else they may follow from what was left out
+            problems += settings._contradictions()
         if problems:
-            raise InvalidArgument("engine settings: " + "; ".join(problems))
+            at = {key: f"{origin}:{place}" for key, place in (places or {}).items()}
+            raise InvalidArgument(
+                "\n".join(f"{at.get(key, origin)}: {key}: {text}" for key, text in problems)
+            )
         return settings
 
     @classmethod
@@ -107,17 +119,17 @@ class EngineSettings:
         """The tokens of which keys and values have room at a time."""
         return self.kv_cache_blocks * self.block_size
 
-    def _contradictions(self) -> list[str]:
-        found: list[str] = []
+    def _contradictions(self) -> Iterator[_Problem]:
         speculation = self.speculative_decoding
         if speculation.enabled and speculation.method == "draft" and not speculation.draft_model:
-            found.append("speculative_decoding.draft_model: method 'draft' needs the draft model")
+            text = "method 'draft' needs the draft model"
+            yield _Problem("speculative_decoding.draft_model", text)
         if self.max_tokens_per_batch < self.max_batch_size:
-            found.append(
-                f"max_tokens_per_batch: {self.max_tokens_per_batch} is less than max_batch_size "
-                f"{self.max_batch_size}, and each sequence of a batch has a token"
+            text = (
+                f"{self.max_tokens_per_batch} is less than max_batch_size {self.max_batch_size}, "
+                "and each sequence of a batch has a token"
             )
-        return found
+            yield _Problem("max_tokens_per_batch", text)
 
 
 # The values that each profile sets where the file does not.
@@ -147,6 +159,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
 }
 
 _CHOICES = {
+    "profile": ("", *PROFILES),
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTION,
     "weights": ("fp32", "bf16", "int8"),
@@ -172,16 +185,15 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 
 def _checked(
-    kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[str]
+    kind: type[Any], given: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     """The plain values of `given` that fit a dataclass's fields; what does not is a problem."""
     known: dict[str, Any] = {each.name: each.default for each in fields(kind)}
     checked: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
-            problems.append(f"unknown setting '{prefix}{name}'{hint}")
+            allowed = suggestion(str(name), known) or f"; known are {', '.join(sorted(known))}"
+            problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed}"))
         elif name != "speculative_decoding":
             problem = _problem(name, value, known[name])
             if problem:
@@ -199,7 +211,9 @@ def _problem(name: str, value: Any, default: Any) -> str:
         choices = _CHOICES.get(name)
         if not isinstance(value, str):
             return "a text"
-        return f"one of {', '.join(choices)}" if choices and value not in choices else ""
+        if not choices or value in choices:
+            return ""
+        return f"one of {', '.join(filter(None, choices))}{suggestion(value, choices)}"
     least, most = _RANGES[name]
     whole = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
@@ -207,5 +221,5 @@ def _problem(name: str, value: Any, default: Any) -> str:
     return "" if least <= value <= most else f"{least:g} to {most:g}"
 
 
-def _wrong(name: str, found: Any, allowed: str) -> str:
-    return f"{name}: {found!r} is not {allowed}"
+def _wrong(name: str, found: Any, allowed: str) -> _Problem:
+    return _Problem(name, f"{found!r} is not {allowed}")

@@ -70,6 +70,7 @@ def make_submit(
     flags: int = 0,
     correlation_id: int | str = 0,
     source: int = 0,
+    trace: str = "",
 ) -> Submit:
     """The message that submits a request, whose packed `Inference` is `work`.
 
@@ -104,6 +105,7 @@ def make_submit(
         sequence,
         text,
         source,
+        trace,
     )
 
 

@@ -21,8 +21,12 @@ unexpected is logged where it happens and reaches the client as `Internal("inter
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ShmserveError(Exception):
@@ -144,6 +148,41 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
     is as like it as `likeness`."""
     close = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=likeness)
     return close[0] if close else None
+
+
+def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """`, did you mean 'NAME'?` with the `nearest`, to end an error with; "" where there is none."""
+    near = nearest(name, known, likeness)
+    return f", did you mean '{near}'?" if near else ""
+
+
+class Problems(InvalidArgument):
+    """All that is wrong with something, a line each."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(dict.fromkeys(problems))
+        super().__init__("; ".join(self.problems))
+
+
+class Collected:
+    """Calls whose refusals are collected, so that they can be told at once."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a call returns. Where it raises InvalidArgument: None, which nobody gets to see, as
+        `check` raises."""
+        try:
+            return make(*args, **kwargs)
+        except InvalidArgument as error:
+            self.problems += getattr(error, "problems", [error.message])
+            return cast("T", None)
+
+    def check(self) -> None:
+        """Raise Problems, if there were any."""
+        if self.problems:
+            raise Problems(self.problems)
 
 
 @contextmanager

@@ -72,7 +72,8 @@ class LineFormatter(logging.Formatter):
         I 2026-01-31T12:00:00.123Z role[pid] text key=value
         2026-01-31T12:00:00.123Z I pid role] text key=value      ISO8601: as Triton has it
 
-    A record's `request_id` (given with `extra={"request_id": ...}`) is printed as `request=ID`.
+    A record's `request_id` (given with `extra={"request_id": ...}`) is printed as `request=ID`, its
+    `trace_id` as `trace=ID`.
     """
 
     def __init__(self, role: str, log_format: str = DEFAULT) -> None:
@@ -86,6 +87,9 @@ class LineFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None)
         if request_id:
             line += f" request={clean(str(request_id))}"
+        trace_id = getattr(record, "trace_id", None)
+        if trace_id:
+            line += f" trace={clean(str(trace_id))}"
         return line + self.traceback(record)
 
     def traceback(self, record: logging.LogRecord) -> str:
@@ -153,6 +157,8 @@ class Journal:
             fields["SHMSERVE_MODEL"] = clean(str(record.args[0]))
         if request_id := getattr(record, "request_id", None):
             fields["REQUEST_ID"] = clean(str(request_id))
+        if trace_id := getattr(record, "trace_id", None):
+            fields["TRACE_ID"] = clean(str(trace_id))
         try:
             self._send(b"".join(_field(name, value) for name, value in fields.items()))
         except OSError:

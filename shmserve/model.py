@@ -88,7 +88,7 @@ class _Datatype:
         if not dims or not all(type(dim) is int and (dim > 0 or dim == -1) for dim in dims):
             raise TypeError(
                 f"{self._name}[array type, dim, ...] needs dimensions, each a positive integer or "
-                "-1"
+                f"-1, found {dims}"
             )
         return Annotated[array, TensorType(self._name, tuple(dims))]
 

@@ -41,7 +41,8 @@ class ModelContext(WorkerStart):
     `backend_config` is what --backend-config said for this backend. `control` asks the supervisor.
     `arena` and `mappings` are this process's memory for tensors it makes and its views of others',
     `output_memory` has the arena's blocks for outputs. `workspace` leases the device's shared
-    workspace. `copied` counts the bytes of tensors that are copied on the way.
+    workspace. `copied` counts the bytes of tensors that are copied on the way. `spans` are of what
+    its model has asked others since the last batch ended, as ipc/trace.py has them.
     """
 
     control: SupervisorLink
@@ -52,6 +53,7 @@ class ModelContext(WorkerStart):
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     device_memory: DeviceMemory | None = None
     copied: Copied = field(default_factory=Copied)
+    spans: list[bytes] = field(default_factory=list)
 
     @property
     def version_dir(self) -> Path:

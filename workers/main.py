@@ -48,7 +48,7 @@ from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.device import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import state
-from shmserve.workers.user_code import in_words
+from shmserve.workers.user_code import in_words, place
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class _Worker:
             self._control.send(LoadFailed(error.code, error.message))
         except BaseException as error:  # SystemExit too: it is the model's, not ours
             logger.exception("model '%s' failed to load", self._context.model_name)
-            self._control.send(LoadFailed("INTERNAL", in_words(error)))
+            where = place(error, self._context.version_dir)
+            self._control.send(LoadFailed("INTERNAL", in_words(error) + where))
         else:
             return True
         return False

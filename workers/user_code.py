@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shmserve.errors import Internal
+from shmserve import model as tensor_types
+from shmserve.errors import Internal, suggestion
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -45,10 +47,24 @@ def says_ready(model: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> bo
     return said
 
 
+def place(error: BaseException, folder: Path) -> str:
+    """` (FILE:LINE)` of where an exception left the code in a model's folder; "" for none of it."""
+    roots = {folder, folder.resolve()}
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if roots.intersection(file.parents):
+            return f" ({file.name}:{frame.lineno})"
+    return ""
+
+
 def in_words(error: BaseException) -> str:
     """`Kind: text` of an exception; only its kind where the text cannot be had."""
     kind = type(error).__name__
     try:
+        if isinstance(error, ImportError) and error.name == tensor_types.__name__:
+            name = str(error).split("'")[1]
+            near = suggestion(name, tensor_types.__all__)
+            return f"{kind}: there is no '{name}' in {error.name}{near}"
         return f"{kind}: {error}"
     except BaseException:  # its `__str__` is a model's too
         return kind

@@ -2,7 +2,8 @@
 
 A message there has two frames: a topic, and a frame as everybody's here: an `EventHeader`, then the
 event. On a topic that begins with `SNAPSHOT` there come, once, as many as it takes to say what is,
-and on one that begins with `SEQUENCES` a `SequenceReached` for each topic.
+on one that begins with `SEQUENCES` a `SequenceReached` for each topic, and on one that begins with
+`RECENT` the latest events, each in a message of its own with the time when it happened.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ HEALTH = "health"
 COUNTERS = "counters"
 SNAPSHOT = "snapshot/"
 SEQUENCES = "sequences/"
+RECENT = "recent/"
 
 
 @message

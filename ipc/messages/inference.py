@@ -21,6 +21,7 @@ class Submit:
     it belongs to is `correlation_id`, or `correlation_text` where that is a text; 0 and "": none.
     `flags` say whether it is the first of it, or the last (SEQUENCE_START, SEQUENCE_END). `source`
     tells apart those who come through one gateway, by a number of its own: only of such a request.
+    With a `trace`, as ipc/trace.py has it, its times are told with its response.
     """
 
     id: int
@@ -36,6 +37,7 @@ class Submit:
     correlation_id: int = 0
     correlation_text: str = ""
     source: int = 0
+    trace: str = ""
 
 
 @message
@@ -77,13 +79,14 @@ class ReportStatistics:
 @message
 class Finished:
     """The request succeeded; `body` is a packed `Inferred`. Its execution took so many ns by phase:
-    input, inference, output."""
+    input, inference, output. `spans` of one with a `trace` are as ipc/trace.py has them."""
 
     id: int
     body: bytes
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
     output_ns: int = field(default=0, compare=False)
+    spans: bytes = field(default=b"", compare=False)
 
 
 @message
@@ -92,7 +95,7 @@ class Responded:
     for the client. An empty `body` without a code is no response, only the end.
 
     `final`: nothing follows, and no worker has the request any more; its execution took so many ns
-    by phase, as in `Finished`.
+    by phase, as in `Finished`, which has `spans`, too.
     """
 
     id: int
@@ -103,6 +106,7 @@ class Responded:
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
     output_ns: int = field(default=0, compare=False)
+    spans: bytes = field(default=b"", compare=False)
 
 
 @message
@@ -150,6 +154,7 @@ class Work:
     timeout_us: int = 0
     priority: int = 0
     deadline_ns: int = 0
+    trace: str = ""
 
     @property
     def sequence(self) -> int | str:
@@ -243,7 +248,7 @@ class BatchFinished:
     """A batch ended, and the instance takes the next. Times are monotonic ns. Requests of a model
     that gives any number of responses have no reply where an `ExecutionResponded` ends them, now
     or later. `copied_in`, `copied_out`: bytes of tensors that were copied. `executed`: whether the
-    model was asked at all."""
+    model was asked at all. `spans`: of what it has asked other models, as ipc/trace.py has them."""
 
     batch: int
     compute_start_ns: int
@@ -254,6 +259,7 @@ class BatchFinished:
     copied_in: int = 0
     copied_out: int = 0
     executed: bool = True
+    spans: bytes = b""
 
 
 @message

@@ -49,11 +49,13 @@ def call_of(
     sequence: int | str = 0,
     start: bool = False,
     end: bool = False,
+    traceparent: str = "",
     **tensors: Any,
 ) -> Call:
     """The arguments of a call of a model, as `sync.Server.infer` describes them, with its options
     checked. Raises InvalidArgument."""
-    options = options_of(request_id, parameters, priority, timeout, sequence, start, end)
+    of_sequence = (sequence, start, end)
+    options = options_of(request_id, parameters, priority, timeout, *of_sequence, traceparent)
     return model, inputs, outputs, version, options, tensors
 
 

@@ -41,7 +41,9 @@ class Server:
         `timeout` is in seconds, `priority` a level of the model's (1 is the first), `parameters`
         are what the model gets beside its inputs, and `request_id` names the request in the
         server's errors. For a model that keeps state `sequence` is the id of the request's
-        sequence, whose first has `start`, and whose last `end`.
+        sequence, whose first has `start`, and whose last `end`. `traceparent` (W3C) is the trace
+        that the request is part of. The parameter `explain: True` gives the result's `parameters`
+        an `explanation`: where its time went.
 
         Raises the server's error (ShmserveError, with its code), TimedOut or Disconnected. In the
         callback of a future of `infer_async`, Unavailable when other threads have every channel.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shmserve.config import config_file
-from shmserve.config.options import ACTED_ON, FLAGS, Value
-from shmserve.errors import InvalidArgument, nearest
+from shmserve.config.options import ACTED_ON, FLAGS, Flag, Value
+from shmserve.errors import Collected, InvalidArgument, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +29,26 @@ class Parsed:
     behind: dict[str, str]
     places: dict[str, str] = field(default_factory=dict)
 
-    def located(self, error: InvalidArgument) -> InvalidArgument:
-        """An error that begins with a flag, and with its place in the file where that set it."""
-        flag = error.message.partition(":")[0]
+    def located(self, problem: str) -> str:
+        """A problem that begins with a flag, and with its place in the file where that set it."""
+        flag = problem.partition(":")[0]
         place = self.places.get(flag.removeprefix("--"))
-        return InvalidArgument(f"{place}: {error.message}") if place else error
+        return f"{place}: {problem}" if place else problem
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
     """Read `arguments`, and the file that they may name, by the table.
 
-    Raises InvalidArgument with one line that names the flag, what was found and what is allowed.
+    Raises Problems, whose lines name the flag, what was found and what is allowed.
     """
     given = config_file.Settings()
     positional: list[str] = []
     behind: dict[str, str] = {}
     rest = list(arguments)
     alone = ""  # the boolean flag before, without a value
+    wrong = Collected()
     for word in rest:
-        _check_text(word)
+        wrong(_check_text, word)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
@@ -59,13 +60,16 @@ def parse(arguments: Sequence[str]) -> Parsed:
         name, equals, text = word.removeprefix("--").partition("=")
         flag = FLAGS.get(name) if word.startswith("--") else None
         if flag is None:
-            raise InvalidArgument(_unknown(word.partition("=")[0]))
+            wrong.problems.append(_unknown(word.partition("=")[0]))
+            continue
         count = len(rest)
-        value = flag.parse(text if equals else flag.following(rest))
+        value = wrong(_value, flag, text if equals else None, rest)
         alone = flag.name if not equals and len(rest) == count else ""
-        given.add(flag, name, value)
+        if value is not None:
+            given.add(flag, name, value)
     file = given.values.get("config")
-    written = config_file.read(str(file)) if file is not None else config_file.Settings()
+    written = config_file.Settings() if file is None else wrong(config_file.read, str(file))
+    wrong.check()
     said = {*given.values, *given.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
     return Parsed(
@@ -76,6 +80,10 @@ def parse(arguments: Sequence[str]) -> Parsed:
         behind=behind,
         places={k: v for k, v in written.places.items() if k not in said},
     )
+
+
+def _value(flag: Flag, text: str | None, rest: list[str]) -> Value:
+    return flag.parse(flag.following(rest) if text is None else text)
 
 
 def _check_text(word: str) -> None:

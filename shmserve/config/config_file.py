@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from shmserve.config.options import FLAGS, Flag, Value
-from shmserve.errors import InvalidArgument, clip, nearest, refused
+from shmserve.errors import InvalidArgument, Problems, clip, nearest, refused
 
 _NULL = "tag:yaml.org,2002:null"
 
@@ -38,14 +38,6 @@ class Settings:
             self.repeated.setdefault(flag.name, []).append(str(value))
         else:
             self.values[flag.name] = value
-
-
-class Problems(InvalidArgument):
-    """All that is wrong in a file, a line each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 def read(path: str) -> Settings:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from shmserve import logs
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, suggestion
 
 _TRUE = ("true", "1", "on", "yes")
 _FALSE = ("false", "0", "off", "no")
@@ -52,7 +52,8 @@ class Flag:
         if self.kind is str:
             if self.choices and text not in self.choices:
                 allowed = ", ".join(self.choices)
-                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}")
+                near = suggestion(text, self.choices)
+                raise InvalidArgument(f"--{self.name}: '{text}' is not one of {allowed}{near}")
             return text
         if self.words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
@@ -316,6 +317,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "server is there)",
         ),
         Flag(
+            "take-over",
+            "take the place of the server of the run directory, which goes on until this one is "
+            "ready: its listening sockets, wherever they are, and its clients' regions",
+            bool,
+            False,
+        ),
+        Flag(
             "arena-byte-size",
             "bytes each process may use for tensors that lie in no client's region",
             int,
@@ -392,6 +400,21 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             choices=logs.FORMATS,
         ),
         Flag("log-file", "append the log to this file, not to stderr"),
+        Flag(
+            "slow-request-ms",
+            "log of each request that takes longer where its time went; 0: of none",
+            int,
+            0,
+            high=86_400_000,
+        ),
+        Flag(
+            "trace-config",
+            "SETTING=VALUE: level (OFF, TIMESTAMPS), rate (1000: one of so many requests), count "
+            "(-1: of any number), mode (triton, opentelemetry); triton,file=PATH, "
+            "triton,log-frequency=N (a file for each N traces); opentelemetry,url=URL, "
+            "opentelemetry,resource=KEY=VALUE",
+            repeat=True,
+        ),
     ),
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
@@ -411,8 +434,8 @@ _WITHOUT_EFFECT = {
         allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
     "GET /metrics says what is so when it is asked, of this server's processes": """
         metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
-    "requests are not traced; `shmserve events` shows the server's own doings": """
-        trace-config trace-file trace-level trace-rate trace-count trace-log-frequency""",
+    "--trace-config says so (level=, rate=, count=, triton,file=, triton,log-frequency=)": """
+        trace-file trace-level trace-rate trace-count trace-log-frequency""",
     "backends are Python packages (pip install), and there are no agents": """
         backend-directory repoagent-directory""",
     "the cache is the server's own, --cache-config": "cache-directory",

@@ -18,6 +18,7 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
@@ -30,7 +31,7 @@ from shmserve.config.flag_values import (
     workspace_byte_sizes,
 )
 from shmserve.config.grpc import GrpcConfig
-from shmserve.errors import InvalidArgument, refused
+from shmserve.errors import Collected, InvalidArgument, Problems, refused
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
@@ -85,6 +86,7 @@ class ServerConfig:
     shm: ShmPolicy
     server_id: str
     run_dir: Path | None
+    take_over: bool
     arena_byte_size: int
     cache_byte_size: int
     ensemble_scheduling: str
@@ -95,6 +97,8 @@ class ServerConfig:
     exit_on_error: bool
     strict_readiness: bool
     log: LogSettings
+    slow_request_ms: int
+    trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
     visible_devices: str | None
@@ -114,12 +118,19 @@ class ServerConfig:
         """Whether the server may listen where other hosts reach it."""
         return bool(self.tokens) or self.insecure
 
+    @property
+    def protocols(self) -> set[str]:
+        """What the server serves."""
+        http = self.http.allow or self.http.unix_socket is not None
+        served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
+        return {name for name, wanted in served.items() if wanted}
+
 
 # Flags whose fields have their names, and their values.
 _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
-    *("exit-on-error", "strict-readiness"),
+    *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
 )
 
 
@@ -128,65 +139,68 @@ def from_flags(
 ) -> ServerConfig:
     """The settings that a parsed command line and the environment give.
 
-    Raises InvalidArgument with one line naming the flag, and where a file sets it.
+    Raises Problems, whose lines name the flag, and where a file sets it.
     """
-    try:
-        return _from_flags(parsed, environment, models_needed)
-    except InvalidArgument as error:
-        raise parsed.located(error) from None
+    wrong = Collected()
+    config = _from_flags(parsed, environment, models_needed, wrong)
+    if wrong.problems:
+        raise Problems(map(parsed.located, wrong.problems))
+    return config
 
 
 def _from_flags(
-    parsed: Parsed, environment: Mapping[str, str], models_needed: bool
+    parsed: Parsed, environment: Mapping[str, str], models_needed: bool, wrong: Collected
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
-    repositories, files = _models(parsed, models_needed)
+    repositories, files = _models(parsed, models_needed, wrong)
     return ServerConfig(
         **_as_given(value, *_AS_GIVEN),
         model_repositories=tuple(repositories),
         model_files=tuple(files),
-        class_settings=_class_settings(parsed.repeated["set"], files),
-        load_models=_load_models(parsed),
+        class_settings=wrong(_class_settings, parsed.repeated["set"], files),
+        load_models=wrong(_load_models, parsed),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
-        model_config_name=_config_name(value["model-config-name"] or ""),
-        backend_config=tuple(map(_backend_setting, parsed.repeated["backend-config"])),
+        model_config_name=wrong(_config_name, value["model-config-name"] or ""),
+        backend_config=tuple(wrong(_backend_setting, s) for s in parsed.repeated["backend-config"]),
         model_defaults=ModelDefaults(
             **_as_given(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
-        grpc=grpc.from_values(value),
+        grpc=wrong(grpc.from_values, value),
         metrics_address=value["metrics-address"] or value["http-address"],
-        metrics=parse_metrics_config(parsed.repeated["metrics-config"]),
-        tokens=_tokens(value["auth-token-file"]),
-        http_restricted=parse_restrictions(
-            "--http-restricted-api", parsed.repeated["http-restricted-api"]
+        metrics=wrong(parse_metrics_config, parsed.repeated["metrics-config"]),
+        tokens=wrong(_tokens, value["auth-token-file"]),
+        http_restricted=wrong(
+            parse_restrictions, "--http-restricted-api", parsed.repeated["http-restricted-api"]
         ),
-        grpc_restricted=parse_restrictions(
+        grpc_restricted=wrong(
+            parse_restrictions,
             "--grpc-restricted-protocol",
             parsed.repeated["grpc-restricted-protocol"],
             GRPC_HEADER_PREFIX,
         ),
-        http_header_forward_pattern=header_pattern(value, "http-header-forward-pattern"),
-        grpc_header_forward_pattern=header_pattern(value, "grpc-header-forward-pattern"),
-        shm=_shm_policy(value),
+        http_header_forward_pattern=wrong(header_pattern, value, "http-header-forward-pattern"),
+        grpc_header_forward_pattern=wrong(header_pattern, value, "grpc-header-forward-pattern"),
+        shm=wrong(_shm_policy, value),
         server_id=value["id"],
         run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
-        cache_byte_size=cache_byte_size(
-            parsed.repeated["cache-config"], value["response-cache-byte-size"]
+        cache_byte_size=wrong(
+            cache_byte_size, parsed.repeated["cache-config"], value["response-cache-byte-size"]
         ),
-        rate_limit_resources=parse_resources(parsed.repeated["rate-limit-resource"]),
-        workspace_byte_sizes=workspace_byte_sizes(parsed.repeated["workspace-byte-size"]),
+        rate_limit_resources=wrong(parse_resources, parsed.repeated["rate-limit-resource"]),
+        workspace_byte_sizes=wrong(workspace_byte_sizes, parsed.repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
             **_as_given(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
-        delay_scheduler=_count(environment, "TRITONSERVER_DELAY_SCHEDULER"),
-        backlog_delay_scheduler=_count(environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
+        trace=wrong(parse_trace_config, parsed.repeated["trace-config"]),
+        delay_scheduler=wrong(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+        backlog_delay_scheduler=wrong(_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         without_effect=tuple(dict.fromkeys(parsed.without_effect)),
         flags={**parsed.values, **parsed.repeated},
@@ -258,28 +272,31 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
-def _models(parsed: Parsed, needed: bool) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, needed: bool, wrong: Collected) -> tuple[list[Path], list[str]]:
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
     files: list[str] = []
     if "" in (*parsed.repeated["model-repository"], *parsed.positional):
         # To Path it is the folder we are in: what an unset shell variable must not mean.
-        raise InvalidArgument("--model-repository: '' is not a folder")
+        wrong.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
         if is_inline(word):
             files.append(word)
         else:
             repositories.append(Path(word))
     for path in repositories:
-        with refused(f"--model-repository: cannot read '{path}'"):
-            if path.suffix == ".py" and path.is_file():
-                raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
-            if not path.is_dir():
-                raise InvalidArgument(_no_folder(str(path), parsed))
+        wrong(_check_folder, path, parsed)
     if needed and not repositories and not files:
-        raise InvalidArgument(
-            "--model-repository: at least one is needed (or a path/model.py:Class)"
-        )
+        text = "--model-repository: at least one is needed (or a path/model.py:Class)"
+        wrong.problems.append(text)
     return repositories, files
+
+
+def _check_folder(path: Path, parsed: Parsed) -> None:
+    with refused(f"--model-repository: cannot read '{path}'"):
+        if path.suffix == ".py" and path.is_file():
+            raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
+        if not path.is_dir():
+            raise InvalidArgument(_no_folder(str(path), parsed))
 
 
 def _no_folder(path: str, parsed: Parsed) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
@@ -11,6 +11,7 @@ from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.gateway.tracing.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import HealthChanged
@@ -37,3 +38,4 @@ class Gateway:
     health: HealthChanged
     draining: bool = False
     refusing: bool = False
+    tracer: Tracer = field(default_factory=Tracer)

@@ -44,8 +44,9 @@ class GatewayModel:
         self.prepared: BoundedCache[Any, Any] = BoundedCache(_MOST_PREPARED)
         self.signature = Signature(published.config, published.version)
         self.stateful = published.config.sequence_batching is not None
-        is_ensemble = published.config.ensemble_scheduling is not None
-        self.prefix = f"in ensemble '{self.name}', " if is_ensemble else ""  # of errors
+        ensemble = published.config.ensemble_scheduling
+        self.steps = [step.model_name for step in ensemble.step] if ensemble else []
+        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""  # of errors
         # A key that is no label would make all of the metrics unreadable.
         self.tags = {
             "_" + _NO_LABEL.sub("_", key): value

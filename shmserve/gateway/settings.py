@@ -22,7 +22,8 @@ class GatewaySettings:
     gateway/region_table.py.
     Headers, or metadata over gRPC, whose names match `..._header_forward_pattern` become parameters
     of the request. `cuda_devices` is how many CUDA devices the server has; without one there is no
-    CUDA shared memory. The `..._latencies` are which of them metrics show.
+    CUDA shared memory. The `..._latencies` are which of them metrics show. Requests that take
+    longer than `slow_request_ms` are logged, 0: none.
     """
 
     id: str = "triton"
@@ -44,6 +45,7 @@ class GatewaySettings:
     counter_latencies: bool = True
     histogram_latencies: bool = False
     summary_latencies: bool = False
+    slow_request_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

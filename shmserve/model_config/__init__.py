@@ -14,6 +14,7 @@ The Source remembers where everything was written and what could not be read: `v
 """
 
 from shmserve.model_config.autocomplete import merge_autocomplete
+from shmserve.model_config.class_source import class_source
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
 from shmserve.model_config.parse import from_json, parse_pbtxt, read_json, read_pbtxt
@@ -29,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "ModelDefaults",
     "Source",
+    "class_source",
     "compose",
     "detect_backend",
     "doubts",

@@ -34,12 +34,14 @@ class Source:
     """The text that a configuration comes from.
 
     `origin` names it ("m/config.pbtxt"; "" where nothing was written), `places` has the position
-    of every key in it, `problems` what of it could not be read.
+    of every key in it, `problems` what of it could not be read. `beside` has what is not written
+    here: the class that completes a configuration.
     """
 
     origin: str = ""
     places: Mapping[Key, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    beside: Source | None = None
 
     def refusing(self, key: Key, text: str) -> Source:
         """This source, with one more value in it that is not used, for the reason `text`."""
@@ -63,11 +65,20 @@ class Source:
         gaps = _Gaps(self)
         for problem in problems:
             if not any(map(gaps.concern, (problem.key, *problem.needs))):
-                at = self._place(problem.key, config)
-                where = "" if at is None else f"{located(self.origin, at)} "
+                where = self._where(problem.key, config)
                 lines.append(f"{where}{shown(problem.key)}: {problem.text}")
         if lines:
             raise kind("\n".join(dict.fromkeys(lines)))
+
+    def _where(self, key: Key, config: ModelConfig) -> str:
+        at = self._place(key, config)
+        if at is not None:
+            return f"{located(self.origin, at)} "
+        of_class = self.beside.places if self.beside else {}
+        written = [key[:end] for end in range(len(key), 0, -1) if key[:end] in of_class]
+        if self.beside is None or not written:
+            return ""
+        return f"{located(self.beside.origin, of_class[written[0]])} "
 
     def _place(self, key: Key, config: ModelConfig) -> str | None:
         """Where `key`, or what it is missing in, is written; None when it is not of the text."""

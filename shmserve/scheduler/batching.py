@@ -46,7 +46,7 @@ from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics.timing import CACHED, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request = self._queue.enqueue(client, submit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.enqueued(request)
-        timing = Timing(now_ns, 0, 0, 0)
+        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
         self._responses.finish(request, "", "", lookup.body, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
@@ -281,6 +281,7 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing,
             "instances": self._pool.counts(),
+            "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
             "malformed": self._to_workers.malformed + self.executions.misplaced,
         }

@@ -10,6 +10,7 @@ Its rooms:
     control_api.py      requests of gateways and models: load, register, log settings
     watchdog.py         signs of life for the service manager, while every process gives one
     reload.py           SIGHUP: the settings that may change, and the repositories, are read again
+    handover.py         a server gives all it has to the next one, while both run
     health.py           liveness, readiness, and who is told of them
     processes/          the process table, zygotes that fork, the control socket, backoff
     models/             what is loaded: orders, loads, versions, publications, the repository index
@@ -18,5 +19,5 @@ Its rooms:
     local_clients/      programs on this host that use shmserve.client
     events/             the event stream: who subscribes, what is published
     host/               listeners, the run directory, the log file, the start-up report, the
-                        service manager
+                        service manager, the link to a server that takes over
 """

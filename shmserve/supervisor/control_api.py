@@ -25,6 +25,7 @@ from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
+from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ _Requests = (
     | m.UnloadModel
     | m.IndexRepository
     | m.ChangeLogging
+    | m.ChangeTracing
     | m.FindModel
     | m.AskReady
 )
@@ -51,6 +53,7 @@ class ControlApi:
 
     _context: SupervisorContext
     _regions: RegionRegistry
+    _kept: KeptRegions
     _handles: HandleCheck
     _models: ModelManager
     _registry: ModelRegistry
@@ -98,6 +101,8 @@ class ControlApi:
                 return {"models": await self._models.index(only_ready)}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
+            case m.ChangeTracing(model=model, changes=changes):
+                return self._context.tracing.change(model, changes)
             case m.FindModel(name=name, version=version):
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
@@ -107,7 +112,13 @@ class ControlApi:
                 return await self._region(pid, request)
         return None
 
-    def _region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
+    async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
+        """Done here, and at the server that takes over, where one does."""
+        payload = await self._region_here(pid, request)
+        await self._kept.told()
+        return payload
+
+    def _region_here(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
             case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):

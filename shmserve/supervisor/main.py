@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -26,12 +25,14 @@ from shmserve.ipc.messages.events import ProcessStarted
 from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
 from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.checks import table
-from shmserve.supervisor.checks.places import tcp_listeners
+from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
+from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health, Snapshot, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
+from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_unix
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.host.service_manager import (
@@ -52,6 +53,7 @@ from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
@@ -92,15 +94,22 @@ def _serve(config: ServerConfig, read: Callable[[], ServerConfig] | None) -> int
     table.look_at_start(config)
     faulthandler.enable()  # where it is when a service manager ends it, or it breaks
     listeners = Listeners()
-    group = config.shm.group
     try:
+        if config.take_over:
+            listeners.offer = Offer.of(wanted_run_directory(config))
         _listen(config, listeners)
         signals = hold_signals()
-        chosen = config.run_dir
-        run_dir = RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
+        run_dir = _run_directory(config)
         return run_composed(config, run_dir, listeners, signals, Supervisor.run, read)
     finally:
         listeners.close()
+
+
+def _run_directory(config: ServerConfig) -> RunDirectory:
+    chosen, group = config.run_dir, config.shm.group
+    if config.take_over:
+        return RunDirectory.inside(wanted_run_directory(config), group)
+    return RunDirectory(chosen, group) if chosen else RunDirectory.usual(group)
 
 
 def run_composed(
@@ -138,20 +147,24 @@ def hold_signals() -> list[int]:
 
 
 def _listen(config: ServerConfig, listeners: Listeners) -> None:
-    """Where the service manager gave sockets for a protocol, on these alone."""
+    """Where the service manager, or a server before, gave sockets for a protocol, on these
+    alone."""
     guarded = config.guarded
     http, grpc = config.http, config.grpc
     given, listeners.kept = inherited(os.environ)
+    by = "LISTEN_FDS"
+    if listeners.offer is not None:
+        given, by = listeners.offer.served(config.protocols), "--take-over"
     for name, sockets in given.items():
         listeners.lent += sockets
-        getattr(listeners, name).extend(lend(sock, guarded) for sock in sockets)
+        getattr(listeners, name).extend(lend(sock, guarded, by) for sock in sockets)
     for name, address, port, flag in tcp_listeners(config):
         if name not in given:
             getattr(listeners, name).extend(listen(address, port, flag, guarded))
-    if http.unix_socket is not None:
+    if http.unix_socket is not None and not listeners.have(http.unix_socket):
         unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
         listeners.http.append(unix)
-    if grpc is not None and grpc.unix_socket is not None:
+    if grpc and grpc.unix_socket is not None and not listeners.have(grpc.unix_socket):
         unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
         listeners.grpc.append(unix)
 
@@ -187,7 +200,7 @@ def compose(
     snapshot = Snapshot(registry, regions, memory, health)
     context = _context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
-        lent=listeners.local,
+        listeners=listeners,
     )
     feed = _feed(events, registry, processes, snapshot, health)
     announce_health = partial(announce, context, health)
@@ -205,7 +218,13 @@ def compose(
     models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = Poller(context, planner, registry, models)
-    ControlApi(context, regions, handles, models, registry, readiness)
+    ControlApi(context, regions, kept, handles, models, registry, readiness)
+
+    def objection() -> str:
+        if manager.is_there:
+            return "a service manager has started it, and is to start it again (systemctl restart)"
+        return "" if health.started and not health.exiting else "it is starting or ending"
+
     return Supervisor(
         listeners=listeners,
         signals=signals,
@@ -224,6 +243,7 @@ def compose(
         feed=feed,
         progress=progress,
         manager=manager,
+        handover=Handover(run_dir, listeners, regions, kept, context.local_clients, objection),
         watchdog=Watchdog(control, processes, manager),
         reload=read and Reload(context, opener, poller, manager, read, state),
     )
@@ -249,7 +269,7 @@ def _context(
     capabilities: Capabilities,
     memory: LocalMemory,
     snapshot: Snapshot,
-    lent: list[socket.socket],
+    listeners: Listeners,
 ) -> SupervisorContext:
     logging = LogControl(control, config.log)
     front_zygote = _front_zygote(processes, run_dir)
@@ -261,6 +281,7 @@ def _context(
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
+        tracing=TraceControl(control, config.trace),
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,
@@ -269,7 +290,8 @@ def _context(
             snapshot.for_local_client,
             control.acknowledgements,
             partial(_local_client_left, control, memory),
-            lent,
+            listeners.local,
+            listeners.door,
         ),
         events=events,
         cache_shares=CacheShares(config.cache_byte_size),

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from shmserve.common.tasks import end_all
 from shmserve.config.options import FLAGS
@@ -23,6 +24,7 @@ from shmserve.ipc.messages.events import ProcessEnded
 from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
+from shmserve.supervisor.handover import Handover
 from shmserve.supervisor.health import Health
 from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
 from shmserve.supervisor.host.listeners import Listeners
@@ -77,6 +79,7 @@ class Supervisor:
     feed: EventFeed
     progress: StartupReport
     manager: ServiceManager
+    handover: Handover
     watchdog: Watchdog
     reload: Reload | None
     _terminal: bool = field(init=False, default_factory=has_terminal)
@@ -85,6 +88,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
+        self.handover.followed = partial(self._signals.put_nowait, signal.SIGTERM)
 
     async def run(self) -> int:
         """Start, serve, drain, stop; the exit status."""
@@ -149,6 +153,7 @@ class Supervisor:
         context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
         grpc = context.config.grpc
         tls = grpc is not None and grpc.settings.tls is not None
+        self.handover.open()
         self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
 
     async def _start(self, began: float) -> int:
@@ -170,13 +175,14 @@ class Supervisor:
                 "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
             )
             return 1
+        await self.handover.take()
         self.health.started = True
         self.announce_health()
         self.gateways.accept()
         self.context.local_clients.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
-        logger.info("shmserve.client service at %s", self.context.run_dir)
+        logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
         ready = "is ready" if self.health.current().ready else "serves, and is not ready,"
         logger.info("the server %s after %.2f s", ready, time.monotonic() - began)
         self.manager.ready(progress_line(self.registry.progress()))
@@ -221,7 +227,7 @@ class Supervisor:
         context = self.context
         self.manager.stopping("finishing what is in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
-        self.health.exiting = True
+        self.health.exiting = not self.handover.is_followed  # whose clients go on
         self.gateways.retire()
         self.workspace_holders.retire()
         logger.info(
@@ -239,6 +245,7 @@ class Supervisor:
         context.workspaces.close()
         context.events.close()
         context.control.close()
+        self.handover.close()  # all of it that others may find is gone
         self.processes.close()
         await end_all(waited_for)
         self.manager.close()
@@ -271,6 +278,7 @@ class Supervisor:
             await asyncio.wait_for(self.models.finish_sequences(), sequences_s)
         except TimeoutError:
             logger.warning("not every open sequence has ended")
+        self.handover.leave()
         await asyncio.gather(self.gateways.drain(), self.context.local_clients.leave())
         await self.models.stop()
         await self.gateways.stop()

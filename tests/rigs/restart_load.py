@@ -1,7 +1,9 @@
 """Clients of every door that ask while servers come and go: a program of its own, which runs until
 its input ends, and prints what each door's clients have got, as JSON.
 
-    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL
+    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL [registering]
+
+One is `registering` regions all the time, where that is said.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -28,6 +31,14 @@ _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError
 
 # Asks once more; what is wrong with the answer, or "".
 Ask = Callable[[int], str]
+T = TypeVar("T")
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """What it returns, at once or on a new connection."""
+    with contextlib.suppress(*_CLOSED):
+        return ask()
+    return ask()
 
 
 def over_http(port: int, shared: bool) -> Iterator[Ask]:
@@ -37,13 +48,26 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     through = AskThroughMemory(connection) if shared else ask_simple
 
     def ask(number: int) -> str:
-        with contextlib.suppress(*_CLOSED):
-            return through(connection, number)
-        return through(connection, number)
+        return retried(lambda: through(connection, number))
 
     yield ask
     if isinstance(through, AskThroughMemory):
         through.close(connection)
+
+
+def registering(port: int) -> Iterator[Ask]:
+    """Connections that take turns, by which a region is registered, used and unregistered each
+    time: what one has said, each of them finds."""
+    connections = [Http(port, _PATIENCE_S) for _ in range(2)]
+
+    def ask(number: int) -> str:
+        one, other = connections[number % 2], connections[1 - number % 2]
+        through = retried(lambda: AskThroughMemory(one, 64))
+        said = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
+        retried(lambda: through.close(other))
+        return said
+
+    yield ask
 
 
 def over_grpc(port: int) -> Iterator[Ask]:
@@ -74,7 +98,7 @@ def native(path: str) -> Iterator[Ask]:
         yield ask
 
 
-def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
+def main(clients: int, http_port: int, grpc_port: int, local: str, often: bool) -> None:
     """Ask until the input ends."""
     stop = threading.Event()
     found: dict[str, Counter[str]] = {}
@@ -96,7 +120,11 @@ def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
                 stop.wait(0.002)
 
     doors = {
-        "http": lambda number: over_http(http_port, number % 2 == 1),
+        "http": lambda number: (
+            registering(http_port)
+            if often and number == 0
+            else over_http(http_port, number % 2 == 1)
+        ),
         "grpc": lambda _: over_grpc(grpc_port),
         "native": lambda _: native(local),
     }
@@ -117,4 +145,10 @@ def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+        "registering" in sys.argv[5:],
+    )

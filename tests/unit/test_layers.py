@@ -82,21 +82,27 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
     "gateway.links": ("ipc.*",),
-    "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
+    "gateway.tracing": ("ipc.*", "common"),
+    "gateway.inference": ("ipc.*", "gateway", "gateway.links", "gateway.tracing"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
+    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
     "gateway.http.body": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.connection"),
         "gateway.http.json",
     ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
+    "gateway.http.dashboard": (
+        *("ipc", "ipc.messages", "ipc.transport", "common.access", "gateway", "gateway.api"),
+        *("gateway.http", "gateway.http.json"),
+    ),
     "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
         "gateway.http.json",
     ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
+    "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
         *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),
@@ -117,7 +123,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
-    "supervisor.processes": ("ipc.*", "supervisor.host"),
+    "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
     "supervisor.local_clients": (
@@ -147,7 +153,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli.systemd": ("config",),
     "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
-    "perf": ("ipc.*", "client.*", "cli", "cli.transports", "perf.doors"),
+    "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),

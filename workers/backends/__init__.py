@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unsupported
+from shmserve.errors import InvalidArgument, Unsupported, suggestion
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream, ResponseWriter
@@ -172,7 +172,7 @@ def _named(config: ModelSpec) -> type[Backend]:
         return _checked(name, entry.load())
     raise InvalidArgument(
         f"unable to find backend '{name}' for model '{config.name}', "
-        f"known are {', '.join(sorted(names()))}"
+        f"known are {', '.join(sorted(names()))}{suggestion(name, names())}"
     )
 
 

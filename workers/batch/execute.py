@@ -85,7 +85,11 @@ class Executor:
         input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
         output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
         times = (start_ns, input_end_ns, output_start_ns, end_ns)
-        return BatchFinished(batch.batch, *times, replies, *self._context.copied.take(), ran)
+        spans = b""
+        if self._context.spans:
+            spans = b"".join(self._context.spans)
+            self._context.spans.clear()
+        return BatchFinished(batch.batch, *times, replies, *self._context.copied.take(), ran, spans)
 
     # --- warm-up
 

@@ -20,6 +20,7 @@ import os
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -139,11 +140,18 @@ class CallRouter:
     """Submits calls, takes their responses, and sends them on when
     a scheduler is lost. `waiting` has who waits for them; its lock guards all that is here.
 
-    `arena_byte_size` bytes hold large inputs. Any thread may call it.
+    `arena_byte_size` bytes hold large inputs. Any thread may call it. `on_spans` is told the times
+    of calls with a trace.
     """
 
-    def __init__(self, control: SupervisorLink, arena_byte_size: int) -> None:
+    def __init__(
+        self,
+        control: SupervisorLink,
+        arena_byte_size: int,
+        on_spans: Callable[[bytes], None] = lambda spans: None,
+    ) -> None:
         self._control = control
+        self._on_spans = on_spans
         self._directory = ModelDirectory(control)
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
@@ -251,6 +259,7 @@ class CallRouter:
             ends_ns=request.deadline_ns,
             flags=request.flags,
             correlation_id=request.correlation_id,
+            trace=request.trace,
         )
         call.endpoint = target.endpoint
         link = self._links.open(target.endpoint)
@@ -305,6 +314,8 @@ class CallRouter:
         self.flush()
 
     def _receive(self, endpoint: str, message: Any) -> None:
+        if isinstance(message, Finished | Responded) and message.spans:
+            self._on_spans(message.spans)
         if not isinstance(message, Finished | Responded | Failed | Settled):
             logger.warning("unexpected %s", type(message).__name__)
         elif not self._table.take(message) and isinstance(message, Finished | Responded):

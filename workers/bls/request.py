@@ -36,6 +36,7 @@ class CallRequest:
     """One inference of another model; `version` "" is the latest, no `outputs` all of them.
 
     `timeout_us` is the call's own limit, `deadline_ns` (monotonic) when its caller's ends; 0: none.
+    With a `trace`, as `Submit` has it, its times are told.
     """
 
     model: str
@@ -49,6 +50,7 @@ class CallRequest:
     timeout_us: int = 0
     deadline_ns: int = 0
     priority: int = 0
+    trace: str = ""
 
     def check(self, signature: Signature, inputs: Sequence[TensorRef]) -> tuple[BatchFit, bytes]:
         """The fit to the signature of a model, for its scheduler, with the inputs where they lie

@@ -45,6 +45,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.trace import TraceContext, explain, unpack_spans
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -93,7 +94,7 @@ class ClientRequest(InflightRequest):
 
     def respond(self, message: Response) -> None:
         if type(message) is Finished:
-            self._finish(message.body)
+            self._finish(message)
         elif type(message) is Failed:
             self.done(self.error(message.code, message.message, message.retry_after_s))
         elif type(message) is Responded:  # its model was loaded again, and is another one
@@ -115,13 +116,15 @@ class ClientRequest(InflightRequest):
         if isinstance(message, Finished | Responded):
             discard(self, message.body)
 
-    def _finish(self, body: bytes) -> None:
+    def _finish(self, message: Finished) -> None:
         channel = self.channel
         # What was read gives the memory back, or keeps it for the arrays over it.
         end, self.end = self.end, nothing
         outcome: Result | ShmserveError
         try:
-            outcome = read(self, body)
+            outcome = read(self, message.body)
+            if message.spans:
+                self._explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
@@ -134,6 +137,13 @@ class ClientRequest(InflightRequest):
             self.end = end
             outcome = Internal("the response cannot be read")
         self.done(outcome)
+
+    def _explain(self, result: Result, spans: bytes) -> None:
+        """Put where its time went into a result, if that is asked for."""
+        if (self.built.options.parameters or {}).get("explain") is True:
+            span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
+            told = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
+            result.parameters["explanation"] = told
 
     def copied(self, place: Place) -> bytes:
         """A copy of what is in a worker's memory."""
@@ -223,6 +233,7 @@ class RequestChannel:
             ends_ns=options.deadline_ns,
             flags=options.flags,
             correlation_id=options.sequence,
+            trace=options.trace,
         )
         try:
             self.send(pending)

@@ -17,6 +17,7 @@ from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
 )
+from shmserve.ipc.trace import TraceContext
 
 _FOREVER_S = 2e6  # a timeout from here on is none: epoll knows no longer one
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what travels
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     deadline_ns: int = 0
     sequence: int | str = 0
     flags: int = 0
+    trace: str = ""
 
 
 PLAIN = Options()
@@ -45,6 +47,7 @@ def options_of(
     sequence: int | str = 0,
     start: bool = False,
     end: bool = False,
+    traceparent: str = "",
 ) -> Options:
     """The options of a call; the same object whenever there are none.
 
@@ -52,7 +55,7 @@ def options_of(
     """
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
     few = not request_id and not parameters and not priority
-    if few and timeout_s is None and not sequence and not flags:
+    if few and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
     timeout_us = _timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
@@ -65,7 +68,22 @@ def options_of(
         deadline_ns,
         _sequence(sequence),
         flags,
+        _trace(traceparent, parameters),
     )
+
+
+def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
+    """The trace of a request whose times are wanted, or which is part of one; "" for others."""
+    if traceparent:
+        caller = TraceContext.of_header(_text("traceparent", traceparent))
+        if caller is None:
+            raise InvalidArgument(
+                f"traceparent must be as W3C's trace context has it, 00-TRACE-SPAN-FLAGS, got "
+                f"{traceparent!r:.80}"
+            )
+        return caller.child().message
+    asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
+    return TraceContext.new().child().message if asked else ""
 
 
 def _sequence(sequence: int | str) -> int | str:

@@ -183,7 +183,10 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
             )
         for name in names.split(","):
             if name not in RESTRICTABLE:
-                raise InvalidArgument(f"{flag}: unknown restricted {kind} '{name}'")
+                allowed = ", ".join(RESTRICTABLE)
+                raise InvalidArgument(
+                    f"{flag}: unknown restricted {kind} '{name}' (allowed: {allowed})"
+                )
             if name in found:
                 raise InvalidArgument(
                     f"{flag}: restricted {kind} '{name}' can not be specified in multiple config "

@@ -31,14 +31,14 @@ EXTENSIONS = (
 
 
 def check_staying(gateway: Gateway) -> None:
-    """Raise Unavailable when the server drains or exits."""
+    """Raise Unavailable when the server exits, and no other one goes on."""
     if is_leaving(gateway):
         raise Unavailable("Server exiting")
 
 
 def is_leaving(gateway: Gateway) -> bool:
-    """Whether the server drains or exits."""
-    return gateway.health.exiting or gateway.draining
+    """Whether the server exits, and no other one goes on."""
+    return gateway.health.exiting
 
 
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
@@ -90,8 +90,3 @@ async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict
 def refuse_file() -> Unsupported:
     """The refusal of another log file."""
     return Unsupported("log file location can not be updated through network protocol")
-
-
-def no_trace() -> Unavailable:
-    """The refusal of tracing, as from a Triton that was built without it."""
-    return Unavailable("the server does not support trace")

@@ -118,6 +118,7 @@ _OURS = _families(
     ),
     ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
     ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
+    ("gauge", "shmserve_open_sequences", "open_sequences", "Sequences that have begun, not ended"),
     (
         *("counter", "shmserve_copied_bytes", "copied_bytes"),
         *("Bytes of tensors that workers copied", "direction"),

@@ -44,8 +44,11 @@ def _as_tritons(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: report[key] for key in report if key != "shmserve"} for report in reports]
 
 
-async def collect(gateway: Gateway, models: list[GatewayModel]) -> list[dict[str, Any]]:
-    """The reports of the schedulers of `models`, in order; one that is late is left out."""
+async def collect(
+    gateway: Gateway, models: list[GatewayModel], level: int = logging.WARNING
+) -> list[dict[str, Any]]:
+    """The reports of the schedulers of `models`, in order; one that is late is left out, which the
+    log says at this level."""
     futures = [gateway.dispatcher.report(model.scheduler) for model in models]
     if not futures:
         return []
@@ -56,7 +59,7 @@ async def collect(gateway: Gateway, models: list[GatewayModel]) -> list[dict[str
         for future in missing:
             future.cancel()
     if missing:
-        logger.warning(
-            "%d of %d schedulers did not report their statistics", len(missing), len(futures)
+        logger.log(
+            level, "%d of %d schedulers did not report their statistics", len(missing), len(futures)
         )
     return [f.result() for f in futures if not f.cancelled() and f.exception() is None]

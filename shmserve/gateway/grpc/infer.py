@@ -70,14 +70,21 @@ class Submitted:
 
     def response(self) -> bytes:
         """The ModelInferResponse that is there, serialized; raises what the request failed with."""
-        message = self._pending.future.result()
+        message, trace = self._pending.future.result(), self._built.trace
         try:
+            if trace is not None:
+                trace.answered(message)
             if isinstance(message, m.Failed):
                 raise failure(message)
-            return self._encoded(message.body)
+            response = self._encoded(message.body)
         except ShmserveError as error:
-            log_failure(self.model, self.request_id, error)
+            log_failure(self.model, self.request_id, error, trace)
+            if trace is not None:
+                trace.finish(error.message)
             raise
+        if trace is not None:
+            trace.finish()
+        return response
 
     def _encoded(self, body: bytes) -> bytes:
         templates = self._built.templates
@@ -86,6 +93,8 @@ class Submitted:
             filled: bytes = template.fill(self.request_id, contents)
             return filled
         inferred = unpack(body)
+        if self._built.trace is not None:
+            inferred = self._built.trace.explain(inferred)
         try:
             message = self._inferences.encode(self.model, self._built.infer_request, inferred)
         finally:
@@ -176,13 +185,15 @@ class Inferences(ActiveCount):
         client: ClientIdentity,
         remaining_s: float | None,
         headers: Mapping[str, str] = _NO_HEADERS,
+        traceparent: str = "",
     ) -> Submitted:
         """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
 
         `remaining_s` is how long its client's call lasts, in seconds, None for any time; `headers`
-        are parameters, too. Raises `RequestRefused`.
+        are parameters, too, and `traceparent` is the trace it is part of. Raises `RequestRefused`.
         """
-        return self._submitted(*self._admitted(raw, client, remaining_s, headers, streamed=False))
+        call = (client, remaining_s, headers, traceparent)
+        return self._submitted(*self._admitted(raw, *call, streamed=False))
 
     def stream(
         self,
@@ -191,10 +202,12 @@ class Inferences(ActiveCount):
         remaining_s: float | None,
         on_response: Callable[[StreamingRequest, Message], None],
         headers: Mapping[str, str] = _NO_HEADERS,
+        traceparent: str = "",
     ) -> Submitted | StreamingRequest:
         """As `submit`, for a request in a stream: one for a decoupled model is a
         `StreamingRequest`, which tells `on_response` of its responses."""
-        model, built, submit = self._admitted(raw, client, remaining_s, headers, streamed=True)
+        call = (client, remaining_s, headers, traceparent)
+        model, built, submit = self._admitted(raw, *call, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, submit)
         return StreamingRequest(self.gateway, model, built, submit, on_response)
@@ -223,6 +236,7 @@ class Inferences(ActiveCount):
         client: ClientIdentity,
         remaining_s: float | None,
         headers: Mapping[str, str],
+        traceparent: str,
         *,
         streamed: bool,
     ) -> tuple[GatewayModel, BuiltRequest, m.Submit]:
@@ -231,7 +245,8 @@ class Inferences(ActiveCount):
         model, built = self._read(raw, headers, streamed)
         limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
         try:
-            model, submit = prepare_submit(gateway, model, built, client, arrived_ns, limit_us)
+            call = (client, arrived_ns, limit_us, traceparent)
+            model, submit = prepare_submit(gateway, model, built, *call)
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
         return model, built, submit

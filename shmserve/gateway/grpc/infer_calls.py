@@ -40,7 +40,9 @@ class InferenceCalls:
 
         try:
             headers = self._inferences.headers(call.head)
-            submitted = self._inferences.submit(raw, call.client, call.time_remaining(), headers)
+            submitted = self._inferences.submit(
+                raw, call.client, call.time_remaining(), headers, call.head.traceparent
+            )
         except Exception as error:
             call.fail(*_ending_of_inference(error, call))
             return

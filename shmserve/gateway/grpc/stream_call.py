@@ -187,8 +187,9 @@ class _Stream:
     def _take(self, raw: bytes | PlacedRequest, size: int) -> None:
         inferences, call = self._inferences, self._call
         try:
+            how = (self._responded, self._headers, call.head.traceparent)
             item: Submitted | StreamingRequest | RequestRefused = inferences.stream(
-                raw, call.client, call.time_remaining(), self._responded, self._headers
+                raw, call.client, call.time_remaining(), *how
             )
         except RequestRefused as refused:
             item = refused.bare()

@@ -14,7 +14,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
 from shmserve.gateway.http.json.events import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, HttpRequest
+from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.infer import infer_stream
 from shmserve.gateway.inference.prepared import BuiltRequest
@@ -46,13 +46,18 @@ async def infer(
     built = await read_request(gateway, model, request)
     try:
         client = request.connection.client
-        now, submit = prepare_submit(gateway, model, built, client, arrived_ns)
+        traceparent = ""
+        if TRACEPARENT in request.headers:
+            traceparent = request.headers[TRACEPARENT]
+        now, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
         pending = gateway.dispatcher.submit(now.scheduler, submit, built.release)
         try:
             message = await pending.future
         except asyncio.CancelledError:
             gateway.dispatcher.cancel(pending)
             raise
+        if built.trace is not None:
+            built.trace.answered(message)
         if isinstance(message, m.Failed):
             raise failure(message)
         body = message.body
@@ -63,8 +68,12 @@ async def infer(
         else:
             response = await _respond(gateway, model, request, built, pending.scheduler, body)
     except ShmserveError as error:
-        log_failure(model, built.infer_request.id, error)
+        log_failure(model, built.infer_request.id, error, built.trace)
+        if built.trace is not None:
+            built.trace.finish(error.message)
         raise
+    if built.trace is not None:
+        built.trace.finish()
     if logger.isEnabledFor(logging.DEBUG):
         passed_us = (time.monotonic_ns() - arrived_ns) // 1000
         extra = {"request_id": built.infer_request.id}
@@ -82,6 +91,8 @@ async def _respond(
 ) -> HttpResponse:
     """The response to a request, of a packed response that follows no template."""
     inferred, asked = unpack(body), built.infer_request
+    if built.trace is not None:
+        inferred = built.trace.explain(inferred)
     lent = not _needs_no_release(asked, inferred)
     if lent:
         scheduler.use()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
@@ -17,6 +18,7 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
+from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.settings import GatewayStart
@@ -31,17 +33,23 @@ def run(data: bytes, *fds: int) -> None:
     aiohttp_parts.check()
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http, scrapes = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    uvloop.run(process.serve(start, partial(HttpFrontend, http=http, scrapes=scrapes)))
+    front = partial(HttpFrontend, http=http, scrapes=scrapes, run_dir=start.run_dir)
+    uvloop.run(process.serve(start, front))
 
 
 class HttpFrontend(process.Frontend):
     """HTTP connections, and those that scrape metrics, on sockets that listen already."""
 
     def __init__(
-        self, gateway: Gateway, http: Sequence[socket.socket], scrapes: Sequence[socket.socket]
+        self,
+        gateway: Gateway,
+        http: Sequence[socket.socket],
+        scrapes: Sequence[socket.socket],
+        run_dir: Path,
     ) -> None:
         super().__init__()
         self._gateway = gateway
+        self._live = LiveFigures(gateway, run_dir)
         self._app = App(gateway, ROUTES)
         self._http = http
         self._scrapes = scrapes
@@ -52,7 +60,8 @@ class HttpFrontend(process.Frontend):
         restrictions = decode_restrictions(settings.http_restricted)
         http = Authorisation(settings.tokens, restrictions)
         scrapes = Authorisation(settings.tokens, {})
-        metrics = App(self._gateway, metrics_routes(MetricsExporter(self._gateway)))
+        exporter = MetricsExporter(self._gateway)
+        metrics = App(self._gateway, metrics_routes(exporter, self._live))
         for sock in self._scrapes:
             await self._serve(sock, metrics.handle, scrapes)
         await self.accept()
@@ -69,6 +78,11 @@ class HttpFrontend(process.Frontend):
             spared = fd_limits.for_scrapes()
         make = partial(HttpConnection, handle=handle, settings=settings)
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
+
+    def drain(self, told: Callable[[], None]) -> None:
+        """As `Frontend`; who watches is told to go first."""
+        self._live.end()
+        super().drain(told)
 
     def when_idle(self, drained: Callable[[], None]) -> None:
         """Every request counts until its response is sent."""

@@ -21,6 +21,7 @@ CONTENT_LENGTH = istr("Content-Length")
 EXPECT = istr("Expect")
 FETCH_SITE = istr("Sec-Fetch-Site")
 HEADER_LENGTH = istr("Inference-Header-Content-Length")
+TRACEPARENT = istr("traceparent")
 TRANSFER_ENCODING = istr("Transfer-Encoding")
 
 

@@ -7,59 +7,79 @@ from functools import partial
 from shmserve.common.access.auth_tokens import METRICS
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.http import infer
+from shmserve.gateway.http.dashboard.live import LiveFigures
+from shmserve.gateway.http.dashboard.page import page
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.openai import embeddings, generation, models
 from shmserve.gateway.http.openai.errors import openai_error
-from shmserve.gateway.http.routing import Route, RouteTable
+from shmserve.gateway.http.openapi import operations as op
+from shmserve.gateway.http.openapi.description import Description
+from shmserve.gateway.http.openapi.operations import Operation
+from shmserve.gateway.http.response import triton_error
+from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable
 from shmserve.gateway.http.streaming import generate
 
-_MODEL = r"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
-_TRACE = r"/v2(?:/models/([^/]+))?/trace/setting"
-_REPOSITORY = r"/v2/repository(?:/([^/]+))?"
-_REPOSITORY_MODEL = _REPOSITORY + r"/models/([^/]+)"
+_MODEL = "/v2/models/{model}[/versions/{version}]"
+_TRACE = "/v2[/models/{model}]/trace/setting"
+_REPOSITORY = "/v2/repository[/{repository}]"
+_REPOSITORY_MODEL = _REPOSITORY + "/models/{model}"
 _MEMORY = "shared-memory"
-_SYSTEM_REGION = r"/v2/systemsharedmemory(?:/region/([^/]+))?"
-_CUDA_REGION = r"/v2/cudasharedmemory(?:/region/([^/]+))?"
+_SYSTEM = "/v2/systemsharedmemory[/region/{region}]"
+_CUDA = "/v2/cudasharedmemory[/region/{region}]"
+_CUDA_STATUS = partial(shared_memory.status, cuda=True)
+_CUDA_UNREGISTER = partial(shared_memory.unregister, cuda=True)
 
-ROUTES = RouteTable(
-    Route("POST", _MODEL + "/infer", "inference", infer.infer),
-    Route("GET", "/v2/health/live", "health", server.live),
-    Route("GET", "/v2/health/ready", "health", server.ready),
-    Route("GET", "/v2", "metadata", server.server),
-    Route("GET", "/v2/models/stats", "statistics", server.all_statistics),
-    Route("GET", _MODEL, "metadata", server.model),
-    Route("GET", _MODEL + "/ready", "health", server.model_ready),
-    Route("GET", _MODEL + "/config", "model-config", server.model_config),
-    Route("GET", _MODEL + "/stats", "statistics", server.model_statistics),
-    Route("POST", _MODEL + "/generate", "inference", generate.generate),
-    Route("POST", _MODEL + "/generate_stream", "inference", generate.generate_stream),
-    Route("GET", _TRACE, "trace", server.trace),
-    Route("POST", _TRACE, "trace", server.trace),
-    Route("GET", "/v2/logging", "logging", server.show_logging),
-    Route("POST", "/v2/logging", "logging", server.change_logging),
-    Route("POST", _REPOSITORY + "/index", "model-repository", repository.index),
-    Route("POST", _REPOSITORY_MODEL + "/load", "model-repository", repository.load),
-    Route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", repository.unload),
-    Route("POST", _SYSTEM_REGION + "/register", _MEMORY, shared_memory.register),
-    Route("GET", _SYSTEM_REGION + "/status", _MEMORY, shared_memory.status),
-    Route("POST", _SYSTEM_REGION + "/unregister", _MEMORY, shared_memory.unregister),
-    Route("POST", _CUDA_REGION + "/register", _MEMORY, shared_memory.register_cuda),
-    Route("GET", _CUDA_REGION + "/status", _MEMORY, partial(shared_memory.status, cuda=True)),
-    Route(
-        *("POST", _CUDA_REGION + "/unregister", _MEMORY),
-        partial(shared_memory.unregister, cuda=True),
+
+def _route(method: str, path: str, scope: str, handler: Handler, operation: Operation) -> Route:
+    form = openai_error if path.startswith("/v1/") else triton_error
+    return Route(method, path, scope, handler, form, operation)
+
+
+_DESCRIPTION = Description(lambda: ROUTES)
+ROUTES: RouteTable = RouteTable(
+    _route("POST", _MODEL + "/infer", "inference", infer.infer, op.INFER),
+    _route("GET", "/v2/health/live", "health", server.live, op.LIVE),
+    _route("GET", "/v2/health/ready", "health", server.ready, op.READY),
+    _route("GET", "/v2", "metadata", server.server, op.SERVER),
+    _route("GET", "/v2/models/stats", "statistics", server.all_statistics, op.STATISTICS),
+    _route("GET", _MODEL, "metadata", server.model, op.MODEL),
+    _route("GET", _MODEL + "/ready", "health", server.model_ready, op.MODEL_READY),
+    _route("GET", _MODEL + "/config", "model-config", server.model_config, op.CONFIG),
+    _route("GET", _MODEL + "/stats", "statistics", server.model_statistics, op.STATISTICS),
+    _route("POST", _MODEL + "/generate", "inference", generate.generate, op.GENERATE),
+    _route(
+        *("POST", _MODEL + "/generate_stream", "inference"),
+        *(generate.generate_stream, op.GENERATE_STREAM),
     ),
-    Route("GET", "/v1/models", "metadata", models.all_models, openai_error),
-    Route("GET", "/v1/models/([^/]+)", "metadata", models.one_model, openai_error),
-    Route("POST", "/v1/completions", "inference", generation.completions, openai_error),
-    Route("POST", "/v1/chat/completions", "inference", generation.chats, openai_error),
-    Route("POST", "/v1/embeddings", "inference", embeddings.embeddings, openai_error),
+    _route("GET", _TRACE, "trace", server.show_trace, op.SHOW_TRACE),
+    _route("POST", _TRACE, "trace", server.change_trace, op.CHANGE_TRACE),
+    _route("GET", "/v2/logging", "logging", server.show_logging, op.LOGGING),
+    _route("POST", "/v2/logging", "logging", server.change_logging, op.LOG),
+    _route("POST", _REPOSITORY + "/index", "model-repository", repository.index, op.INDEX),
+    _route("POST", _REPOSITORY_MODEL + "/load", "model-repository", repository.load, op.LOAD),
+    _route("POST", _REPOSITORY_MODEL + "/unload", "model-repository", repository.unload, op.UNLOAD),
+    _route("POST", _SYSTEM + "/register", _MEMORY, shared_memory.register, op.REGISTER),
+    _route("GET", _SYSTEM + "/status", _MEMORY, shared_memory.status, op.REGIONS),
+    _route("POST", _SYSTEM + "/unregister", _MEMORY, shared_memory.unregister, op.UNREGISTER),
+    _route("POST", _CUDA + "/register", _MEMORY, shared_memory.register_cuda, op.REGISTER_CUDA),
+    _route("GET", _CUDA + "/status", _MEMORY, _CUDA_STATUS, op.REGIONS),
+    _route("POST", _CUDA + "/unregister", _MEMORY, _CUDA_UNREGISTER, op.UNREGISTER),
+    _route("GET", "/v1/models", "metadata", models.all_models, op.MODELS),
+    _route("GET", "/v1/models/{model}", "metadata", models.one_model, op.ONE_MODEL),
+    _route("POST", "/v1/completions", "inference", generation.completions, op.COMPLETIONS),
+    _route("POST", "/v1/chat/completions", "inference", generation.chats, op.CHATS),
+    _route("POST", "/v1/embeddings", "inference", embeddings.embeddings, op.EMBEDDINGS),
+    _route("GET", "/openapi.json", "metadata", _DESCRIPTION.document, op.DESCRIPTION),
+    _route("GET", "/docs", "metadata", _DESCRIPTION.page, op.PAGE),
 )
 
 
-def metrics_routes(exporter: MetricsExporter) -> RouteTable:
-    """The route table of a metrics listener: whatever is not /metrics is there, and empty."""
+def metrics_routes(exporter: MetricsExporter, live: LiveFigures) -> RouteTable:
+    """The route table of a metrics listener: whatever is not in it is there, and empty."""
     return RouteTable(
-        Route("GET", "/metrics/?", METRICS, partial(server.metrics, exporter)),
-        Route("", "(?!/metrics/?$).*", METRICS, server.nothing),
+        Route("GET", "/metrics[/]", METRICS, partial(server.metrics, exporter)),
+        Route("GET", "/live", METRICS, live.respond),
+        # Who asks it without a token is asked for one by the page itself.
+        Route("GET", "/", "health", page),
+        Route("", ANY, METRICS, server.nothing),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from urllib.parse import unquote
@@ -22,6 +22,7 @@ from shmserve.errors import (
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import BrokenBody
+from shmserve.gateway.http.openapi.operations import Operation
 from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
 from shmserve.gateway.http.response import (
     ErrorForm,
@@ -38,6 +39,8 @@ Handler = Callable[..., Awaitable[HttpResponse]]
 
 _HOST = re.compile(r"^https?://[^/]*", re.IGNORECASE)
 _MOST_REMEMBERED = 1024  # targets
+_PART = re.compile(r"\\{(\w+)\\}")  # of a template, escaped
+ANY = "*"  # the template of all paths that no route before it has
 
 
 class MethodNotAllowed(InvalidArgument):
@@ -48,10 +51,12 @@ class MethodNotAllowed(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method ("": any) and a pattern of paths, with `handler(gateway, request, *groups of path)`.
+    """A method ("": any) and a template of paths, with `handler(gateway, request, *parts of path)`.
 
-    `scope` is the API that the route belongs to, for which its clients are authorised. `error_form`
-    makes the body of a response of an error, as that API has it.
+    In a template `{name}` is a part, of which a `{version}` is a number, and what is in brackets
+    may be left out: "/v2/models/{model}[/versions/{version}]". `scope` is the API that the route
+    belongs to, for which its clients are authorised. `error_form` makes the body of a response of
+    an error, as that API has it. `operation` describes it, if anybody is to know of it.
     """
 
     method: str
@@ -59,6 +64,7 @@ class Route:
     scope: str
     handler: Handler
     error_form: ErrorForm = triton_error
+    operation: Operation | None = None
 
 
 # A route, and the parts of a path that it takes.
@@ -70,7 +76,7 @@ class RouteTable:
 
     def __init__(self, *routes: Route) -> None:
         self.routes = routes
-        self._patterns = [(route, re.compile(route.path)) for route in routes]
+        self._patterns = [(route, _pattern(route.path)) for route in routes]
         self.find = lru_cache(_MOST_REMEMBERED)(self._find)
 
     def _find(self, target: str, method: str = "") -> Match | None:
@@ -84,13 +90,30 @@ class RouteTable:
         found = None
         for route, pattern in self._patterns:
             match = pattern.fullmatch(path)
-            if match is None:
+            if match is None or (route.path == ANY and found):
                 continue
             here = route, tuple(part and unquote(part) for part in match.groups())
             if route.method in (method, ""):
                 return here
             found = found or here
         return found
+
+
+def parts(template: str) -> Iterator[tuple[str, bool]]:
+    """The parts of a route's template, and whether each may be left out."""
+    for must, may in re.findall(r"([^\[\]]+)|\[([^\]]+)\]", template):
+        yield must or may, bool(may)
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    if template == ANY:
+        return re.compile(".*")
+    made = ((_PART.sub(_group, re.escape(part)), may) for part, may in parts(template))
+    return re.compile("".join(f"(?:{part})?" if may else part for part, may in made))
+
+
+def _group(part: re.Match[str]) -> str:
+    return "([0-9]+)" if part[1] == "version" else "([^/]+)"
 
 
 def _path(target: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, Uses
+from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.tensors.inference import Inference, PackedTemplate
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.tensors.template_cache import TemplateCache
@@ -30,6 +31,7 @@ class BuiltRequest:
 
     `work` is its packed `Inference`; `release` frees its resources, which may be
     references to `regions`. `templates` are of responses, shared by all requests with its header.
+    It has a `trace` once it is submitted, if its times are wanted.
     """
 
     infer_request: InferRequest
@@ -38,6 +40,7 @@ class BuiltRequest:
     release: Callable[[], None]
     regions: Sequence[GatewayRegion] = ()
     templates: TemplateCache[Any] | None = None
+    trace: RequestTrace | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
         """Give it its own id and place in a sequence. What else it says it has from an earlier

@@ -48,13 +48,19 @@ class StreamingRequest:
         self._window = ReadWindow(placed)
         self.model = model
         self.infer_request = built.infer_request
+        self.trace = built.trace
         self.over = False  # the last response is here, or it is cancelled
 
         def responded(message: Response) -> None:
             if not self.over:
                 if isinstance(message, m.Finished):
-                    message = m.Responded(message.id, "", "", message.body, final=True)
+                    message = m.Responded(
+                        message.id, "", "", message.body, True, spans=message.spans
+                    )
                 self.over = is_last(message)
+                if self.over and self.trace is not None:
+                    self.trace.answered(message)
+                    self.trace.finish("" if isinstance(message, m.Responded) else message.message)
                 on_response(self, message)
 
         self._pending: GatewayRequest = self._dispatcher.submit(
@@ -71,9 +77,12 @@ class StreamingRequest:
             if (error := error_of(message)) is not None:
                 raise error
             body = b"" if isinstance(message, m.Failed) else message.body
-            return unpack(body) if body else None
+            inferred = unpack(body) if body else None
+            if inferred is not None and self.trace is not None and is_last(message):
+                inferred = self.trace.explain(inferred)
+            return inferred
         except ShmserveError as error:
-            log_failure(self.model, self.infer_request.id, error)
+            log_failure(self.model, self.infer_request.id, error, self.trace)
             raise
 
     def release(self, inferred: Inferred | None) -> None:

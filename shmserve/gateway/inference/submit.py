@@ -11,6 +11,7 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
+from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.inflight import make_submit, stopping
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import SEQUENCE_START
@@ -25,11 +26,13 @@ def prepare_submit(
     client: ClientIdentity,
     arrived_ns: int,
     call_limit_us: int = 0,
+    traceparent: str = "",
 ) -> tuple[GatewayModel, m.Submit]:
     """The message that submits a request, if its regions are `client`'s to use, and what serves its
     model now; else the resources of the request are released.
 
-    `call_limit_us` is how long the client's own call lasts, 0: any. Raises NotFound,
+    `call_limit_us` is how long the client's own call lasts, 0: any; `traceparent` the trace that it
+    is part of, as the client says it. Raises NotFound,
     PermissionDenied, Unsupported, or Unavailable where the model was loaded with another
     configuration, or the gateway refuses: only sequences that have begun go on then.
     """
@@ -45,6 +48,15 @@ def prepare_submit(
     except BaseException:
         built.release()
         raise
+    trace = ""
+    if traceparent or gateway.tracer.active or "explain" in request.parameters:
+        asked = request.parameters.get("explain") is True
+        of_model = (model.name, model.version, request.id)
+        built.trace = gateway.tracer.begin(*of_model, arrived_ns, traceparent, asked)
+        if built.trace is not None:
+            trace = built.trace.scheduler.message
+            if built.trace.explained:
+                built.templates = None  # no other response is like it
     submit = make_submit(
         gateway.dispatcher.next_number(),
         built.fit,
@@ -58,6 +70,7 @@ def prepare_submit(
         flags=request.flags,
         correlation_id=request.correlation_id,
         source=client.source if request.correlation_id else 0,
+        trace=trace,
     )
     return model, submit
 
@@ -69,10 +82,13 @@ def failure(message: m.Failed) -> ShmserveError:
     return from_code(message.code, message.message)
 
 
-def log_failure(model: GatewayModel, request_id: str, error: ShmserveError) -> None:
+def log_failure(
+    model: GatewayModel, request_id: str, error: ShmserveError, trace: RequestTrace | None
+) -> None:
     """Log a failure: a server's fault as an error, a client's at debug level."""
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
         what = "failed" if error.server_fault else "was refused"
         told = (model.name, what, error.message)
-        logger.log(level, "inference of model '%s' %s: %s", *told, extra={"request_id": request_id})
+        extra = {"request_id": request_id, "trace_id": trace and trace.context.trace_id}
+        logger.log(level, "inference of model '%s' %s: %s", *told, extra=extra)

@@ -14,6 +14,7 @@ from shmserve.common.model_settings import (
     strategy,
     target_ms,
 )
+from shmserve.errors import suggestion
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.proto.model_config_pb2 import (
     ModelConfig,
@@ -88,7 +89,8 @@ def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
     of = f"for {config.name}"
     if given is not None and chosen is None:
         allowed = ", ".join(f"'{name}'" for name in Strategy)
-        text = f"parameter '{STRATEGY}' must be one of {allowed} {of}, found '{given}'"
+        near = suggestion(given, Strategy)
+        text = f"parameter '{STRATEGY}' must be one of {allowed} {of}, found '{given}'{near}"
         yield Problem(_STRATEGY, text)
     if target is not None and target_ms(target) is None:
         text = (

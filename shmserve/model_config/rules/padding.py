@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
+from shmserve.errors import suggestion
 from shmserve.model_config.diagnostics import Key, Problem, member
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
@@ -76,7 +77,8 @@ def _of_input(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -
     for key in entry:
         if key not in _OF_INPUT:
             allowed = ", ".join(map(repr, (*_OF_INPUT, "like")))
-            yield f"has the key '{key}', which is none of {allowed}"
+            near = suggestion(key, (*_OF_INPUT, "like"))
+            yield f"has the key '{key}', which is none of {allowed}{near}"
     io = inputs.get(name)
     if io is None:
         yield "is for no input of the model, nor has it 'like' for an output"

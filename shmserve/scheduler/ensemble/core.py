@@ -302,6 +302,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             "pending": 0,  # what waits, waits for its steps
             "executing": self._live.count,
             "instances": {},
+            "open_sequences": 0,
             "malformed": 0,
         }
 

@@ -21,7 +21,7 @@ from shmserve.scheduler.requests.request import Lookup
 
 class EnsembleRequest:
     """One request of an ensemble. Times are monotonic ns; `times_ns` those of its steps together:
-    input, inference, output.
+    input, inference, output; `spans` are its steps' own.
 
     `running`: its steps' requests by number; `waiting` of them have not been submitted. It is
     `over` when no further step of it runs: it has `failed`, or its client has `left`.
@@ -50,6 +50,7 @@ class EnsembleRequest:
         self.deadline_ns = max(submit.deadline_ns, 0)
         self.units = submit.batch_size or 1
         self.times_ns = [0, 0, 0]
+        self.spans = b""
         self.running: dict[int, StepRequest] = {}
         self.waiting = 0
         self.over = False
@@ -69,6 +70,8 @@ class EnsembleRequest:
         times_ns[0] += message.input_ns
         times_ns[1] += message.infer_ns
         times_ns[2] += message.output_ns
+        if message.spans:
+            self.spans += message.spans
 
     def failed(self, failure: Failed) -> None:
         """No further step of it runs, and its client is told."""

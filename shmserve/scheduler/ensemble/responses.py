@@ -26,9 +26,10 @@ from shmserve.scheduler.ensemble.values import Value
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
+from shmserve.scheduler.requests.spans import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Statistics
-from shmserve.scheduler.statistics.timing import Timing
+from shmserve.scheduler.statistics.timing import CACHED, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class EnsembleResponses:
         for tensor in request.flow.absent - self._warned:
             self._warned.add(tensor)  # once is enough
             logger.warning("Composing models did not output tensor %s", tensor)
-        timing = Timing(request.started_ns, *request.times_ns)
+        input_ns, infer_ns, output_ns = request.times_ns
+        timing = Timing(request.started_ns, input_ns, infer_ns, output_ns)
         self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
         body = b""
         if self._decoupled:
@@ -98,10 +100,15 @@ class EnsembleResponses:
             _release(list(response.values()))
             self._keep(request, body, now_ns)
         self._statistics.succeeded(request, timing, now_ns)
+        steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
+        times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
+        spans = spans_of(self._statistics, request.submit, *times)
+        times_ns = (input_ns, infer_ns, output_ns)
         if self._decoupled:
-            request.client.post(Responded(request.id, "", "", b"", True, *request.times_ns))
+            last = Responded(request.id, "", "", b"", True, *times_ns, spans)
+            request.client.post(last)
         else:
-            request.client.post(Finished(request.id, body, *request.times_ns))
+            request.client.post(Finished(request.id, body, *times_ns, spans))
 
     def hit(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
@@ -109,8 +116,11 @@ class EnsembleResponses:
         """The response to a request is cached: no step runs."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
-        self._statistics.hit(believable(message.arrived_ns, now_ns), 0, lookup.ns, now_ns)
-        client.post(Finished(message.id, lookup.body))
+        arrived_ns = believable(message.arrived_ns, now_ns)
+        self._statistics.hit(arrived_ns, 0, lookup.ns, now_ns)
+        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
+        spans = spans_of(self._statistics, message, *times)
+        client.post(Finished(message.id, lookup.body, spans=spans))
 
     def _keep(self, request: EnsembleRequest, body: bytes, now_ns: int) -> None:
         lookup = request.lookup

@@ -253,7 +253,8 @@ class Executions:
     ) -> None:
         requests = execution.requests
         self._pool.finish(slot, now_ns)
-        timing = Timing.of(message, execution.sent_ns, now_ns)
+        rows = sum([request.units for request in requests]) + execution.gaps
+        timing = Timing.of(message, execution.sent_ns, now_ns, rows, execution.reason)
         if message.executed:
             self._observe(execution, timing, now_ns)
         self._statistics.executions.copied(message.copied_in, message.copied_out)
@@ -280,7 +281,7 @@ class Executions:
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Learn from an execution, whose requests are about to be answered."""
         requests = execution.requests
-        units = sum([request.units for request in requests]) + execution.gaps
+        units = timing.rows
         self._statistics.executions.executed(execution.reason, units, timing, now_ns)
         busy_ns = timing.total_ns
         took_ns = max(now_ns - execution.started_ns, busy_ns)
@@ -373,6 +374,7 @@ def work_of(request: ScheduledRequest) -> Work:
         submit.timeout_us,
         submit.priority,
         request.deadline_ns,
+        submit.trace,
     )
 
 

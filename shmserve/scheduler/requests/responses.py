@@ -32,6 +32,7 @@ from shmserve.scheduler.requests.request import (
     ScheduledRequest,
     State,
 )
+from shmserve.scheduler.requests.spans import spans_of
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics.counters import Reason, Statistics
 from shmserve.scheduler.statistics.timing import Timing
@@ -86,9 +87,10 @@ class Responses:
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
         request.meet(Event.FINISH)
-        times_ns = (0, now_ns - began_ns, 0) if request.timing is None else request.timing[1:]
+        times_ns = (0, now_ns - began_ns, 0) if request.timing is None else request.timing[1:4]
+        spans = self._spans(request, request.timing, now_ns) if request.submit.trace else b""
         request.client.post(
-            Responded(request.id, last.code, last.message, last.body, True, *times_ns)
+            Responded(request.id, last.code, last.message, last.body, True, *times_ns, spans=spans)
         )
         self._forget(request)
 
@@ -150,9 +152,13 @@ class Responses:
         else:
             self._statistics.succeeded(request, timing, now_ns)
         request.meet(Event.FINISH)
-        _, input_ns, infer_ns, output_ns = timing
-        request.client.post(Finished(request.id, body, input_ns, infer_ns, output_ns))
+        spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
+        request.client.post(Finished(request.id, body, *timing[1:4], spans=spans))
         self._forget(request)
+
+    def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
+        times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)
+        return spans_of(self._statistics, request.submit, *times)
 
     def fail(
         self,

@@ -40,8 +40,7 @@ class Statistics(Table):
     """All counters since the version was loaded; times in ns."""
 
     def __init__(self, settings: Settings) -> None:
-        self._name = settings.name
-        self._version = settings.version
+        self._model = settings.name, settings.version
         self.executions = ExecutionStats()
         self.inference_count = 0
         self.success = 0
@@ -73,6 +72,11 @@ class Statistics(Table):
         self._base: dict[str, Any] = {}
         self._noted: list[_Noted] = []
         self._noted_late: list[_Timed] = []
+
+    @property
+    def model(self) -> tuple[str, str]:
+        """The name and the version of what it counts for."""
+        return self._model
 
     def set_base(self, base: dict[str, Any]) -> None:
         """Set the base: the counts of the version that this one replaces; raises KeyError,
@@ -111,7 +115,7 @@ class Statistics(Table):
         timed += late
         if timed:
             _, enqueued, timings = zip(*timed, strict=True)
-            starts, inputs, infers, outputs = zip(*timings, strict=True)
+            starts, inputs, infers, outputs, *_ = zip(*timings, strict=True)
             queued = list(map(sub, starts, enqueued))
             self.queue_ns += sum(queued)
             self.compute_input_ns += sum(inputs)
@@ -125,8 +129,9 @@ class Statistics(Table):
         quantiles = self._quantiles
         for now_ns, arrived_ns, *_ in noted:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)
-        for now_ns, at_ns, (start, *phases) in timed:
-            for name, ns in zip(_SUMMARISED[1:], (start - at_ns, *phases), strict=True):
+        for now_ns, at_ns, timing in timed:
+            queued = timing.compute_start_ns - at_ns
+            for name, ns in zip(_SUMMARISED[1:], (queued, *timing[1:4]), strict=True):
                 quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def hit(self, arrived_ns: int, queued: int, lookup_ns: int, now_ns: int) -> None:
@@ -195,8 +200,8 @@ class Statistics(Table):
         executions = self.executions
         count, executed = self.success, self.success - self.cache_hit
         return {
-            "name": self._name,
-            "version": self._version,
+            "name": self._model[0],
+            "version": self._model[1],
             "last_inference": executions.last_ms(now_ns, wall_ns),
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,

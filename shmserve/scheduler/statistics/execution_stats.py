@@ -35,8 +35,7 @@ class ExecutionStats(Table):
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back."""
         self.last_ns = now_ns
-        _, input_ns, infer_ns, output_ns = timing
-        self._noted.append((reason, units, input_ns, infer_ns, output_ns))
+        self._noted.append((reason, units, *timing[1:4]))
         if len(self._noted) >= MOST_NOTED:
             self.count()
 

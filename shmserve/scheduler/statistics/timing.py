@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shmserve.ipc.messages.inference import BatchFinished
 
 NS_PER_S = 1_000_000_000
+CACHED = "cached"  # what "closed" a batch that was none
 
 # Upper bounds of a histogram of times, in seconds.
 SECONDS = (
@@ -22,25 +23,34 @@ def duration(count: int, ns: int) -> dict[str, int]:
 
 
 class Timing(NamedTuple):
-    """The phases of an execution: when it began (monotonic ns) and how long each took (ns)."""
+    """The phases of an execution: when it began (monotonic ns) and how long each took (ns); of how
+    many rows it was, why it took no more, and the spans of what its model has asked others."""
 
     compute_start_ns: int
     input_ns: int
     infer_ns: int
     output_ns: int
+    rows: int = 0
+    closed: str = ""
+    spans: bytes = b""
 
     @classmethod
-    def of(cls, message: BatchFinished, sent_ns: int, now_ns: int) -> Timing:
+    def of(
+        cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
+    ) -> Timing:
         """From what a worker says of a batch sent at `sent_ns`, as far as it can be true."""
+        batch = (rows, closed, message.spans)
         start, input_end = message.compute_start_ns, message.input_end_ns
         output_start, end = message.output_start_ns, message.compute_end_ns
         if sent_ns <= start <= input_end <= output_start <= end <= now_ns:
-            return cls(start, input_end - start, output_start - input_end, end - output_start)
+            phases = (input_end - start, output_start - input_end, end - output_start)
+            return cls(start, *phases, *batch)
         start = min(max(message.compute_start_ns, sent_ns), now_ns)
         input_end = min(max(message.input_end_ns, start), now_ns)
         output_start = min(max(message.output_start_ns, input_end), now_ns)
         end = min(max(message.compute_end_ns, output_start), now_ns)
-        return cls(start, input_end - start, output_start - input_end, end - output_start)
+        phases = (input_end - start, output_start - input_end, end - output_start)
+        return cls(start, *phases, *batch)
 
     @property
     def total_ns(self) -> int:

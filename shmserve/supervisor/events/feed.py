@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.events import (
     COUNTERS,
-    MODELS,
+    RECENT,
     SEQUENCES,
     SNAPSHOT,
     TOPICS,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from shmserve.supervisor.events.xpub import Xpub
 
 logger = logging.getLogger(__name__)
+
+_MOST_RECENT = 50  # events of each topic that are remembered
 
 
 class Subscriptions:
@@ -68,6 +72,8 @@ class EventPublisher:
     def __init__(self) -> None:
         self._subscriptions = Subscriptions()
         self._sequences: Counter[str] = Counter()
+        # By topic: regions come and go with programs, and leave the others' where they are.
+        self._recent: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None
 
     def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
@@ -93,8 +99,11 @@ class EventPublisher:
         return self._socket is not None and self._subscriptions.want(topic)
 
     def publish(self, event: Any) -> None:
-        """Send an event to the subscribers of its topic."""
+        """Send an event to the subscribers of its topic; but for counters it is remembered, too."""
         topic = TOPICS[type(event)]
+        if topic != COUNTERS:
+            recent = self._recent.setdefault(topic, deque(maxlen=_MOST_RECENT))
+            recent.append((time.time_ns(), event))
         if self.wants(topic):
             self._sequences[topic] += 1
             self._send(topic, self._sequences[topic], (event,))
@@ -104,15 +113,24 @@ class EventPublisher:
         assert topic.startswith(SNAPSHOT)
         self._send(topic, 0, events)
 
+    def repeat(self, topic: str) -> None:
+        """Send the latest events again, in order, to who asked for them, by a topic of its own."""
+        assert topic.startswith(RECENT)
+        recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
+        for time_ns, event in recent:
+            self._send(topic, 0, (event,), time_ns)
+
     def number(self, topic: str) -> None:
         """Send how far each topic is to who asked for it, by a topic that is its own."""
         assert topic.startswith(SEQUENCES)
         topics = sorted(set(TOPICS.values()))
         self._send(topic, 0, [SequenceReached(name, self._sequences[name]) for name in topics])
 
-    def _send(self, topic: str, sequence: int, events: Iterable[Any]) -> None:
+    def _send(
+        self, topic: str, sequence: int, events: Iterable[Any], time_ns: int | None = None
+    ) -> None:
         if self._socket is not None:
-            header = EventHeader(sequence, time.time_ns())
+            header = EventHeader(sequence, time_ns or time.time_ns())
             self._socket.send(topic.encode(), pack((header, *events)))
 
     def close(self) -> None:
@@ -151,17 +169,16 @@ class EventFeed:
             self._publisher.respond(prefix, self.snapshot())
         if wanted and prefix.startswith(SEQUENCES):
             self._publisher.number(prefix)
-        if wanted and MODELS.startswith(prefix):
-            self._known = self._models()
+        if wanted and prefix.startswith(RECENT):
+            self._publisher.repeat(prefix)
         if self._timer is None:
             self._tick()
 
     def models_changed(self) -> None:
         """Publish the difference of the models' states since the last look."""
-        if self._publisher.wants(MODELS):
-            before, self._known = self._known, self._models()
-            for event in changes(before, self._known):
-                self._publisher.publish(event)
+        before, self._known = self._known, self._models()
+        for event in changes(before, self._known):
+            self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:
         """The server's state, as events."""

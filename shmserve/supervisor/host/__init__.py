@@ -1,2 +1,2 @@
 """The server on its host: listening sockets, the run directory, the log file, the terminal, the
-service manager."""
+service manager, the connection to a server that takes the place of another."""

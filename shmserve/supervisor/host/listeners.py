@@ -17,6 +17,7 @@ from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.untrusted_router import refuse_descriptors
+from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.port_holder import port_holders
 
 # Of the addresses that a name has, those of a family that this host does without.
@@ -88,9 +89,9 @@ def _bound_to(family: int, where: Any) -> socket.socket:
     return sock
 
 
-def lend(sock: socket.socket, guarded: bool) -> socket.socket:
-    """A socket that listens already, of the service manager's; raises InvalidArgument where other
-    hosts reach it and it is not `guarded`."""
+def lend(sock: socket.socket, guarded: bool, by: str = "LISTEN_FDS") -> socket.socket:
+    """A socket that listens already, of the service manager's, or a server's before; raises
+    InvalidArgument where other hosts reach it and it is not `guarded`."""
     if sock.family == socket.AF_UNIX:
         if sock.type == socket.SOCK_STREAM:  # descriptors are for shmserve.client's alone
             refuse_descriptors(sock)
@@ -98,7 +99,7 @@ def lend(sock: socket.socket, guarded: bool) -> socket.socket:
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
         raise InvalidArgument(
-            f"LISTEN_FDS: other hosts reach {host}:{port}, so clients must show a token "
+            f"{by}: other hosts reach {host}:{port}, so clients must show a token "
             "(--auth-token-file FILE), or everybody may do everything (--insecure)"
         )
     return sock
@@ -159,6 +160,20 @@ class Listeners:
     local: list[socket.socket] = field(default_factory=list)  # closed by who accepts there
     lent: list[socket.socket] = field(default_factory=list)  # of them: others go on with these
     kept: dict[str, list[int]] = field(default_factory=dict)  # registrations of a server before
+    offer: Offer | None = None  # of a server that runs, whose place this one takes
+
+    def have(self, path: Path) -> bool:
+        """Whether one listens at a path."""
+        return any(sock.getsockname() == os.fspath(path) for sock in (*self.http, *self.grpc))
+
+    @property
+    def door(self) -> socket.socket | None:
+        """Where local clients come in at a server before."""
+        return None if self.offer is None else self.offer.door
+
+    def lend_all(self) -> None:
+        """Others go on with all of them."""
+        self.lent = [*self.http, *self.metrics, *self.grpc]
 
     def close(self) -> None:
         """Close every one, again if need be."""

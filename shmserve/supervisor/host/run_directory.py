@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from shmserve.common.access.peer_credentials import admit_group
@@ -29,11 +29,14 @@ _USUAL_PATIENCE_S = 0.5  # a second server has another folder to go to
 _LOCK_PAUSE_S = 0.02  # flock has no timeout, and this waits only for a server that is ending
 # What says that a folder is a server's, and that all in it may be deleted.
 _MARK = b"shmserve run directory\n"
+# What clients, and a server that takes over, find in the folder.
+_SHOWN = ("events", "handover", "guests/addresses")
 
 
 class RunDirectory:
     """Opened by the supervisor, one server at a time; `path` is absolute, `lock_fd` holds the
-    lock."""
+    lock. Clients look in `shared`: the same, or, of a server that takes over from another one, the
+    folder around it."""
 
     def __init__(
         self, wanted: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
@@ -67,6 +70,14 @@ class RunDirectory:
                     self.remove()
                     raise
         _empty(self.path)
+        self.shared = self.path
+
+    @classmethod
+    def inside(cls, shared: Path, group: int = -1) -> RunDirectory:
+        """A folder for a server that takes over from that of `shared`. Raises InvalidArgument."""
+        made = cls(shared / f"g{os.getpid()}", group)
+        made.shared = made.path.parent
+        return made
 
     @classmethod
     def usual(cls, group: int = -1) -> RunDirectory:
@@ -134,6 +145,26 @@ class RunDirectory:
             return (self.path / "lock").read_bytes() != _MARK
         return True
 
+    def take(self) -> None:
+        """Be whom clients find in the shared folder: the lock there is ours from now on. Raises
+        OSError."""
+        os.replace(self.path / "lock", self.shared / "lock")
+        self._show()
+
+    def _show(self) -> None:
+        for file in map(Path, _SHOWN):
+            link = self.path / "link"
+            link.symlink_to(self.path / file)
+            os.replace(link, self.shared / file)
+
+    def clear_before(self) -> None:
+        """Delete what the server before has left, which has ended. Raises OSError."""
+        shown = map(os.path.basename, _SHOWN)
+        ours = {"lock", "guests", "door", self.path.name, *shown}
+        for folder in (self.shared, self.shared / "guests"):
+            _empty(folder, ours)
+        self._show()  # its own were there, and it has removed them
+
     def remove(self) -> None:
         """Delete the folder and all in it."""
         with contextlib.suppress(OSError), alone(self.lock_fd):
@@ -175,19 +206,21 @@ def clear(path: Path, lock_fd: int) -> None:
     outlives the server, with the lock that it has inherited. Raises OSError.
 
     Who comes second finds nothing, or another server that has the same folder by now: its files
-    are not touched.
+    are not touched. One that has taken over has its lock in the folder around its own.
     """
-    if os.path.samestat(os.stat(path / "lock"), os.fstat(lock_fd)):
-        _empty(path)
-        # Last, because nobody starts in a folder that has files and no lock.
-        if os.listdir(path) == ["lock"]:
-            (path / "lock").unlink()
-            path.rmdir()
+    for folder in (path, path.parent):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(folder / "lock"), os.fstat(lock_fd)):
+                _empty(folder)
+                # Last, because nobody starts in a folder that has files and no lock.
+                if os.listdir(folder) == ["lock"]:
+                    (folder / "lock").unlink()
+                    folder.rmdir()
 
 
-def _empty(path: Path) -> None:
+def _empty(path: Path, but: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
-        if entry.name != "lock":
+        if entry.name not in but:
             # What is not there any more was removed by its own process, which is ending too.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

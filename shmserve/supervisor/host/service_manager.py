@@ -48,6 +48,11 @@ class ServiceManager:
                 logger.warning("the service manager does not hear: %s", error.strerror)
                 self.close()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is one that hears."""
+        return self._socket is not None
+
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """The one that the environment names, which is taken out of it."""

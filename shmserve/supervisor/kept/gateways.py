@@ -140,4 +140,5 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         counter_latencies=config.metrics.counter_latencies,
         histogram_latencies=config.metrics.histogram_latencies,
         summary_latencies=config.metrics.summary_latencies,
+        slow_request_ms=config.slow_request_ms,
     )

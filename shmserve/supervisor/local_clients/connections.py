@@ -65,9 +65,11 @@ class LocalClientConnections:
         on_message: Callable[[LocalClient, Any, list[int]], None],
         on_disconnect: Callable[[int], None],
         lent: Iterable[socket.socket],
+        door: socket.socket | None,
     ) -> None:
         """Open the listener: to programs of this user, or also of a group. At those that are
-        `lent`, which listen already, who comes waits until `accept`.
+        `lent`, which listen already, who comes waits until `accept`; so it is at the `door`, which
+        is the listener then, of a server before.
 
         Raises Unavailable when the run directory has no room for it.
         """
@@ -82,15 +84,16 @@ class LocalClientConnections:
             path.parent.mkdir(mode=0o700)
         except OSError as error:
             raise no_room(error) from None
-        listener = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
         if group != NO_GROUP:
             admit_group(path.parent, group)
-            admit_group(path, group)
-        buffer = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # that of every link, too
+        self._door = Listener(door or _opened(path, group))
+        # That of every link, too.
+        buffer = self._door.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self.largest_packet = buffer - _OVERHEAD
-        self._listeners = [Listener(listener)]
         self._lent = list(map(Listener, lent))
-        self._accept_at(self._listeners)
+        self._own = [] if door else [self._door]
+        self._before = [self._door] if door else []
+        self._accept_at(self._own)
 
     def __contains__(self, number: int) -> bool:
         return number in self._clients
@@ -107,7 +110,23 @@ class LocalClientConnections:
 
     def accept(self) -> None:
         """Let in who waits at a lent listener."""
-        self._accept_at(self._lent)
+        for listener in self._before:
+            listener.sock.listen(_BACKLOG)  # who asks whose it is, is told of this process
+        self._accept_at([*self._before, *self._lent])
+        self._own, self._before = [*self._own, *self._before], []
+
+    @property
+    def door(self) -> socket.socket:
+        """The listener."""
+        return self._door.sock
+
+    def lent(self) -> list[socket.socket]:
+        """The lent listeners."""
+        return [each.sock for each in self._lent]
+
+    def lend(self) -> None:
+        """Have another server go on with all listeners once this one leaves them: see `refuse`."""
+        self._lent, self._own = [*self._lent, *self._own], []
 
     def refuse(self) -> bool:
         """Leave who comes at the lent listeners to another server; whether there are any."""
@@ -164,7 +183,7 @@ class LocalClientConnections:
 
     def close(self) -> None:
         """Disconnect everybody and close the listener."""
-        self._close([*self._listeners, *self._lent])
+        self._close([*self._own, *self._before, *self._lent])
         for client in list(self._clients.values()):
             self.disconnect(client)
 
@@ -215,3 +234,10 @@ class LocalClientConnections:
             self.disconnect(client)
         finally:
             fd_passing.close_all(fds)
+
+
+def _opened(path: Path, group: int) -> socket.socket:
+    door = listening(socket.SOCK_SEQPACKET, str(path), _BACKLOG)
+    if group != NO_GROUP:
+        admit_group(path, group)
+    return door

@@ -65,9 +65,11 @@ class LocalClientServer:
         acknowledgements: Acknowledgements,
         on_disconnect: Callable[[int], None],
         lent: Iterable[socket.socket] = (),
+        door: socket.socket | None = None,
     ) -> None:
         """Open the listener: to programs of this user, or also of a group. At those that are
-        `lent`, which listen already, who comes waits until `accept`.
+        `lent`, which listen already, who comes waits until `accept`; so it is at the `door`, which
+        is the listener then, of a server before.
 
         Raises Unavailable when the run directory has no room for it.
         """
@@ -78,13 +80,26 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self._connections = LocalClientConnections(
-            run_dir, group, self._take, self._disconnected, lent
+            run_dir, group, self._take, self._disconnected, lent, door
         )
         self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
 
     def accept(self) -> None:
         """Let in who waits at a lent listener: the models are there."""
         self._connections.accept()
+
+    @property
+    def door(self) -> socket.socket:
+        """The listener."""
+        return self._connections.door
+
+    def lent(self) -> list[socket.socket]:
+        """Those that are lent."""
+        return self._connections.lent()
+
+    def lend(self) -> None:
+        """Another server goes on with them: programs are to go there when this one leaves."""
+        self._connections.lend()
 
     async def leave(self) -> None:
         """Have programs go to the server that comes next, where there will be one at the lent

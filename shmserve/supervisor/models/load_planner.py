@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,6 +188,8 @@ class LoadPlanner:
         """The final configuration, after the model said its part; raises InvalidArgument."""
         count = self._accelerators.count
         merged = config
+        if config.backend == "native":
+            source = replace(source, beside=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
@@ -225,6 +228,17 @@ class LoadPlanner:
         except ShmserveError:
             return []
         return steps_of(ModelSpec.of(model_config.to_dict(config)))
+
+
+def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
+    file = config.default_model_filename or "model.py"
+    within = Path(str(folder.versions[-1]), file)
+    try:
+        text = (folder.path / within).read_text(encoding="utf-8")
+    except (OSError, ValueError):  # who loads it says so
+        return None
+    name = config.parameters["class"].string_value if "class" in config.parameters else ""
+    return model_config.class_source(text, name or "Model", f"{folder.name}/{within}")
 
 
 def _not_polled(name: str, error: ShmserveError) -> Internal:

@@ -2,7 +2,8 @@
 object and of a sealed memfd that says what it is registered as.
 
 The service manager keeps them (FDSTORE, sd_pid_notify_with_fds(3)), and gives them to the next
-server, also after a kill. Memory on a device cannot be kept: its handles are of processes. Nor
+server, also after a kill. Of two servers, one of which takes over from the other, each tells the
+other of them while both run. Memory on a device cannot be kept: its handles are of processes. Nor
 need be what ends with its client: that shares it again.
 """
 
@@ -14,9 +15,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.common.access.shm_access import Ownership
 from shmserve.errors import ShmserveError
@@ -29,12 +30,27 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 _LONGEST = 1 << 20  # bytes of a description
 
 
+KEEP, DROP = "keep", "drop"
+
+
+class OtherServer(Protocol):
+    """One that has the same regions, as the handover link reaches it."""
+
+    def ask(self, verb: str, name: str, fds: Sequence[int] = ()) -> object:
+        """Have it keep, or drop, a region."""
+
+    async def settled(self) -> None:
+        """Return once it has done all that it was asked."""
+
+
 class KeptRegions:
-    """`keep(name, fds)` has copies of descriptors kept by a name, `drop(name)` forgets them."""
+    """`keep(name, fds)` has copies of descriptors kept by a name, `drop(name)` forgets them; so it
+    is with another server, the `other`, while there is one."""
 
     def __init__(self, keep: Callable[[str, list[int]], None], drop: Callable[[str], None]) -> None:
         self._keep = keep
         self._drop = drop
+        self.other: OtherServer | None = None
 
     def add(self, region: OpenRegion) -> None:
         """Have a region kept that was registered."""
@@ -43,11 +59,26 @@ class KeptRegions:
         region.kept_as = secrets.token_hex(8)
         with described(region) as description:
             self._keep(region.kept_as, [region.shared.fd, description])
+        self.tell(region)
+
+    def tell(self, region: OpenRegion) -> None:
+        """Tell the other server of a region."""
+        if self.other is not None and region.shared is not None and region.kept_as:
+            with described(region) as description:
+                self.other.ask(KEEP, region.kept_as, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
         """Forget a region that is not registered any more."""
         if region.kept_as:
             self._drop(region.kept_as)
+            if self.other is not None:
+                self.other.ask(DROP, region.kept_as)
+            region.kept_as = ""
+
+    async def told(self) -> None:
+        """Return once the other server, if there is one, knows as much as we."""
+        if self.other is not None:
+            await self.other.settled()
 
     def restore(self, given: dict[str, list[int]], opener: RegionOpener) -> Iterator[OpenRegion]:
         """The regions that were kept, open; what cannot be one any more is dropped."""

@@ -154,6 +154,26 @@ class RegionRegistry:
         if given:
             logger.info("%d registered regions are those of the server before", len(self._active))
 
+    async def adopt(self, kept_as: str, fds: list[int]) -> None:
+        """Have a region that another server has. A name that was registered at both, at the same
+        time, has the region that each has opened."""
+        async with self._turn:
+            for region in self._kept.restore({kept_as: fds}, self._opener):
+                if known := self._active.get(region.name):
+                    known.kept_as = max(known.kept_as, kept_as)  # there, too
+                    self._opener.close(region)
+                    return
+                self._active[region.name] = region
+                self._publish_event(region.registered())
+                await self._processes.publish(region.published, "gateway")
+
+    async def forget(self, kept_as: str) -> None:
+        """Unregister what another server has no more."""
+        async with self._turn:
+            for region in self.active():
+                if region.kept_as == kept_as:
+                    await self._withdraw(region)
+
     def active(self) -> list[OpenRegion]:
         """Every region that has a name."""
         return list(self._active.values())

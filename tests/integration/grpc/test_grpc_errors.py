@@ -330,7 +330,7 @@ OTHERS: dict[str, tuple[str, Any, str, str]] = {
         "RepositoryModelLoad",
         load(mine=("bool_param", True)),
         BAD,
-        "unrecognized load parameter 'mine'.",
+        "unrecognized load parameter 'mine'. Allowed are 'config' and 'file:PATH'",
     ),
     "unload dependents": (
         "RepositoryModelUnload",

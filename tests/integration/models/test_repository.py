@@ -401,7 +401,11 @@ def test_load_rules(explicit: Explicit) -> None:
         load(http, "constant").ok()
         assert answer(http) == 4
         reply = load(http, "constant", unknown="x")
-        assert (reply.status, reply.error) == (500, "unexpected error on creating Triton parameter")
+        assert reply.status == 500
+        assert reply.error == (
+            "unexpected error on creating Triton parameter: 'unknown' is neither 'config' nor "
+            "'file:PATH'"
+        )
         reply = http.post("/v2/repository/other/models/constant/load")
         assert (reply.status, reply.error) == (
             501,
@@ -656,9 +660,10 @@ def test_a_load_says_what_initialize_raised(explicit: Explicit) -> None:
     with server.http() as http:
         assert load(http, "constant").error == (
             "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
-            "Internal: ValueError: no weights;\n"
+            "Internal: ValueError: no weights (model.py:13);\n"
         )
-        assert index(http)[("constant", "1")] == ("UNAVAILABLE", "Internal: ValueError: no weights")
+        reason = "Internal: ValueError: no weights (model.py:13)"
+        assert index(http)[("constant", "1")] == ("UNAVAILABLE", reason)
     assert "ExceptionGroup" not in server.log()
 
 

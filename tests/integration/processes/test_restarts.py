@@ -1,6 +1,6 @@
 """Restarts that clients do not notice: of every door under load, while servers come and go.
 
-`SHMSERVE_RESTARTS` says how many restarts there are, 3 without it.
+`SHMSERVE_RESTARTS` says how many restarts there are, of each kind.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import pytest
 from tests.rigs.service_manager import Manager, managed, start
 from tests.rigs.systemd_rig import Systemd, Unavailable, booted
 from tests.support import repositories
-from tests.support.servers import ROOT
+from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
 RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "3"))
+TAKE_OVERS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))  # each loads beside what serves
 CLIENTS = 8  # of each door
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
@@ -123,6 +124,35 @@ def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
             server.terminate()
             server.wait()
         assert_unnoticed(found)
+
+
+def test_by_taking_over(folder: Path) -> None:
+    """Each server is started beside the one before, and nobody else is there for the sockets."""
+    run_dir = folder / "run"
+    server = Server([folder / "models"], run_dir=run_dir, grpc=True)
+    first, load = server, None
+    try:
+        server.wait_ready()
+        ports = str(server.http_port), str(server.grpc_port)
+        load = Load([*PROGRAM, *ports, run_dir, "registering"])
+        load.wait_answered()
+        for _ in range(TAKE_OVERS):
+            before, same = server, (first.http_port, first.metrics_port)
+            server = Server(
+                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
+            )
+            assert before.wait_exit(60) == 0, before.log() + server.log()
+            server.wait_log("the server before has ended")
+            load.wait_answered()
+            if before is not first:
+                before.discard()
+    finally:
+        if load is not None:
+            found = load.end()
+        server.stop()
+        first.discard()
+    assert_unnoticed(found)
+    assert not run_dir.exists()
 
 
 # The checkout is not installed where the service looks for it, and no journal is there.

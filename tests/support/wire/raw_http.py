@@ -29,7 +29,9 @@ _NUMPY = {
     "FP64": np.dtype(np.float64),
 }
 _OURS = re.compile(
-    rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|\.py\b| object at 0x|\bpid "
+    # A model's own file may be named to who loads it.
+    rb"Traceback|memfd|/dev/shm|/proc/|/run/|/tmp/|ipc://|site-packages|(?<!\bmodel)\.py\b"
+    rb"| object at 0x|\bpid "
 )
 _DATATYPE = {dtype: name for name, dtype in _NUMPY.items()}
 

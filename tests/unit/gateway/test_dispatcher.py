@@ -15,7 +15,6 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.inference.submit import prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
 from tests.rigs.scheduler_rig import work_in_place
@@ -292,7 +291,7 @@ def test_what_begins_while_the_server_ends_is_refused(
     prefix: str, stateful: bool, request_id: str, text: str
 ) -> None:
     """In the words of Triton's schedulers; who has begun a sequence goes on."""
-    leaving: Any = SimpleNamespace(health=HealthChanged(live=True, ready=False, exiting=True))
+    leaving: Any = SimpleNamespace(refusing=True)
     model: Any = SimpleNamespace(prefix=prefix, stateful=stateful)
     begins = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
     built: Any = MagicMock(infer_request=begins)

@@ -261,7 +261,7 @@ def check(table: InflightTable[Request], request: Request) -> None:
         ({"ends_ns": 1_003_000, "timeout_us": 4}, 3),
     ],
 )
-def test_the_shortest_limit_is_the_deadline(limits: dict[str, int], deadline_us: int) -> None:
+def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
     arrived_ns = 1_000_000
     made = make_submit(7, Fits(), arrived_ns, b"packed", request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0

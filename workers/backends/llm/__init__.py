@@ -4,6 +4,7 @@ The version folder is the model's; `engine.yaml` beside config.pbtxt has the set
 Its scheduler plans steps (`shmserve.ipc.messages.generation`), and this carries them out.
 
 engine.py sequences.py    steps
+engine_file.py            `engine.yaml`
 model/       the folder, checked; the decoder, its attention and KV cache
 sampling/    from logits to tokens: parameters, sampler, speculation, grammars
 text/        requests to tokens, tokens to responses, in a thread of their own
@@ -18,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.ipc.engine_settings import PARAMETER, EngineSettings
 from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
+from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
@@ -150,21 +151,10 @@ class LlmBackend(Backend):
     def _settings(self, config: ModelSpec) -> EngineSettings:
         """The settings of the configuration, or of engine.yaml, with what memory allows."""
         given = config.parameters.get(PARAMETER)
-        settings = EngineSettings.read(given) if given else EngineSettings.of(self._engine_file())
+        folder = self.context.model_dir
+        settings = EngineSettings.read(given) if given else engine_file.read(folder)
         sharing = most_on_one_device(config.instance_group)
         return sized(settings, self._checkpoint().architecture, self.context.device, sharing)
-
-    def _engine_file(self) -> dict[str, Any]:
-        path = self.context.model_dir / "engine.yaml"
-        if not path.exists():
-            return {}
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            raise InvalidArgument(f"engine.yaml is not YAML: {error}") from None
-        if not isinstance(found, dict):
-            raise InvalidArgument("engine.yaml is not a mapping of settings")
-        return found
 
     def _make_proposer(self, settings: EngineSettings) -> Proposer | None:
         speculation = settings.speculative_decoding

@@ -16,7 +16,6 @@ otherwise, and arrays of its own. `max_streams` (64) of them run at a time.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Coroutine
 from functools import partial
@@ -24,14 +23,16 @@ from typing import Any
 
 import torch
 
-from shmserve.errors import InvalidArgument, nearest
+from shmserve.errors import InvalidArgument, suggestion
+from shmserve.ipc.class_places import class_places
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
-from shmserve.ipc.tensors.padding import PARAMETER as PADDING
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.model import Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, Request, Response, ResponseStream
+from shmserve.workers.backends.native import attributes
 from shmserve.workers.backends.native import signature as predict_signature
+from shmserve.workers.backends.native.attributes import MAX_STREAMS
 from shmserve.workers.backends.native.streaming import GeneratorStreams
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
@@ -43,14 +44,7 @@ from shmserve.workers.user_code import import_file, says_ready
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BATCH_SIZE = 32
-_MAX_STREAMS = "max_streams"
 _DEFAULT_MAX_STREAMS = 64
-# What of a class means something here.
-_KNOWN = (
-    *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
-    *("batching_strategy", "target_p99_ms", _MAX_STREAMS, "instances", "instance_group"),
-    *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
-)
 
 
 class NativeBackend(Backend):
@@ -62,6 +56,8 @@ class NativeBackend(Backend):
         super().__init__(context)
         self._device = open_device(context.device)
         self._class: type | None = None
+        self._file = ""
+        self._places: dict[str, str] = {}  # in the file, of what the class has
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
         self._coroutines: asyncio.Runner | None = None
@@ -70,34 +66,37 @@ class NativeBackend(Backend):
         """Inputs and outputs from the annotations, batching from the class's attributes."""
         spec = ModelSpec.of(config)
         model = self._find(spec)
-        _warn_of_misspelt(model)
+        attributes.warn_of_misspelt(model, self._at)
+        predict = attributes.check(model, self._at)
         completed = dict(config)
-        completed["parameters"] = {**_parameters(model), **(config.get("parameters") or {})}
-        predict = predict_signature.read(model)
+        own = attributes.parameters(model)
+        completed["parameters"] = {**own, **(config.get("parameters") or {})}
         inputs, outputs = predict_signature.as_config(predict)
         if not spec.has_scheduler and hasattr(model, "sequence_batching"):
             completed["sequence_batching"] = model.sequence_batching
         for field in ("batch_input", "batch_output"):
             if not config.get(field) and hasattr(model, field):
-                completed[field] = _mappings(model, field)
-        groups = _instance_groups(model)
+                completed[field] = attributes.mappings(model, field)
+        groups = attributes.instance_groups(model)
         if groups:
             completed["instance_group"] = groups
         seen = ModelSpec.of(completed)
         ours = made_here(seen)
-        completed["input"] = config.get("input") or _own_inputs(model, inputs, ours)
+        completed["input"] = config.get("input") or attributes.own_inputs(
+            model, inputs, ours, self._at
+        )
         completed["output"] = config.get("output") or [o for o in outputs if o["name"] not in ours]
         if not config.get("max_batch_size"):
             # Without inputs nothing says how many rows a batch has.
             most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
-            completed["max_batch_size"] = _whole(model, "max_batch_size", most)
+            completed["max_batch_size"] = attributes.whole(model, "max_batch_size", most)
         if predict.streams:
             completed["model_transaction_policy"] = {"decoupled": True}
             # For the scheduler, where others wait.
-            most = max(1, _whole(model, _MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            completed["parameters"].setdefault(_MAX_STREAMS, {"string_value": str(most)})
+            most = max(1, attributes.whole(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not seen.has_scheduler:
-            delay = _whole(model, "max_queue_delay_us", 0)
+            delay = attributes.whole(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
@@ -137,7 +136,7 @@ class NativeBackend(Backend):
         if plan is not None:
             logger.info("model '%s' is planned at %s", signature.name, plan.text())
         if predict.streams:
-            most = int(config.parameters.get(_MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, most)
         self.checks_ready = hasattr(self._model, "is_ready")
 
@@ -189,101 +188,21 @@ class NativeBackend(Backend):
             module = import_file(path, f"shmserve_model_{self.context.model_name}")
             found = getattr(module, name, None)
             if not isinstance(found, type):
-                raise InvalidArgument(f"'{file}' does not define a class '{name}'")
+                classes = [each for each, thing in vars(module).items() if isinstance(thing, type)]
+                near = suggestion(name, classes)
+                raise InvalidArgument(f"'{file}' does not define a class '{name}'{near}")
             self._class = found
+            self._file = file
+            self._places = class_places(path.read_text(encoding="utf-8"), name)
         return self._class
 
-
-def _instance_groups(model: type) -> list[dict[str, Any]]:
-    """The groups that a class asks for, by `instance_group` as in a configuration, or by a number
-    of `instances`; none where it says nothing."""
-    count = _whole(model, "instances", 0)
-    groups = getattr(model, "instance_group", [{"count": count}] if count else [])
-    if not isinstance(groups, list | tuple) or not all(isinstance(g, dict) for g in groups):
-        raise InvalidArgument(
-            f"'{model.__name__}.instance_group' must be a list of mappings with the keys of a "
-            f"configuration ('count', 'kind', 'gpus'), got {groups!r}"
-        )
-    return [dict(group) for group in groups]
-
-
-def _warn_of_misspelt(model: type) -> None:
-    """Log what a class has, means nothing here, and is named almost as what does."""
-    for base in model.__mro__:
-        own = vars(base) if base.__module__ == model.__module__ else {}
-        for name in [name for name in own if name[:1] != "_" and name not in _KNOWN]:
-            # Methods are a class's own business more often than not.
-            near = nearest(name, _KNOWN, 0.85 if callable(own[name]) else 0.75)
-            if near:
-                logger.warning(
-                    "'%s.%s' means nothing here, did you mean '%s'?", model.__name__, name, near
-                )
-
-
-def _whole(model: type, attribute: str, default: int) -> int:
-    value = getattr(model, attribute, default)
-    if type(value) is not int or value < 0:
-        raise InvalidArgument(
-            f"'{model.__name__}.{attribute}' must be an integer >= 0, got {value!r}"
-        )
-    return value
-
-
-def _own_inputs(
-    model: type, inputs: list[dict[str, Any]], ours: frozenset[str]
-) -> list[dict[str, Any]]:
-    """The arguments that clients send, the `ragged` ones marked."""
-    ragged = getattr(model, "ragged", ())
-    known = {each["name"] for each in inputs} - ours
-    if not isinstance(ragged, list | tuple | set | frozenset) or not known.issuperset(ragged):
-        raise InvalidArgument(
-            f"'{model.__name__}.ragged' must be the names of inputs, of {sorted(known)}, "
-            f"got {ragged!r}"
-        )
-    own = [each for each in inputs if each["name"] not in ours]
-    return [each | ({"allow_ragged_batch": True} if each["name"] in ragged else {}) for each in own]
-
-
-def _mappings(model: type, attribute: str) -> list[dict[str, Any]]:
-    value = getattr(model, attribute)
-    fields = {"target_name", "source_input"}
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(each, dict)
-        and fields <= each.keys()
-        and all(isinstance(each[field], list | tuple) for field in fields)
-        for each in value
-    ):
-        raise InvalidArgument(
-            f"'{model.__name__}.{attribute}' must be a list of mappings with the keys of a "
-            "configuration: 'kind', and the lists 'target_name' and 'source_input', "
-            f"got {value!r}"
-        )
-    return [dict(each) for each in value]
-
-
-def _parameters(model: type) -> dict[str, Any]:
-    """The batching strategy and padding of the class, as parameters of a
-    configuration."""
-    said: dict[str, Any] = {}
-    padding = getattr(model, PADDING, None)
-    if padding is not None:
-        try:
-            said[PADDING] = {"string_value": json.dumps(padding)}
-        except TypeError as error:
-            raise InvalidArgument(
-                f"'{model.__name__}.{PADDING}' must be a mapping as JSON has it: {error}"
-            ) from None
-    for name, kinds, what in (
-        ("batching_strategy", (str,), "a string"),
-        ("target_p99_ms", (int, float), "a number of milliseconds"),
-    ):
-        value = getattr(model, name, None)
-        if value is None:
-            continue
-        if type(value) not in kinds:
-            raise InvalidArgument(f"'{model.__name__}.{name}' must be {what}, got {value!r}")
-        said[name] = {"string_value": str(value)}
-    return said
+    def _at(self, name: str) -> str:
+        """The place of what the class has, as a line begins; that of the class where it is not in
+        its file."""
+        own = (name, name.partition(".")[0], "")
+        place = next((self._places[each] for each in own if each in self._places), "")
+        where = f"{self.context.model_name}/{self.context.version}/{self._file}"
+        return f"{where}:{place}: " if place else f"{where}: "
 
 
 def _check(signature: Signature, predict: predict_signature.PredictSignature) -> None:

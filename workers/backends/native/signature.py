@@ -9,14 +9,17 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Collected, Internal, InvalidArgument
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.model import TensorType
 from shmserve.workers.user_code import in_words
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What a `predict` returns, or says that it yields, that gives any number of responses.
 _ITERATORS = (
@@ -27,6 +30,7 @@ _ITERATORS = (
     collections.abc.AsyncIterator,
     collections.abc.AsyncGenerator,
 )
+Where = Callable[[str], str]  # the beginning of a line on an attribute, or on "predict.ARGUMENT"
 _HOW = "annotate it like FP32[torch.Tensor, 1, 8, 8], with FP32 from shmserve.model"
 
 
@@ -52,23 +56,56 @@ class PredictSignature:
     streams: bool
 
 
-def read(model: type) -> PredictSignature:
+def nowhere(name: str) -> str:
+    """The beginning of a line where no places are known."""
+    return ""
+
+
+def read(model: type, at: Where = nowhere) -> PredictSignature:
     """The signature of a class's `predict`.
 
     Raises InvalidArgument, with what to write, when the class has none that is an ordinary method,
-    or an annotation is not a tensor's.
+    or an annotation is not a tensor's; with a line for each argument that is wrong.
     """
-    predict = _method(model)
+    wrong = Collected()
+    found = wrong(_found, model, at, wrong)
+    if wrong.problems:
+        raise InvalidArgument("\n".join(wrong.problems))
+    return found
+
+
+def _found(model: type, at: Where, wrong: Collected) -> PredictSignature:
+    predict = _placed(at, "predict", _method, model)
+    hints = _placed(at, "predict", _hints, model, predict)
+    parameters = tuple(
+        wrong(_placed, at, f"predict.{name}", _parameter, model.__name__, each, hints.get(name))
+        for name, each in list(inspect.signature(predict).parameters.items())[1:]
+    )
+    outputs, take, streams = _placed(at, "predict", _result, model, predict, hints)
+    return PredictSignature(parameters, outputs, take, streams)
+
+
+def _placed(at: Where, name: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a call returns; what it raises begins with the place of `name`."""
     try:
-        hints = typing.get_type_hints(predict, include_extras=True)
+        return make(*args, **kwargs)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{at(name)}{error.message}") from error
+
+
+def _hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(predict, include_extras=True)
     except Exception as error:
         raise InvalidArgument(
             f"an annotation of '{model.__name__}.predict' cannot be read: {in_words(error)}"
         ) from error
-    parameters = tuple(
-        _parameter(model.__name__, parameter, hints.get(name))
-        for name, parameter in list(inspect.signature(predict).parameters.items())[1:]
-    )
+
+
+def _result(
+    model: type, predict: Callable[..., Any], hints: dict[str, Any]
+) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]], bool]:
+    """The outputs, what makes them of a result, and whether there are many results."""
     if "return" not in hints:
         raise InvalidArgument(f"'{model.__name__}.predict' does not say what it returns: {_HOW}")
     result = hints["return"]
@@ -80,8 +117,7 @@ def read(model: type) -> PredictSignature:
         raise InvalidArgument(
             f"'{model.__name__}.predict' yields: say what, '-> {kind}[...]', and {_HOW}"
         )
-    outputs, take = _outputs(model.__name__, result)
-    return PredictSignature(parameters, outputs, take, streams)
+    return *_outputs(model.__name__, result), streams
 
 
 def _method(model: type) -> Callable[..., Any]:

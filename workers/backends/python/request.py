@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from shmserve.errors import ShmserveError
+from shmserve.ipc.trace import TraceContext
 from shmserve.workers.backends import Request, ResponseStream
 from shmserve.workers.backends.python import server
 from shmserve.workers.backends.python.errors import (
@@ -56,11 +57,16 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace that a request belongs to; requests are not traced."""
+    """The trace that a request belongs to, as its message has it; "" for none."""
+
+    def __init__(self, message: str = "") -> None:
+        self.message = message
 
     def get_context(self) -> str | None:
-        """The context to pass on, if there is one."""
-        return None
+        """The context to pass on, W3C's as JSON; None where the request is not traced."""
+        if not self.message:
+            return None
+        return json.dumps({"traceparent": TraceContext.of(self.message).traceparent})
 
 
 _ANY_MEMORY = PreferredMemory(MemoryType.TRITONSERVER_MEMORY_CPU)
@@ -214,6 +220,7 @@ class InferenceRequest:
 
     def _call_request(self) -> CallRequest:
         version = self._model_version
+        trace = self._trace.message or server.current().trace()
         return CallRequest(
             self._model_name,
             "" if version <= 0 else str(version),
@@ -226,6 +233,7 @@ class InferenceRequest:
             self._timeout,
             server.current().deadline_ns(),
             self._priority,
+            TraceContext.of(trace).child().message if trace else "",
         )
 
     # --- only for requests that came from a client
@@ -303,6 +311,11 @@ class ReceivedRequest(InferenceRequest):
     def parameters(self) -> str:
         """Its custom parameters, as JSON."""
         return json.dumps(self._parameters, separators=(",", ":"))
+
+    def trace(self) -> InferenceTrace:
+        """Its trace."""
+        trace = self._origin.work.trace
+        return InferenceTrace(trace) if trace else _NO_TRACE
 
     def is_cancelled(self) -> bool:
         """Whether nobody waits for the response any more."""

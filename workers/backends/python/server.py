@@ -34,7 +34,9 @@ class ServerApi:
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
-        self.calls = CallRouter(context.control, context.arena.memory.byte_size)
+        self.calls = CallRouter(
+            context.control, context.arena.memory.byte_size, context.spans.append
+        )
         self.running = False
         self.alone = False
         self.executing: Sequence[Request] = ()
@@ -43,6 +45,11 @@ class ServerApi:
         """When the last of the requests being executed is no longer waited for; 0: never."""
         deadlines = [request.work.deadline_ns for request in self.executing]
         return max(deadlines, default=0) if all(deadlines) else 0
+
+    def trace(self) -> str:
+        """The trace of the request that is being executed; "" where there are several, since
+        nobody can tell for which of them another model is called."""
+        return self.executing[0].work.trace if len(self.executing) == 1 else ""
 
     def call(self, request: CallRequest) -> CallResponse:
         """Run an inference of another model. Raises the ShmserveError that it ended with."""

@@ -28,7 +28,8 @@ _LONGEST_NAME = 64  # of an encoding, as it is told
 
 class CallHead:
     """The head of a call: `timeout_s` until its deadline, None for none; `encoding` of its messages
-    and those that its client `accepts`; `data_size` in bytes, -1 if it does not say.
+    and those that its client `accepts`; `data_size` in bytes, -1 if it does not say; the
+    `traceparent` of W3C's trace context, "" for none.
 
     `refusal` is how a call ends that is none, or asks for what there is not; `status` is its HTTP
     status.
@@ -36,7 +37,7 @@ class CallHead:
 
     __slots__ = (
         *("_fields", "_metadata", "accepts", "data_size", "encoding", "path", "refusal"),
-        *("status", "timeout_s"),
+        *("status", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
@@ -57,6 +58,7 @@ class CallHead:
         if self.encoding not in ENCODINGS:
             text = f"compression algorithm '{self.encoding[:_LONGEST_NAME]}' is not supported"
             self._refuse(200, StatusCode.UNIMPLEMENTED, text)
+        self.traceparent = found.get(b"traceparent", b"").decode("latin-1")
         accepted = found.get(b"grpc-accept-encoding", b"").decode("latin-1")
         self.accepts = frozenset(name.strip() for name in accepted.split(","))
 

@@ -7,6 +7,7 @@ has it on the wire: a field is its tag, its length and its bytes, in any order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -131,7 +132,7 @@ def _parameters(values: dict[str, Any]) -> bytes:
 
 
 def set_parameter(parameter: InferParameter, value: Any) -> None:
-    """Put a bool, int, float or str where its type belongs."""
+    """Put a bool, int, float or str where its type belongs, and a dict as JSON text."""
     match value:
         case bool():
             parameter.bool_param = value
@@ -139,6 +140,8 @@ def set_parameter(parameter: InferParameter, value: Any) -> None:
             parameter.int64_param = value
         case float():
             parameter.double_param = value
+        case dict():
+            parameter.string_param = json.dumps(value)
         case _:
             parameter.string_param = str(value)
 

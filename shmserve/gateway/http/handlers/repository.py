@@ -6,7 +6,7 @@ import base64
 import binascii
 from typing import Any
 
-from shmserve.errors import Internal, InvalidArgument
+from shmserve.errors import Internal, InvalidArgument, clip, suggestion
 from shmserve.gateway.api import repository as api
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import read_json
@@ -61,7 +61,10 @@ def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     files: dict[str, Any] = {}
     for key, value in parameters.items():
         if key != "config" and not key.startswith("file:"):
-            raise Internal("unexpected error on creating Triton parameter")
+            raise Internal(
+                f"unexpected error on creating Triton parameter: '{clip(key)}' is neither 'config' "
+                f"nor 'file:PATH'{suggestion(key, ('config',))}"
+            )
         if type(value) is not str:
             raise mistyped_value("string")
         if key == "config":

@@ -36,7 +36,8 @@ async def infer_stream(
     error = error_of(first)
     if error is not None and is_last(first):
         responses.close()
-        log_failure(responses.request.model, responses.request.infer_request.id, error)
+        failed = responses.request
+        log_failure(failed.model, failed.infer_request.id, error, failed.trace)
         raise error
     status = 200 if error is None else error.status
     events = _Events(gateway, model, responses, framing)
@@ -72,7 +73,9 @@ class _Events:
 
     def _known(self, message: Message) -> bytes | None:
         """The text of a response whose template is known."""
-        found = self._templates.find(message.body) if isinstance(message, m.Responded) else None
+        if not isinstance(message, m.Responded) or message.spans:
+            return None
+        found = self._templates.find(message.body)
         if found is None:
             return None
         template, datas = found

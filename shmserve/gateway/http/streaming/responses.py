@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.request import TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
@@ -35,7 +35,8 @@ class ResponseQueue:
         self._here: deque[Message] = deque()
         self._news = news or asyncio.Event()
         client = request.connection.client
-        model, submit = prepare_submit(gateway, model, built, client, arrived_ns)
+        traceparent = request.headers.get(TRACEPARENT, "")
+        model, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
         self.request = StreamingRequest(gateway, model, built, submit, self._heard)
 
     def _heard(self, _: StreamingRequest, message: Message) -> None:

@@ -19,6 +19,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import BatchFit, agree
+from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -67,6 +68,7 @@ def _submit(
         flags=flags,
         correlation_id=correlation_id,
         source=origin.source,
+        trace=TraceContext.of(origin.trace).child().message if origin.trace else "",
     )
 
 

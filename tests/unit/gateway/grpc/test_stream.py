@@ -51,7 +51,7 @@ class Deaf:
     """The call of a client that takes one response."""
 
     client: Any = None
-    head = SimpleNamespace(metadata=())
+    head = SimpleNamespace(metadata=(), traceparent="")
 
     def __init__(self, requests: AsyncIterator[bytes]) -> None:
         self.requests = lambda: requests

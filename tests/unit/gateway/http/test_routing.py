@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
 )
+from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Route, RouteTable
@@ -57,8 +59,8 @@ async def succeed(gateway: Any, request: Any) -> HttpResponse:
 
 
 TABLE = RouteTable(
-    Route("POST", "/v1/chat/([a-z]+)", "inference", fail, openai_error),
-    Route("POST", "/v2/infer/([a-z]+)", "inference", fail),
+    Route("POST", "/v1/chat/{what}", "inference", fail, openai_error),
+    Route("POST", "/v2/infer/{what}", "inference", fail),
     Route("GET", "/v2/health", "health", succeed),
     Route("", "/any", "metrics", succeed),
 )
@@ -130,7 +132,8 @@ def test_the_metrics_listener_has_a_table_of_its_own(
             return b"nv_inference_count 1"
 
     request = Request(method, target)
-    response = handled(request, metrics_routes(Exporter()))  # type: ignore[arg-type]
+    exporter: Any = Exporter()
+    response = handled(request, metrics_routes(exporter, LiveFigures(exporter, Path())))
     assert (response.status, b"".join(response.pieces)) == (status, body)
     assert request.asked == ["metrics"]
     assert ROUTES.find("/metrics") is None

@@ -117,7 +117,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         again = LlmBackend(made.context).complete_config(completed)
         assert again["parameters"] == completed["parameters"]
         (made.context.model_dir / "engine.yaml").write_text("[1")
-        with pytest.raises(InvalidArgument, match=r"engine.yaml is not YAML"):
+        with pytest.raises(InvalidArgument, match=r"engine.yaml:1:3: it is not YAML"):
             LlmBackend(made.context).complete_config({"name": "m", "backend": "llm"})
 
 

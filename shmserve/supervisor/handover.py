@@ -1,0 +1,180 @@
+"""The handover of a server to another one that was started beside it (`--take-over`): both run, one
+lets clients in.
+
+    new  loads its models ── go ──> old
+         <── keep, for each region ──       from now on each tells the other what is registered
+         has the run directory              who looks for a server there finds the new one
+         <── accept ──────────────────      the old one's open sequences have ended, and it drains
+         lets clients in                    who has waited at the sockets, too
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.tasks import either, in_background
+from shmserve.errors import Unavailable
+from shmserve.ipc import endpoints
+from shmserve.ipc.transport.listener import Listener, listening
+from shmserve.supervisor.host.handover_link import HandoverLink, Offer, refuse
+from shmserve.supervisor.host.listeners import Listeners
+from shmserve.supervisor.host.run_directory import RunDirectory
+from shmserve.supervisor.local_clients.server import LocalClientServer
+from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
+from shmserve.supervisor.regions.registry import RegionRegistry
+
+logger = logging.getLogger(__name__)
+
+_GO, _ACCEPT = "go", "accept"
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """Both sides of it: of a server that takes over from the one of an `offer`, and of one that
+    another takes over from. `objection()` says why none may, "" where one may; `followed()` is
+    called when one has all that it needs, and this one `is_followed`: it is to end.
+    """
+
+    run_dir: RunDirectory
+    _listeners: Listeners
+    _regions: RegionRegistry
+    _kept: KeptRegions
+    _local_clients: LocalClientServer
+    _objection: Callable[[], str]
+    followed: Callable[[], None] = field(init=False)
+    is_followed: bool = field(init=False, default=False)
+    _listener: Listener | None = field(init=False, default=None)
+    _before: HandoverLink | None = field(init=False, default=None)
+    _after: HandoverLink | None = field(init=False, default=None)
+    _accepted: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    def open(self) -> None:
+        """Hear whoever is to take over from this server. Raises Unavailable."""
+        path = os.fspath(endpoints.handover(self.run_dir.path))
+        self._listener = Listener(listening(socket.SOCK_SEQPACKET, path, 1))
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._ask_for_it)
+        if self._listeners.offer is not None:
+            self._before = HandoverLink(self._listeners.offer.link, self._obey_before)
+
+    # --- of the server before
+
+    async def take(self) -> None:
+        """Take over from the server before, if there is one: returns when clients may be let in.
+        Raises Unavailable when it has ended before it could give all that it has."""
+        before, offer = self._before, self._listeners.offer
+        if before is None or offer is None:
+            return
+        self._kept.other = before
+        await before.ask(_GO)
+        try:
+            if before.ended.done():
+                raise FileNotFoundError
+            self.run_dir.take()
+        except OSError:
+            raise Unavailable("the server that was to be followed has ended") from None
+        self._listeners.lent = offer.lent
+        logger.info("%d registered regions are the other server's", len(self._regions.active()))
+        accepted = asyncio.ensure_future(self._accepted.wait())
+        await either(accepted, before.ended)
+        accepted.cancel()
+        in_background(self._forget(before), self._tasks)
+
+    async def _obey_before(self, verb: str, name: str, fds: list[int]) -> None:
+        if verb == _ACCEPT:
+            self._accepted.set()
+        else:
+            await self._mirror(verb, name, fds)
+
+    async def _mirror(self, verb: str, name: str, fds: list[int]) -> None:
+        if verb == KEEP:
+            await self._regions.adopt(name, fds)
+        elif verb == DROP:
+            await self._regions.forget(name)
+
+    async def _forget(self, before: HandoverLink) -> None:
+        await before.ended
+        before.close()
+        self._kept.other = self._before = None
+        with suppress(OSError):
+            self.run_dir.clear_before()
+        logger.info("the server before has ended")
+
+    # --- of the server after
+
+    def _ask_for_it(self) -> None:
+        assert self._listener is not None
+        link = self._listener.accept()
+        if link is None:
+            return
+        pid, uid, _ = credentials(link)
+        objection = self._objection()
+        if uid != os.geteuid():
+            objection = "it is another user's"
+        elif self._before is not None or self._after is not None:
+            objection = "another server is about to take over already, or has just done so"
+        if objection:
+            refuse(link, objection)
+            return
+        try:
+            self._offered(link).make()
+        except OSError as error:
+            refuse(link, f"its sockets cannot be passed: {error.strerror}")
+            return
+        logger.info("another server (pid %d) is to take over", pid)
+        self._after = HandoverLink(link, self._obey_after)
+        in_background(self._watch(self._after), self._tasks)
+
+    def _offered(self, link: socket.socket) -> Offer:
+        all_of, local = self._listeners, self._local_clients
+        sockets = {"http": all_of.http, "grpc": all_of.grpc, "metrics": all_of.metrics}
+        return Offer(link, {**sockets, "local": local.lent()}, all_of.lent, local.door)
+
+    async def _watch(self, after: HandoverLink) -> None:
+        await after.ended
+        after.close()
+        self._after = self._kept.other = None
+        if not self.is_followed:
+            logger.warning("the server that was to take over has ended: this one goes on")
+
+    async def _obey_after(self, verb: str, name: str, fds: list[int]) -> None:
+        if verb == _GO:
+            await self._pass_all()
+        else:
+            await self._mirror(verb, name, fds)
+
+    async def _pass_all(self) -> None:
+        after = self._kept.other = self._after
+        assert after is not None
+        for region in self._regions.active():
+            self._kept.tell(region)
+            await after.settled()
+        if not after.ended.done():
+            self.is_followed = True
+            self._listeners.lend_all()
+            self._local_clients.lend()
+            logger.info("another server takes over")
+            self.followed()
+
+    def leave(self) -> None:
+        """Have the server after let clients in: this one does not any more."""
+        if self._after is not None:
+            self._after.ask(_ACCEPT)
+
+    def close(self) -> None:
+        """End it: the others see that this server is gone."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+        for link in (self._before, self._after):
+            if link is not None:
+                link.close()
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,201 @@
+"""The connection between a server and the one that takes its place, in the same run directory:
+
+    new ── connects to RUN_DIR/handover ──> old      of the same user, says the kernel
+        <── its listening sockets ────────           or why it cannot be: {"refused": reason}
+    either ── [number, verb, name], descriptors ──> [number] of the other, once that is done
+
+Where one of them ends, so does the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shmserve.common.access.peer_credentials import credentials
+from shmserve.common.tasks import settle
+from shmserve.errors import InvalidArgument
+from shmserve.ipc import endpoints
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_PATIENCE_S = 10.0  # of a server that answers at once
+_PACKET = 64 * 1024
+_MOST_SOCKETS = 253  # SCM_MAX_FD
+_DOOR = "door"
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """What a running server has for the one that takes its place: its listening sockets, by what
+    they are for, and where local clients come in; those that are `lent` are not its own."""
+
+    link: socket.socket
+    sockets: dict[str, list[socket.socket]]
+    lent: list[socket.socket]
+    door: socket.socket
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Offer:
+        """That of the server of a run directory. Raises InvalidArgument where there is none."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.settimeout(_PATIENCE_S)
+        try:
+            link.connect(os.fspath(endpoints.handover(run_dir)))
+            if credentials(link)[1] != os.geteuid():
+                raise PermissionError
+            data, fds = _receive(link, _MOST_SOCKETS)
+            said = json.loads(data or b'{"refused": "it ends"}')
+            if said.get("version", _VERSION) != _VERSION:
+                said = {"refused": "it is of another version, which hands over in another way"}
+            if "refused" in said:
+                raise ConnectionAbortedError(said["refused"])
+        except OSError as error:
+            link.close()
+            raise InvalidArgument(f"--take-over: {_why_not(run_dir, error)}") from None
+        sockets: dict[str, list[socket.socket]] = {}
+        lent = []
+        for (name, is_lent), fd in zip(said["sockets"], fds, strict=True):
+            sock = socket.socket(fileno=fd)
+            sock.setblocking(False)
+            sockets.setdefault(name, []).append(sock)
+            if is_lent:
+                lent.append(sock)
+        return cls(link, sockets, lent, *sockets.pop(_DOOR))
+
+    def served(self, protocols: set[str]) -> dict[str, list[socket.socket]]:
+        """The sockets of these protocols, and of local clients; the others are closed."""
+        for name in self.sockets.keys() - protocols - {"local"}:
+            for sock in self.sockets.pop(name):
+                sock.close()
+        return self.sockets
+
+    def make(self) -> None:
+        """Tell whoever is at the other end of the link. Raises OSError."""
+        told = [(name, each) for name, sockets in self.sockets.items() for each in sockets]
+        told.append((_DOOR, self.door))
+        said = {"version": _VERSION, "sockets": [(name, each in self.lent) for name, each in told]}
+        socket.send_fds(self.link, [json.dumps(said).encode()], [each.fileno() for _, each in told])
+
+
+def refuse(link: socket.socket, reason: str) -> None:
+    """Turn away who would take over, with a reason that goes on from "the server there"."""
+    with link, contextlib.suppress(OSError):
+        link.send(json.dumps({"refused": reason}).encode())
+
+
+def _receive(link: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors, which no other process is to have; raises OSError."""
+    data, fds, _, _ = socket.recv_fds(link, _PACKET, most)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return data, fds
+
+
+def _why_not(run_dir: Path, error: OSError) -> str:
+    if isinstance(error, ConnectionAbortedError):
+        return f"the server of '{run_dir}' cannot be followed: {error}"
+    if isinstance(error, PermissionError):
+        return f"'{run_dir}' is another user's"
+    if isinstance(error, TimeoutError):
+        return f"the server of '{run_dir}' does not answer"
+    if (run_dir / "control").is_socket() and isinstance(error, FileNotFoundError):
+        return (
+            f"the server of '{run_dir}' is of a version that cannot be followed: stop it, and "
+            "start this one without --take-over"
+        )
+    return f"no server runs in '{run_dir}': start this one without --take-over"
+
+
+class HandoverLink:
+    """One end of the connection, in the event loop. `take(verb, name, fds)` does what the other one
+    asks, one after the other; the descriptors are its own."""
+
+    def __init__(
+        self, link: socket.socket, take: Callable[[str, str, list[int]], Awaitable[None]]
+    ) -> None:
+        link.setblocking(False)
+        self._link = link
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._orders: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
+        self._work = asyncio.ensure_future(self._obey())
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(link.fileno(), self._read)
+
+    def ask(self, verb: str, name: str = "", fds: Sequence[int] = ()) -> asyncio.Future[None]:
+        """Have the other one do something; done when that is, or when the other one is gone."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        number = next(self._numbers)
+        self._asked[number] = done
+        self._send([number, verb, name], fds)
+        return done
+
+    async def settled(self) -> None:
+        """Wait until all is done that was asked so far."""
+        if self._asked:
+            await asyncio.wait(self._asked.copy().values())
+
+    def _send(self, message: list[int | str], fds: Sequence[int] = ()) -> None:
+        if not self.ended.done():
+            try:
+                socket.send_fds(self._link, [json.dumps(message).encode()], fds)
+                return
+            except OSError as error:  # it has ended, or does not read
+                logger.warning("the other server is not told any more: %s", error.strerror)
+                self._end()
+        self._settle_all()
+
+    def _read(self) -> None:
+        fds: list[int] = []
+        try:
+            data, fds = _receive(self._link, 2)
+            number, *order = json.loads(data)
+            if order:
+                verb, name = map(str, order)
+                self._orders.put_nowait((number, verb, name, fds))
+            else:
+                settle(self._asked.pop(number, None), None)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or is no server
+            for fd in fds:
+                os.close(fd)
+            self._end()
+
+    async def _obey(self) -> None:
+        while True:
+            number, verb, name, fds = await self._orders.get()
+            try:
+                await self._take(verb, name, fds)
+            except Exception:
+                logger.exception("what another server asked for failed")
+            self._send([number])
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+            self._loop.remove_reader(self._link.fileno())
+            self._link.close()
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        for done in self._asked.values():
+            settle(done, None)
+        self._asked.clear()
+
+    def close(self) -> None:
+        """End it."""
+        self._end()
+        self._work.cancel()

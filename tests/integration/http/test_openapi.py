@@ -1,0 +1,107 @@
+"""The description of the HTTP API is true: what a running server answers to requests made of it,
+its errors too, is what it says; and the page that shows it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis.openapi
+from hypothesis import HealthCheck, given, settings
+from schemathesis import checks
+
+from shmserve.gateway.http.openapi.description import described
+from shmserve.gateway.http.routes import ROUTES
+from tests.support import repositories
+from tests.support.servers import Server, running
+
+DOCUMENT = described(ROUTES)
+NAMES = {"model": ["simple", "identity", "nosuch"], "version": ["1", "7"]}
+for path in DOCUMENT["paths"].values():
+    for operation in path.values():
+        for parameter in operation["parameters"]:
+            if names := NAMES.get(parameter["name"]):
+                parameter["schema"] = {"type": "string", "enum": names}
+# Those that load and unload come last.
+OPERATIONS = sorted(
+    (each.ok() for each in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()),
+    key=lambda each: "/repository" in each.path,
+)
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+# What no request made of the description alone can have: tensors that fit, or a model of text.
+REFUSED = (
+    r"infer$|generate|trace|register$|region}/status|{repository}/models|"
+    "/v1/(chat|completions|embeddings|models/)|cuda"
+)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("described") / "models"
+    repository.mkdir()
+    repositories.add(repository, "simple", "identity")
+    with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
+        yield started
+
+
+def load_both(server: Server) -> None:
+    with server.http() as http:
+        for name in ("simple", "identity"):
+            http.post(f"/v2/repository/models/{name}/load").ok()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.label)
+def test_answers_are_as_described(asked: Server, operation: Any) -> None:
+    statuses = set()
+
+    @settings(
+        max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(operation.as_strategy())
+    def ask(case: Any) -> None:
+        response = case.call(base_url=f"http://{asked.url}", timeout=20)
+        case.validate_response(response, checks=CHECKS)
+        statuses.add(response.status_code)
+
+    try:
+        ask()
+    finally:
+        if "/repository" in operation.path:
+            load_both(asked)
+    assert 200 in statuses or re.search(REFUSED, operation.path)
+
+
+TENSOR = {"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1.5, 2.5]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("infer", {"id": "a", "inputs": [TENSOR]}), ("generate", {"INPUT0": [1.5, 2.5]})],
+)
+def test_a_real_answer_is_as_described(asked: Server, path: str, body: Any) -> None:
+    (operation,) = [each for each in OPERATIONS if each.path == f"/v2/models/{{model}}/{path}"]
+    case = operation.Case(
+        path_parameters={"model": "identity"},
+        body=body,
+        media_type="application/json",
+    )
+    response = case.call(base_url=f"http://{asked.url}")
+    assert response.status_code == 200, response.content
+    case.validate_response(response, checks=CHECKS)
+
+
+def test_a_server_serves_it_and_a_page_that_shows_it(asked: Server) -> None:
+    with asked.http() as http:
+        assert http.get("/openapi.json").ok().json() == json.loads(json.dumps(described(ROUTES)))
+        reply = http.get("/docs").ok()
+    assert reply.headers["Content-Type"].startswith("text/html")
+    assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
+    page = reply.body.decode()
+    assert not re.search(r"https?://|src=|<link|@import|url\(", page)

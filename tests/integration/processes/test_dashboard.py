@@ -1,0 +1,261 @@
+"""The dashboard of a real server: who may see it, and what a real browser shows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs import watched
+from tests.rigs.chromium import CHROMIUM, Page, browser
+from tests.rigs.watched import Feed
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
+
+TOKEN, OTHER = "a-token-for-metrics", "a-token-for-inference"
+FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model of every kind, and one that does not load."""
+    repository = tmp_path_factory.mktemp("watched") / "models"
+    repository.mkdir()
+    watched.add_models(repository)
+    with running(repository, *FLAGS) as started:
+        yield started
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    """A browser's; nothing went wrong in it."""
+    with browser(tmp_path) as opened:
+        opened.size(1280, 900)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that asks for tokens."""
+    folder = tmp_path_factory.mktemp("guarded")
+    repositories.add(folder / "models", "identity")
+    tokens = folder / "tokens"
+    tokens.write_text(f"{TOKEN} metrics\n{OTHER} inference\n")
+    tokens.chmod(0o600)
+    with running(folder / "models", f"--auth-token-file={tokens}") as started:
+        yield started
+
+
+def test_it_needs_the_token_of_metrics(guarded: Server) -> None:
+    with contextlib.closing(Http(guarded.metrics_port)) as http:
+        for path in ("/", "/live", "/metrics"):
+            refused = http.get(path)
+            assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
+            wrong = http.get(path, {"Authorization": f"Bearer {OTHER}"})
+            assert (wrong.status, wrong.error) == (403, "this token is not for the metrics API")
+        given = {"Authorization": f"Bearer {TOKEN}"}
+        shown = http.get("/", given).ok()
+        assert shown.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in shown.headers["Content-Security-Policy"]
+        # Who has none is asked for one by the same page, which has nothing of the server in it.
+        assert http.get("/").body == shown.body
+        assert http.get("/live", {**given, "Sec-Fetch-Site": "cross-site"}).status == 403
+    with Feed(guarded.metrics_port, given) as feed:
+        assert feed.response.headers["Content-Type"].startswith("text/event-stream")
+        assert set(feed.next()["models"]) == {"identity/1"}
+
+
+def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
+    with watched.asked(server), Feed(server.metrics_port) as feed:
+        first = feed.next()
+        until("all are asked", lambda: all(answered(server, name) > 8 for name in watched.FEW))
+    with Feed(server.metrics_port) as feed:
+        whole = feed.next()
+    assert first["models"]["broken/1"]["state"] == "UNAVAILABLE"
+    assert "there is no such weight" in first["models"]["broken/1"]["because"]
+    for name in watched.FEW:
+        row = whole["models"][f"{name}/1"]
+        assert row["success"] == answered(server, name), name
+        assert row["fail"] == server.metric("nv_inference_request_failure", model=name), name
+        assert row["execution_count"] == server.metric("nv_inference_exec_count", model=name)
+        for reason, count in row["closed"].items():
+            closed = server.metric("shmserve_batches_closed", model=name, reason=reason)
+            assert closed == count, name
+    assert whole["models"]["pipeline/1"]["steps"] == ["half", "half"]
+    cached = whole["models"]["cached/1"]
+    assert cached["cache_hit"] and cached["cache"]["bytes"] == server.metric("shmserve_cache_bytes")
+    open_sequences = server.metric("shmserve_open_sequences", model="sums")
+    assert whole["models"]["sums/1"]["sequences"] == open_sequences
+    assert whole["server"]["processes"] == len(server.samples("shmserve_process_resident_bytes"))
+
+
+def answered(server: Server, model: str) -> float:
+    return server.metric("nv_inference_request_success", model=model)
+
+
+def test_a_worker_that_dies_is_told(server: Server) -> None:
+    with Feed(server.metrics_port) as feed:
+        feed.next()
+        worker = server.one("worker half")
+        worker.kill()
+        news: list[dict[str, Any]] = []
+        while not any(event["event"] == "ProcessEnded" for event in news):
+            news += feed.next()["events"]
+    (ended,) = [event for event in news if event["event"] == "ProcessEnded"]
+    assert ended["pid"] == worker.pid and ended["reason"] == "signal 9"
+    until("it is back", lambda: server.find("worker half"))
+
+
+def cell(page: Page, model: str, column: str) -> str:
+    script = (
+        "[...document.querySelectorAll('#rows tr')].find(row => row.querySelector('button')"
+        f".textContent === '{model}').cells[[...document.querySelectorAll('#columns th')]"
+        f".findIndex(head => head.dataset.key === '{column}')].textContent"
+    )
+    return str(page.run(script))
+
+
+@needs_chromium
+def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> None:
+    with watched.asked(server):
+        page.go(f"http://127.0.0.1:{server.metrics_port}/")
+        page.wait("it shows figures", "models.size >= 7 && models.get('simple/1').recent")
+        page.wait("it is said what hurts", "models.get('crimes/1').because.includes('fail')")
+        page.wait(
+            "what does not load is first",
+            "document.querySelector('#rows button').textContent === 'broken'",
+        )
+    page.run("show('simple/1', true)")
+    wanted = int(answered(server, "simple"))
+    page.wait("the last ones are counted", f"models.get('simple/1').success === {wanted}")
+    shown = page.run("document.getElementById('bars').innerText")
+    assert re.search(rf"answered\s+{wanted if wanted < 1e5 else ''}", shown)
+    assert "Why batches closed" in shown or not page.run("models.get('simple/1').recent.rate")
+    assert page.run("document.activeElement.id") == "detail-name"
+    page.key("Escape")
+    assert page.run("document.getElementById('detail').hidden")
+    assert page.run("document.activeElement.textContent") == "simple"
+    names = page.names()
+    for wanted_part in (
+        ("heading", "Newest events"),
+        ("columnheader", "p99 ms"),
+        ("rowheader", "simple"),
+        ("button", "What hurts first"),
+    ):
+        assert any(
+            role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
+        ), wanted_part
+    assert ("status", "") in names or any(role == "status" for role, _ in names)
+    assert not page.console
+
+
+@needs_chromium
+def test_it_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page) -> None:
+    for dark in (False, True):
+        page.size(390, 844, dark=dark, phone=True)
+        page.go(f"http://127.0.0.1:{server.metrics_port}/")
+        page.wait("it shows figures", "models.size >= 7")
+        page.run("show('simple/1', true)")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        for part in ("#status", "dt", "td", "#rows button", "figcaption b", "li time", ".bad"):
+            assert page.run(CONTRAST.replace("PART", part)) >= 4.5, (part, dark)
+    assert not page.console
+
+
+# The WCAG contrast of a part's text and what is behind it.
+CONTRAST = """(() => {
+  const lit = text => {
+    const [r, g, b] = text.match(/\\d+/g).map(n => n / 255)
+      .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const part = document.querySelector("PART");
+  let behind = part;
+  const back = each => getComputedStyle(each).backgroundColor;
+  while (back(behind) === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+  const [a, b] = [getComputedStyle(part).color, back(behind)].map(lit);
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+})()"""
+
+
+@needs_chromium
+def test_a_browser_asks_for_the_token_and_keeps_it_from_urls(guarded: Server, page: Page) -> None:
+    url = f"http://127.0.0.1:{guarded.metrics_port}/"
+    page.go(url)
+    page.wait("it asks", "!document.getElementById('ask').hidden")
+    page.run("$('token').value = 'a-token-that-is-wrong'; $('ask').requestSubmit()")
+    page.wait("it says what is wrong", "$('refused').textContent.includes('needs a token')")
+    page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
+    page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
+    page.go(f"{url}?again#token={TOKEN}")
+    page.wait("it watches", "models.size === 1 && $('status').className === 'live'")
+    assert TOKEN not in page.run("location.href")
+    assert TOKEN not in guarded.log()
+
+
+@needs_chromium
+def test_a_page_that_nobody_sees_asks_nothing(server: Server, page: Page) -> None:
+    gateway = server.one("gateway")
+    until("nobody watches", lambda: gateway.num_threads() == 1)
+    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.wait("it watches", "$('status').className === 'live'")
+    assert gateway.num_threads() > 1, "of the library that events come by"
+    page.hide(hidden=True)
+    until("it has hung up", lambda: gateway.num_threads() == 1)
+    page.hide(hidden=False)
+    page.wait("it watches", "$('status').className === 'live'")
+    until("it is back", lambda: gateway.num_threads() > 1)
+
+
+@needs_chromium
+def test_it_is_there_again_after_a_restart(tmp_path: Path, page: Page) -> None:
+    repositories.add(tmp_path / "models", "identity")
+    first = Server([tmp_path / "models"]).wait_ready()
+    first.wait_named()
+    ports = first.http_port, first.metrics_port
+    page.go(f"http://127.0.0.1:{first.metrics_port}/")
+    page.wait("it watches", "$('status').className === 'live'")
+    first.process.terminate()
+    page.wait("it says so", "$('status').className === 'lost'")
+    assert first.wait_exit(20) == 0
+    second = Server([tmp_path / "models"], ports=ports)
+    try:
+        second.wait_ready()
+        second.wait_named()
+        page.wait("it watches again", "$('status').className === 'live' && models.size === 1")
+    finally:
+        first.discard()
+        second.stop()
+
+
+@needs_chromium
+def test_200_models(server: Server, page: Page) -> None:
+    """Of one event: the browser's part of it."""
+    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.wait("it watches", "$('status').className === 'live'")
+    page.run("abort.abort(); watch = () => {}; connect = () => new Promise(() => {})")
+    many = """(() => {
+      const row = models.get("simple/1");
+      const news = {whole: true, models: {}, server: {cpu: 0}, events: []};
+      for (let n = 0; n < 200; n++) news.models[`model_${n}/1`] = {...row, hurts: n};
+      take(news);
+      const began = performance.now();
+      for (const key in news.models) {
+        news.models[key] = {...row, pending: 7, hurts: 200 * Math.random()};
+      }
+      take({...news, whole: false});
+      return performance.now() - began;
+    })()"""
+    took_ms = page.run(many)
+    assert page.run("document.querySelectorAll('#rows tr').length") == 200
+    assert took_ms < 1000, "a look takes longer than the time until the next"
+    page.run("$('filter').value = 'MODEL_19'; $('filter').oninput()")
+    assert page.run("document.querySelectorAll('#rows tr').length") == 11
+    assert page.run("$('models-name').textContent") == "Models (11 of 200)"

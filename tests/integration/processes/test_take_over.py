@@ -1,0 +1,193 @@
+"""A server that is to take the place of a running one: what may go wrong, and that the one that
+runs goes on then. Clients who do not notice: test_restarts.py."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shmserve.client
+from shmserve.errors import InvalidArgument
+from shmserve.supervisor.host.handover_link import Offer
+from tests.rigs.service_manager import managed
+from tests.support import repositories
+from tests.support.load import AskThroughMemory
+from tests.support.servers import Server
+from tests.support.users import ALICE, as_user, needs_users
+from tests.support.waiting import until
+from tests.support.wire.raw_http import UnixHttp
+
+TAKE_OVER = "--take-over"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    repositories.add(tmp_path, "simple", "identity")
+    return tmp_path
+
+
+@pytest.fixture
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its model waits at the gate while it is loaded."""
+    folder = tmp_path_factory.mktemp("slow")
+    repositories.add_slow(folder, "slow")
+    return folder
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="st-") as folder:
+        yield Path(folder) / "run"
+
+
+@contextlib.contextmanager
+def first(repository: Path, run_dir: Path, *flags: str, **environment: str) -> Iterator[Server]:
+    """The server whose place another one is to take."""
+    server = Server([repository], flags, run_dir=run_dir, environment=environment)
+    try:
+        yield server.wait_ready()
+        server.stop()
+    finally:
+        server.discard()
+
+
+def next_to(server: Server, repository: Path, *flags: str) -> Server:
+    """One that is to take its place."""
+    ports = server.http_port, server.metrics_port
+    return Server([repository], [TAKE_OVER, *flags], run_dir=server.run_dir, ports=ports)
+
+
+def refusal(run_dir: Path, repository: Path) -> str:
+    """Why a server cannot take over there: a line, as the operator sees it."""
+    server = Server([repository], [TAKE_OVER], run_dir=run_dir)
+    try:
+        assert server.wait_exit(30) not in (0, None)
+        (line,) = server.log().splitlines()
+        return line.replace(str(run_dir), "RUN_DIR")
+    finally:
+        server.discard()
+
+
+def assert_untouched(server: Server) -> None:
+    """It serves as before."""
+    with server.http() as http, shmserve.client.connect(server.run_dir) as native:
+        http.get("/v2/health/ready").ok()
+        assert native.models()
+    assert not list(server.run_dir.glob("g[0-9]*"))
+
+
+def test_where_no_server_can_be_followed(repository: Path, run_dir: Path) -> None:
+    nobody = "no server runs in 'RUN_DIR': start this one without --take-over"
+    assert nobody in refusal(run_dir, repository)
+    assert not run_dir.exists()
+    with first(repository, run_dir) as server:
+        (run_dir / "handover").rename(run_dir / "hidden")
+        said = refusal(run_dir, repository)
+        assert (
+            "the server of 'RUN_DIR' is of a version that cannot be followed: stop it, and" in said
+        )
+        (run_dir / "hidden").rename(run_dir / "handover")
+        assert_untouched(server)
+
+
+def test_a_service_managers(repository: Path, run_dir: Path) -> None:
+    with managed() as manager, first(repository, run_dir, NOTIFY_SOCKET=manager.address) as server:
+        said = refusal(run_dir, repository)
+        assert "cannot be followed: a service manager has started it, and is to start it" in said
+        assert_untouched(server)
+
+
+@needs_users
+def test_another_users(repository: Path, run_dir: Path) -> None:
+    with first(repository, run_dir) as server:
+        said = f"--take-over: '{run_dir}' is another user's"
+        run_dir.parent.chmod(0o755)
+        with pytest.raises(InvalidArgument, match=said):
+            as_user(ALICE, lambda: Offer.of(run_dir))
+        for path in (run_dir, run_dir / "handover"):
+            path.chmod(0o777)  # as nobody would: each of the two looks for itself
+        with pytest.raises(InvalidArgument, match=said):
+            as_user(ALICE, lambda: Offer.of(run_dir))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            as_user(ALICE, lambda: link.connect(str(run_dir / "handover")))
+            assert b"another user" in link.recv(1000)
+            assert not link.recv(1000)
+        run_dir.chmod(0o700)
+        assert_untouched(server)
+
+
+def test_the_next_one_fails_before_it_is_ready(repository: Path, slow: Path, run_dir: Path) -> None:
+    """Killed, told to end, or without a model: the first one goes on, and can be followed still."""
+    with first(repository, run_dir) as server, server.http() as http:
+        asked = AskThroughMemory(http)
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            failing = next_to(server, slow)
+            failing.gate.next()
+            assert "another server is about to take over already" in refusal(run_dir, repository)
+            failing.process.send_signal(number)
+            assert failing.wait_exit(20) is not None
+            until("its folder is gone", lambda: not list(run_dir.glob("g[0-9]*")), 5)
+            failing.discard()
+            server.wait_log("this one goes on")
+            assert_untouched(server)
+        (slow / "slow" / "1" / "model.py").write_text("raise ValueError('not today')")
+        failing = next_to(server, slow)
+        assert failing.wait_exit(60) == 1
+        failing.discard()
+        assert asked(http, 1) == ""
+        asked.close(http)
+        assert_untouched(server)
+
+
+def test_the_first_one_ends_meanwhile(repository: Path, slow: Path, run_dir: Path) -> None:
+    with first(repository, run_dir) as server:
+        following = next_to(server, slow)
+        visit = following.gate.next()
+        server.process.terminate()
+        assert server.wait_exit(30) == 0
+        visit.release()
+        following.gate.close()
+        assert following.wait_exit(30) == 1
+        assert "the server that was to be followed has ended" in following.log()
+        following.discard()
+
+
+def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
+    """Unix sockets, addresses and regions, to the third server; the last one leaves nothing."""
+    path = run_dir.parent / "http.sock"
+    flags = (f"--http-unix-socket={path}", "--gateways=1")
+    server = Server([repository], flags, run_dir=run_dir)
+    servers = [server.wait_ready()]
+    try:
+        with server.http() as http:
+            asked = AskThroughMemory(http)
+        addresses = (run_dir / "guests" / "addresses").read_text()
+        for _ in range(2):
+            following = next_to(server, repository, *flags)
+            servers.append(following)
+            assert servers[-2].wait_exit(60) == 0, following.log()
+            following.wait_log("the server before has ended")
+            assert (run_dir / "guests" / "addresses").read_text() == addresses
+            with contextlib.closing(UnixHttp(path)) as unix, server.http() as http:
+                unix.get("/v2/health/ready").ok()
+                assert asked(http, 1) == ""
+            with shmserve.client.connect(run_dir) as native:
+                assert native.models()
+            server = following
+            assert len(list(run_dir.glob("g[0-9]*"))) == 1
+            for process in following.find("worker"):
+                assert not process.net_connections("inet"), "it has no listening socket"
+        with server.http() as http:
+            asked.close(http)
+        server.stop()
+        assert not run_dir.exists()
+        assert not path.exists()
+    finally:
+        for each in servers:
+            each.discard()

@@ -1,0 +1,164 @@
+"""A real browser, Chromium without a window, driven over a pipe by its DevTools protocol."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.waiting import until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-extensions", "--mute-audio"),
+)
+
+
+class Page:
+    """A page, and what its console said."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading = reading
+        self._writing = writing
+        self._number = 0
+        self._rest = b""
+        self._session = ""
+        self._loaded = False
+        self.console: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def _call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._writing, json.dumps(message).encode() + b"\0")
+        while True:
+            found = self._next()
+            if found.get("id") == self._number:
+                assert "error" not in found, found
+                return dict(found["result"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            chunk = os.read(self._reading, 1 << 20)
+            assert chunk, "the browser has ended"
+            self._rest += chunk
+        text, _, self._rest = self._rest.partition(b"\0")
+        message = dict(json.loads(text))
+        match message.get("method"):
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Log.entryAdded":
+                self.console.append(message["params"]["entry"]["text"])
+            case "Runtime.exceptionThrown":
+                self.console.append(str(message["params"]["exceptionDetails"]))
+        return message
+
+    def size(self, width: int, height: int, *, dark: bool = False, phone: bool = False) -> None:
+        """The window's size, and what its user likes."""
+        self._call("Emulation.setScrollbarsHidden", hidden=True)
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+        self._call("Emulation.setDeviceMetricsOverride", **metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def go(self, url: str) -> None:
+        """Open another page than this one; returns when it is loaded."""
+        self._loaded = False
+        self._call("Page.navigate", url=url)
+        while not self._loaded:
+            self._next()
+
+    def run(self, script: str) -> Any:
+        """The value of an expression there."""
+        found = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, what: str, script: str, within_s: float = 20.0) -> None:
+        """Return once an expression holds."""
+        until(what, lambda: self.run(script), within_s)
+
+    def key(self, name: str) -> None:
+        """Press a key."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27}[name]
+        given: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        if name == "Enter":
+            given["text"] = "\r"
+        self._call("Input.dispatchKeyEvent", type="keyDown", **given)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=name, code=name)
+
+    def hide(self, *, hidden: bool) -> None:
+        """Have the page think that nobody sees it, or that somebody does."""
+        self.run(
+            f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)},"
+            " configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"
+        )
+
+    def names(self) -> list[tuple[str, str]]:
+        """(role, name) of each part, as a screen reader is told them."""
+        tree = self._call("Accessibility.getFullAXTree")["nodes"]
+        return [
+            (str(node["role"]["value"]), str(node.get("name", {}).get("value", "")))
+            for node in tree
+            if not node.get("ignored")
+        ]
+
+    def picture(self, path: Path, *, whole: bool = True) -> None:
+        """A screenshot, PNG."""
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+
+@contextlib.contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """A page of a new browser, whose files are in `folder`."""
+    assert CHROMIUM
+    theirs, writing = os.pipe()
+    reading, answers = os.pipe()
+
+    def inherit() -> None:
+        ends = os.dup(theirs), os.dup(answers)  # either may be 3 or 4 here
+        for number, end in enumerate(ends, 3):
+            os.dup2(end, number)
+
+    process = subprocess.Popen(
+        [CHROMIUM, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(3, 4, theirs, answers),
+        preexec_fn=inherit,
+        env={**os.environ, "TMPDIR": str(folder), "HOME": str(folder)},
+    )
+    os.close(theirs)
+    os.close(answers)
+    try:
+        yield Page(reading, writing)
+    finally:
+        members = [psutil.Process(process.pid)]
+        members += members[0].children(recursive=True)
+        for each in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+        psutil.wait_procs(members, timeout=5)
+        os.close(reading)
+        os.close(writing)

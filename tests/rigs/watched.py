@@ -1,0 +1,132 @@
+"""A server to watch: a model of every kind, all of them asked again and again; and its feed of
+figures, as a program reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.rigs import pipelines
+from tests.support import repositories
+from tests.support.hf_folders import write_folder
+from tests.support.load import ask_simple
+from tests.support.sequence_models import controls, instances
+from tests.support.servers import Server
+from tests.support.wire.raw_http import Http, json_input
+
+IDLE = "max_sequence_idle_microseconds: 60000000"
+FEW = ("simple", "cached", "pipeline", "half", "crimes", "sums")
+
+
+def add_models(repository: Path, *, generative: bool = False) -> None:
+    """FEW, the model "broken" that does not load, and with `generative` "tiny", which writes
+    text."""
+    repositories.add(repository, "simple", "crimes")
+    cached = "response_cache { enable: true }"
+    repositories.add_as(repository, "cached", "simple", cached)
+    sequences = f"sequence_batching {{ direct {{ }} {IDLE} {controls()} }} {instances(1)}"
+    repositories.add_as(repository, "sums", "sequencer", sequences)
+    pipelines.add_model(repository, "half", "return self.response(Y=self.input(request, 'X') / 2)")
+    steps = [
+        pipelines.step("half", {"X": "IN"}, {"Y": "BETWEEN"}),
+        pipelines.step("half", {"X": "BETWEEN"}, {"Y": "OUT"}),
+    ]
+    pipelines.add_ensemble(repository, "pipeline", steps)
+    repositories.write(repository, "broken", "", "raise RuntimeError('there is no such weight')")
+    if generative:
+        write_folder(repository / "tiny" / "1")
+
+
+def _simple(http: Http, number: int) -> None:
+    ask_simple(http, number)
+
+
+def _cached(http: Http, number: int) -> None:
+    same = np.full((1, 16), number % 4, np.int32)
+    given = [json_input("INPUT0", same), json_input("INPUT1", same)]
+    http.infer("cached", {"inputs": given}).ok()
+
+
+def _pipeline(http: Http, number: int) -> None:
+    http.infer("pipeline", {"inputs": [json_input("IN", np.ones(3, np.float32))]}).ok()
+
+
+def _crimes(http: Http, number: int) -> None:
+    command = "error" if number % 4 == 0 else "ok"
+    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
+    http.infer("crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
+
+
+def _sums(http: Http, number: int) -> None:
+    parameters = {"sequence_id": 1 + number // 8, "sequence_start": number % 8 == 0}
+    parameters["sequence_end"] = number % 8 == 7
+    tensor = json_input("INPUT0", np.ones((1, 1), np.int32))
+    http.infer("sums", {"inputs": [tensor], "parameters": parameters}).ok()
+
+
+def _tiny(http: Http, number: int) -> None:
+    given = {"model": "tiny", "prompt": "the quick brown", "max_tokens": 12}
+    http.post("/v1/completions", given).ok()
+
+
+@contextlib.contextmanager
+def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
+    """All of its models are asked, until the end of the block."""
+    stop = threading.Event()
+    server.gate.close()  # nobody waits there
+
+    def ask(one: Callable[[Http, int], None]) -> None:
+        number = 0
+        while not stop.is_set():
+            with contextlib.suppress(OSError, http.client.HTTPException), server.http() as given:
+                while not stop.wait(0.01):
+                    one(given, number)
+                    number += 1
+            stop.wait(0.2)
+
+    kinds = [_simple, _simple, _cached, _pipeline, _crimes, _sums, *([_tiny] if generative else [])]
+    threads = [threading.Thread(target=ask, args=[kind]) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+class Feed:
+    """A viewer: each call of `next` waits for an event."""
+
+    def __init__(self, port: int, headers: Mapping[str, str] | None = None) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        self._connection.request("GET", "/live", headers=dict(headers or {}))
+        self.response = self._connection.getresponse()
+
+    def next(self) -> dict[str, Any]:
+        """What the next event says; raises EOFError where there is none."""
+        line = self.response.readline()
+        if not line:
+            raise EOFError
+        assert line.startswith(b"data: "), line
+        assert self.response.readline() == b"\n"
+        return dict(json.loads(line[6:]))
+
+    def close(self) -> None:
+        """Watch no more."""
+        self.response.close()
+        self._connection.close()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

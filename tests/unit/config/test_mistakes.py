@@ -1,0 +1,320 @@
+"""Mistakes that people make in configurations, and what must be said of each: where, which key,
+what was found, what is allowed, the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.accelerators import Accelerators
+from shmserve.config import command_line, server
+from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.workers.backends.llm import engine_file
+from shmserve.workers.backends.native import NativeBackend
+from shmserve.workers.user_code import in_words, place
+from tests.rigs.worker_rig import rig
+
+IO = """input { name: "I" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "O" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+PYTHON = 'backend: "python"\nmax_batch_size: 8\n'
+PREDICT = """
+    def predict(self, x: FP32[ndarray, 1]) -> FP32[ndarray, 1]:
+        return x
+"""
+HEAD = "from numpy import ndarray\nfrom shmserve.model import FP32\nclass Model:\n"
+JSON_IO = (
+    '"input": [{"name": "I", "data_type": "TYPE_FP32", "dims": [4]}], '
+    '"output": [{"name": "O", "data_type": "TYPE_FP32", "dims": [4]}]'
+)
+
+# In config.pbtxt; after the backend, max_batch_size and tensors, which are lines 1 to 4.
+PBTXT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "misspelt field": (
+        "max_batchsize: 4",
+        ("m/config.pbtxt:5:1: max_batchsize:", "max_batch_size"),
+    ),
+    "misspelt in a block": (
+        "dynamic_batching {\n  max_queue_delay_us: 5\n}",
+        (":6:3: dynamic_batching.max_queue_delay_us:", '"max_queue_delay_microseconds"'),
+    ),
+    "unknown field": ("cheese: 1", (":5:1: cheese: no such field; known are", "max_batch_size")),
+    "text for a number": ('version_policy { latest { num_versions: "2" } }', (":5:41:", '"2"')),
+    "number for a text": ("name: 7", (":5:7: name: expected a string, found 7",)),
+    "fraction": ("priority: 1\ninstance_group { count: 1.5 }", (":6:25:", "integer", "1.5")),
+    "too large": ("instance_group { count: 3000000000 }", (":5:25: instance_group[0].count",)),
+    "truth": ("response_cache { enable: yes }", (":5:26:", "true or false", "yes")),
+    "datatype of numpy": (
+        'input { name: "J" data_type: float32 dims: [1] }',
+        (":5:30: input[1].data_type:", "float32", '"TYPE_FP32"'),
+    ),
+    "datatype in quotes": (
+        'input { name: "J" data_type: "TYPE_FP32" dims: [1] }',
+        (":5:30: input[1].data_type:", '"TYPE_FP32"'),
+    ),
+    "datatype of another tool": (
+        'input { name: "J" data_type: BYTES dims: [1] }',
+        (":5:30:", 'did you mean "TYPE_STRING"?'),
+    ),
+    "dims of nothing": ('input { name: "J" data_type: TYPE_INT8 dims: [0] }', (":5:47: input[1]",)),
+    "no dims": ('input { name: "J" data_type: TYPE_INT8 }', (":5:1: input[1].dims:", "dims")),
+    "name twice": ('input { name: "I" data_type: TYPE_INT8 dims: [1] }', ("input[1].name:", "'I'")),
+    "kind": (
+        "instance_group { kind: GPU }",
+        (":5:24: instance_group[0].kind:", "GPU", '"KIND_GPU"'),
+    ),
+    "no GPU": ("instance_group { kind: KIND_GPU }", (":5:18: instance_group[0].kind:", "no GPUs")),
+    "preferred": (
+        "dynamic_batching { preferred_batch_size: [ 4, 16 ] }",
+        (":5:47: dynamic_batching.preferred_batch_size[1]:", "<= max batch size"),
+    ),
+    "two schedulers": (
+        "dynamic_batching { }\nsequence_batching { }",
+        (":6:1: sequence_batching:", 'cannot be set together with "dynamic_batching"'),
+    ),
+    "set twice": ("max_batch_size: 4", (":5:1: max_batch_size: is set more than once",)),
+    "no colon": ("priority 1", (":5:10:", 'expected ":"', '"1"')),
+    "no brace": ("dynamic_batching {", (":6:1:", '"}"', "5:18", "end of the file")),
+    "open string": ('name: "m', (":5:7:", "not closed on its line")),
+    "JSON in its place": ('{ "name": "m" }', (":5:1:", "expected a field name", '"{"')),
+    "strategy": (
+        'dynamic_batching { }\nparameters { key: "batching_strategy" value { string_value: '
+        '"adaptve" } }',
+        (":6:1:", "'adaptve'", "'prefer_batch', 'prefer_latency', 'adaptive'", "mean 'adaptive'?"),
+    ),
+    "strategy without target": (
+        'dynamic_batching { }\nparameters { key: "batching_strategy" value { string_value: '
+        '"adaptive" } }',
+        (":6:1:", "target_p99_ms"),
+    ),
+    "padding": (
+        'parameters { key: "padding" value { string_value: "{\\"I\\": {\\"buckts\\": [4]}}" } }',
+        (":5:1:", "'buckts'", "did you mean 'buckets'?"),
+    ),
+    "label file": (
+        'output { name: "P" data_type: TYPE_FP32 dims: [4] label_filename: "l.txt" }',
+        (":5:51: output[1].label_filename:", "'l.txt'", "does not exist"),
+    ),
+    "file outside": (
+        'default_model_filename: "../x.py"',
+        (":5:1: default_model_filename:", "inside"),
+    ),
+    "another name": ('name: "n"', (":5:1: name:", "'m'", "'n'")),
+}
+
+ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "misspelt": ("# \nmax_batchsize: 4", ("engine.yaml:2:1: max_batchsize:", "'max_batch_size'?")),
+    "unknown": ("cheese: 1", ("engine.yaml:1:1: cheese:", "known are", "block_size")),
+    "text": ("block_size: many", (":1:1: block_size: 'many' is not a whole number",)),
+    "range": ("block_size: 0", (":1:1: block_size: 0 is not 1 to 1024",)),
+    "choice": ("weights: int4", ("'int4'", "fp32, bf16, int8", "did you mean 'int8'?")),
+    "profile": ("profile: low_latncy", (":1:1: profile:", "did you mean 'low_latency'?")),
+    "truth": ("enable_preemption: 1", (":1:1: enable_preemption: 1 is not true or false",)),
+    "nested": (
+        "block_size: 16\nspeculative_decoding:\n  metod: draft",
+        (":3:3: speculative_decoding.metod:", "did you mean 'method'?"),
+    ),
+    "no mapping": ("speculative_decoding: on", (":1:1: speculative_decoding: True is not a map",)),
+    "contradiction": (
+        "max_batch_size: 8\nmax_tokens_per_batch: 4",
+        (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8",),
+    ),
+    "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: it stands in line 1 already",)),
+    "a list": ("- block_size", ("engine.yaml: found a list", "a mapping")),
+    "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
+}
+
+FILE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "misspelt": ("http-prot: 1", ("c.yaml' line 1: http-prot:", "did you mean http-port?")),
+    "range": ("id: a\nhttp-port: 70000", ("line 2: http-port: 70000", "0 to 65535")),
+    "text": ("gateways: two", ("line 1: gateways: 'two' is not an integer",)),
+    "choice": ("model-control-mode: pol", ("line 1:", "none, poll, explicit", "mean 'poll'?")),
+    "list": ("http-port: [1, 2]", ("line 1: http-port: takes one value, not a list",)),
+    "no such folder": ("model-repository: /nowhere", ("line 1: --model-repository: '/nowhere'",)),
+    "meaning": ("cache-config: redis,size=1", ("line 1: --cache-config:", "'redis'", "local")),
+    "twice": ("id: a\nid: b", ("line 2: id: it stands in line 1 already",)),
+    "tab": ("id:\n\t- a", ("line 2: it is not YAML",)),
+}
+
+FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "misspelt": (("--http-prot=1", "."), ("unknown flag --http-prot, did you mean --http-port?",)),
+    "underscores": (("--http_port=1", "."), ("did you mean --http-port?",)),
+    "one dash": (("-http-port=1", "."), ("unknown flag -http-port, did you mean --http-port?",)),
+    "no value": (("--http-port", "--grpc-port=1", "."), ("--http-port: a value is missing",)),
+    "choice": (("--rate-limit=execution", "."), ("off, execution_count", "'execution_count'?")),
+    "no repository": ((), ("--model-repository: at least one is needed",)),
+    "a file, no class": ((__file__,), ("is a file: name the class to serve",)),
+    "truth": (("--exit-on-error=maybe", "."), ("'maybe' is not a boolean (true or false)",)),
+    "scope": (("--http-restricted-api=infer:k=v", "."), ("'infer'", "allowed:", "inference")),
+    "metrics": (("--metrics-config=sumary_latencies=1", "."), ("'sumary_latencies'", "there are")),
+    "device": (("--workspace-byte-size=gpu=8192", "."), ("'gpu'", "cpu, cuda:NUMBER")),
+    "load-model": (("--load-model=a", "."), ("--load-model: needs --model-control-mode=explicit",)),
+}
+
+CLASS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "number": (f"    max_batch_size = '8'{PREDICT}", ("m/1/model.py:4:5:", "integer >= 0", "'8'")),
+    "delay": (f"    max_queue_delay_us = 0.5{PREDICT}", (":4:5:", "max_queue_delay_us", "0.5")),
+    "strategy": (
+        f"    batching_strategy = 'adaptve'{PREDICT}",
+        ("m/1/model.py:4:5:", "'adaptve'", "did you mean 'adaptive'?"),
+    ),
+    "target": (f"    target_p99_ms = '5 ms'{PREDICT}", (":4:5:", "a number of milliseconds")),
+    "no target": (
+        f"    x = 1\n    batching_strategy = 'adaptive'{PREDICT}",
+        ("m/1/model.py:5:5:", "target_p99_ms"),
+    ),
+    "groups": (f"    instance_group = {{'count': 2}}{PREDICT}", (":4:5:", "a list of mappings")),
+    "kind": (
+        f"    instance_group = [{{'kind': 'GPU'}}]{PREDICT}",
+        ("instance_group[0].kind:", "KIND_GPU"),
+    ),
+    "padding": (f"    padding = ['x']{PREDICT}", (":4:5:", "'Model.padding' must be a mapping")),
+    "no predict": ("    def forward(self): ...", ("m/1/model.py:3:1:", "no method 'predict'")),
+    "annotation": (
+        "    def predict(self, x: ndarray, y: int) -> FP32[ndarray, 1]: ...",
+        (":4:23: argument 'x'", ":4:35: argument 'y'", "annotate it like FP32["),
+    ),
+    "no result": ("    def predict(self, x: FP32[ndarray, 1]): ...", (":4:5:", "what it returns")),
+    "no dims": (
+        "    def predict(self, x: FP32[ndarray]): ...",
+        ("FP32[array type, dim, ...] needs dimensions", "found []", "(model.py:4)"),
+    ),
+    "datatype": ("    from shmserve.model import FP33", ("'FP33'", "mean 'FP32'?", "(model.py:4)")),
+    "syntax": ("    def predict(self:", ("SyntaxError", "model.py, line 4")),
+    "raises": ("    x = 1 / 0", ("ZeroDivisionError: division by zero (model.py:4)",)),
+    "ragged": (f"    ragged = ('y',){PREDICT}", (":4:5:", "['x']", "('y',)")),
+}
+
+LOAD: dict[str, tuple[str, tuple[str, ...]]] = {
+    "misspelt": ('{"backend": "python",\n"maxBatchsize": 4}', ("config:2:1:", "max_batch_size")),
+    "type": ('{"backend": "python", "max_batch_size": "4x"}', ("config:1:41:", "4x", "integer")),
+    "no JSON": ('{"backend": python}', ("config: not valid JSON", "line 1 column 13")),
+    "a list": ("[]", ("config: expected a JSON object",)),
+    "twice": ('{"backend": "python", "backend": "onnx"}', ("backend",)),
+    "rule": (
+        f'{{"backend": "python", "max_batch_size": 4, {JSON_IO},\n'
+        '"dynamic_batching": {"preferred_batch_size": [8]}}',
+        ("config:2:47: dynamic_batching.preferred_batch_size[0]:", "<= max batch size"),
+    ),
+}
+
+
+def planner(tmp_path: Path, *arguments: str) -> LoadPlanner:
+    parsed = command_line.parse([*arguments, str(tmp_path / "models")])
+    return LoadPlanner(server.from_flags(parsed, {}), tmp_path / "run", Accelerators("", 0))
+
+
+def of_pbtxt(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "models" / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.pbtxt").write_text(PYTHON + IO + text + "\n")
+    of_plan(tmp_path, "")
+
+
+def of_plan(tmp_path: Path, override: str) -> None:
+    (plan,) = planner(tmp_path).plan("m", override, {})
+    plan.complete(plan.config.source)
+
+
+def of_override(tmp_path: Path, text: str) -> None:
+    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
+    of_plan(tmp_path, text)
+
+
+def of_engine(tmp_path: Path, text: str) -> None:
+    engine_file.parse(text)
+
+
+def of_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    of_flags(tmp_path, (f"--config={tmp_path / 'c.yaml'}",))
+
+
+def of_flags(tmp_path: Path, words: tuple[str, ...]) -> None:
+    server.from_flags(command_line.parse(words), {})
+
+
+def of_class(tmp_path: Path, text: str) -> None:
+    (tmp_path / "models").mkdir()
+    with rig(tmp_path / "models") as made:
+        (made.context.version_dir / "model.py").write_text(HEAD + text)
+        backend = 'backend: "native"\n'
+        (made.context.model_dir / "config.pbtxt").write_text(backend)
+        (plan,) = planner(tmp_path).plan("m", "", {})
+        try:
+            completed = NativeBackend(made.context).complete_config(plan.config.source)
+        except InvalidArgument:
+            raise
+        except Exception as error:  # as a worker says it
+            raise InvalidArgument(
+                in_words(error) + place(error, made.context.version_dir)
+            ) from None
+        plan.complete(completed)
+
+
+KINDS: tuple[tuple[Callable, dict], ...] = (
+    *((of_pbtxt, PBTXT), (of_engine, ENGINE), (of_file, FILE), (of_flags, FLAGS)),
+    *((of_class, CLASS), (of_override, LOAD)),
+)
+MISTAKES = {
+    f"{read.__name__[3:]}: {name}": (read, *case)
+    for read, table in KINDS
+    for name, case in table.items()
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_said(tmp_path: Path, mistake: str) -> None:
+    read, text, said = MISTAKES[mistake]
+    with pytest.raises(ShmserveError) as caught:
+        read(tmp_path, text)
+    message = caught.value.message
+    for part in said:
+        assert part in message, message
+
+
+# Of each kind, several mistakes together, and what names each of them.
+TOGETHER = {
+    of_pbtxt: (
+        "max_batchsize: 1\nprority: 2\ninstance_group { count: x }",
+        ("max_batchsize", "prority", "instance_group[0].count"),
+    ),
+    of_engine: ("block_size: 0\nweights: x\ncheese: 1", ("block_size", "weights", "cheese")),
+    of_file: ("http-prot: 1\ngateways: x", ("http-prot", "gateways")),
+    of_flags: (
+        ("--http-prot=1", "--gateways=x", "--log-format=y"),
+        ("--http-prot", "--gateways", "--log-format"),
+    ),
+    of_class: (
+        "    max_batch_size = -1\n    instances = 'x'\n    def predict(self, a, b): ...",
+        (":4:5:", ":5:5:", ":6:23:", ":6:26:"),
+    ),
+    of_override: (
+        '{"backend": "python", "cheese": 1, "max_batch_size": []}',
+        ("config:1:23:", "config:1:36:"),
+    ),
+}
+
+
+@pytest.mark.parametrize("read", TOGETHER, ids=lambda read: read.__name__[3:])
+def test_all_is_told_at_once(tmp_path: Path, read: Callable) -> None:
+    text, said = TOGETHER[read]
+    with pytest.raises(ShmserveError) as caught:
+        read(tmp_path, text)
+    message = caught.value.message
+    assert [part for part in said if part not in message] == [], message
+
+
+def test_flags_that_mean_nothing_are_told_at_once(tmp_path: Path) -> None:
+    words = ("--cache-config=x", "--rate-limit-resource=y", "--backend-config=z", "/nowhere")
+    with pytest.raises(InvalidArgument) as caught:
+        of_flags(tmp_path, words)
+    for word in ("--cache-config:", "--rate-limit-resource:", "--backend-config:", "/nowhere"):
+        assert word in caught.value.message
+
+
+def test_there_are_many_mistakes() -> None:
+    assert len(MISTAKES) >= 60

@@ -1,0 +1,194 @@
+"""The feed of figures: one look for all viewers, nothing without any; and the page's policy."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmserve.errors import PermissionDenied, QueueFull
+from shmserve.gateway.api import statistics
+from shmserve.gateway.http.dashboard import live, page
+from shmserve.ipc import endpoints
+from shmserve.ipc.messages import events as m
+from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.supervisor.events.feed import EventFeed, EventPublisher
+from tests.unit.gateway.test_figures import report
+
+Viewer = AsyncGenerator[Sequence[bytes], None]
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="sd-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How often the schedulers were asked; a model more answers each time, and looks follow one
+    another at once."""
+    asked: list[float] = []
+
+    async def collect(*_: Any) -> list[dict[str, Any]]:
+        asked.append(0)
+        reports = {"a": report(len(asked)), "still": report()}
+        return [{"name": n, "version": "1", "shmserve": each} for n, each in reports.items()]
+
+    monkeypatch.setattr(statistics, "collect", collect)
+    monkeypatch.setattr(live, "_EVERY_S", 0.01)
+    return asked
+
+
+def model(name: str) -> SimpleNamespace:
+    return SimpleNamespace(name=name, version="1", ready=True, steps=[])
+
+
+def feed(run_dir: Path) -> live.LiveFigures:
+    nothing: Callable[[], list[Any]] = list
+    gateway: Any = SimpleNamespace(
+        models=SimpleNamespace(all=lambda: [model("a"), model("still")]),
+        regions=SimpleNamespace(all=nothing, listed_only=nothing),
+        settings=SimpleNamespace(id="x", arena_byte_size=4096),
+        health=SimpleNamespace(ready=True),
+        arena=SimpleNamespace(used=0),
+    )
+    return live.LiveFigures(gateway, run_dir)
+
+
+async def told(viewer: Viewer) -> dict[str, Any]:
+    (frame,) = await anext(viewer)
+    assert frame.startswith(b"data: ") and frame.endswith(b"\n\n")
+    return dict(json.loads(frame[6:]))
+
+
+def no_counters() -> None:
+    """Counters are not asked for here."""
+
+
+def run(run_dir: Path, story: Callable[[live.LiveFigures], Any]) -> None:
+    """A story beside a publisher of events, with nothing left at its end."""
+
+    async def told_whole() -> None:
+        holder: list[EventFeed] = []
+        publisher = EventPublisher()
+        publisher.open(endpoints.events(run_dir), lambda *news: holder[0].subscribed(*news))
+        states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
+        healthy = HealthChanged(live=True, ready=True, exiting=False)
+        holder.append(
+            EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters)
+        )
+        publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
+        mine = asyncio.all_tasks()
+        try:
+            await story(feed(run_dir))
+            async with asyncio.timeout(5):
+                while asyncio.all_tasks() - mine:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        finally:
+            publisher.close()
+
+    asyncio.run(told_whole())
+
+
+def test_two_viewers_share_one_look(run_dir: Path, looks: list[float]) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        async with contextlib.aclosing(feed._events()) as one:
+            first = await told(one)
+            assert first["whole"] and set(first["models"]) == {"a/1", "still/1", "b/2"}
+            assert first["models"]["b/2"]["because"] == "no such file"
+            assert "ProcessEnded" in [event["event"] for event in first["events"]]
+            async with contextlib.aclosing(feed._events()) as two:
+                assert (await told(two))["whole"]
+                before = len(looks)
+                news = [await told(one), await told(two)]
+                assert news[0]["models"]["a/1"]["recent"]["rate"] > 0
+                assert len(looks) <= before + 3, "each viewer has looks of its own"
+
+    run(run_dir, story)
+
+
+def test_what_does_not_change_is_not_sent_again(run_dir: Path, looks: list[float]) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        async with contextlib.aclosing(feed._events()) as viewer:
+            await told(viewer)
+            await told(viewer)
+            third = await told(viewer)
+            assert "whole" not in third and set(third["models"]) == {"a/1"}
+            assert third["events"] == [] and third["gone"] == []
+
+    run(run_dir, story)
+
+
+def test_who_missed_a_look_is_told_all(run_dir: Path, looks: list[float]) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        async with (
+            contextlib.aclosing(feed._events()) as slow,
+            contextlib.aclosing(feed._events()) as quick,
+        ):
+            await told(slow)
+            for _ in range(4):
+                await told(quick)
+            assert (await told(slow))["whole"]
+
+    run(run_dir, story)
+
+
+def test_nothing_runs_while_nobody_watches(run_dir: Path, looks: list[float]) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        assert feed._task is None and not looks
+        for _ in range(2):
+            async with contextlib.aclosing(feed._events()) as viewer:
+                await told(viewer)
+            assert feed._task is None
+
+    run(run_dir, story)
+
+
+def test_a_server_that_goes_lets_its_viewers_go(run_dir: Path, looks: list[float]) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        async with contextlib.aclosing(feed._events()) as viewer:
+            await told(viewer)
+            feed.end()
+            async for _ in viewer:
+                pass
+
+    run(run_dir, story)
+
+
+def test_who_may_not_watch(run_dir: Path) -> None:
+    async def story(feed: live.LiveFigures) -> None:
+        gateway: Any = None
+        other: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
+        with pytest.raises(PermissionDenied, match="another site's page"):
+            await feed.respond(gateway, other)
+        feed._viewers = 32
+        with pytest.raises(QueueFull, match="32 watch this server already"):
+            await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
+
+    run(run_dir, story)
+
+
+def test_the_policy_allows_what_is_in_the_page_alone() -> None:
+    body, headers = page._page()
+    policy = dict(re.findall(r"([a-z]+-src) ([^;\r]+)", headers.decode()))
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    for tag in ("style", "script"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", body.decode(), re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    markup = re.sub(r"<(style|script)>.*?</\1>", "", body.decode(), flags=re.DOTALL)
+    assert not re.search(r"\s(on\w+|style)=|https?://|src=", markup)
+    assert body.count(b"\n") <= 900

@@ -1,0 +1,67 @@
+"""The description of the HTTP API has every route, once, and is sound."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from shmserve.gateway.http.openapi.description import described
+from shmserve.gateway.http.openapi.operations import COMPONENTS
+from shmserve.gateway.http.routes import ROUTES
+from shmserve.gateway.http.routing import Route
+
+DOCUMENT = described(ROUTES)
+OPERATIONS = [
+    (path, method, operation)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+]
+
+
+def served(path: str, method: str) -> Route:
+    sample = path.replace("{version}", "12").replace("{model}", "m")
+    found = ROUTES.find(re.sub(r"{\w+}", "x", sample), method.upper())
+    assert found is not None, path
+    return found[0]
+
+
+def test_every_route_is_in_it_and_nothing_else() -> None:
+    assert all(route.operation is not None for route in ROUTES.routes)
+    assert {served(path, method) for path, method, _ in OPERATIONS} == set(ROUTES.routes)
+    for path, method, operation in OPERATIONS:
+        assert served(path, method).method == method.upper()
+        assert operation["summary"].endswith(("200.", "501.", ".")) and operation["tags"]
+
+
+def test_what_may_be_left_out_of_a_path_makes_two() -> None:
+    paths = DOCUMENT["paths"]
+    assert {"/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(paths)
+    (model, version) = paths["/v2/models/{model}/versions/{version}"]["get"]["parameters"]
+    assert (model["name"], version["name"]) == ("model", "version")
+    assert version["schema"]["pattern"] == "^[1-9][0-9]{0,8}$"
+
+
+def test_names_are_unique_and_references_lead_somewhere() -> None:
+    names = [operation["operationId"] for _, _, operation in OPERATIONS]
+    assert len(set(names)) == len(names)
+    used = set(_references(DOCUMENT))
+    assert used == {f"#/components/schemas/{name}" for name in COMPONENTS}
+
+
+def _references(node: Any) -> Any:
+    if isinstance(node, dict):
+        yield from ([node["$ref"]] if "$ref" in node else [])
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for each in node:
+            yield from _references(each)
+
+
+@pytest.mark.parametrize(("path", "form"), [("/v1/models", "OpenAIError"), ("/v2", "Error")])
+def test_errors_have_the_form_of_their_api(path: str, form: str) -> None:
+    replies = DOCUMENT["paths"][path]["get"]["responses"]
+    for status in ("4XX", "5XX"):
+        schema = replies[status]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{form}"}

@@ -1,0 +1,133 @@
+"""The figures of now: what is made of two reports of a scheduler, and what hurts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.gateway.api.figures import WINDOW_S, Figures, quantile, row
+from shmserve.scheduler.statistics.histograms import Histogram
+
+BOUNDS = (0.001, 0.01, 0.1)
+
+
+def histogram(*counts: int) -> dict[str, Any]:
+    return {"buckets": list(BOUNDS), "counts": list(counts), "sum": sum(counts) / 1000}
+
+
+def report(success: int = 0, **more: Any) -> dict[str, Any]:
+    """What a scheduler reports of a model that has answered so many, one by one."""
+    flat = dict.fromkeys(
+        (
+            *("fail", "inference_count", "execution_count", "workers_lost", "retried"),
+            *("cache_hit", "cache_miss", "pending", "executing", "open_sequences", "queue_ns"),
+            *("compute_input_ns", "compute_infer_ns", "compute_output_ns"),
+        ),
+        0,
+    )
+    sizes = {"buckets": [1, 2, 4], "counts": [success, 0, 0, 0], "sum": success}
+    empty: dict[str, Any] = {"failures": {"BACKEND": 0}, "instances": {}, "quantiles": {}}
+    return {
+        **flat,
+        **empty,
+        "success": success,
+        "cache": {},
+        "batches_closed": {"full": success, "idle": 0},
+        "batch_size": sizes,
+        "request_seconds": histogram(0, success, 0, 0),
+        **more,
+    }
+
+
+def looked(*reports: dict[str, Any], every_s: float = 1.0) -> list[dict[str, Any]]:
+    """The rows of a model, one look after the other."""
+    figures = Figures()
+    return [
+        figures.rows([{"name": "m", "version": "1", "shmserve": each}], at * every_s)["m/1"]
+        for at, each in enumerate(reports)
+    ]
+
+
+def test_the_first_look_has_totals_alone() -> None:
+    (first,) = looked(report(7, pending=3, open_sequences=2))
+    assert (first["success"], first["pending"], first["sequences"]) == (7, 3, 2)
+    assert "recent" not in first and first["closed"] == {"full": 7}
+
+
+def test_rates_are_of_the_window() -> None:
+    rows = looked(*(report(10 * number) for number in range(30)))
+    assert [each["recent"]["rate"] for each in rows[1:]] == [10.0] * 29
+    assert rows[-1]["recent"]["sizes"] == {"1": 10 * WINDOW_S}
+    assert rows[-1]["recent"]["closed"] == {"full": 10 * WINDOW_S}
+    assert rows[-1]["recent"]["batch"] == 1.0
+    # Within the bucket of 1 to 10 ms.
+    assert rows[-1]["recent"]["ms"] == [5.5, 9.1, 9.91]
+
+
+def test_quantiles_that_are_counted_exactly_are_shown() -> None:
+    exact = {"quantiles": {"request": [[0.5, 2000], [0.9, 3000.4], [0.99, 4000]]}}
+    _, second = looked(report(0), report(5, **exact))
+    assert second["recent"]["ms"] == [2.0, 3.0, 4.0]
+    none = {"quantiles": {"request": [[0.5, None], [0.9, None], [0.99, None]]}}
+    _, second = looked(report(0), report(0, **none))
+    assert second["recent"]["ms"] == []
+
+
+def test_phases_are_of_what_ran() -> None:
+    more = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
+    _, second = looked(report(0), report(10, **more))
+    assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}
+
+
+def test_what_counts_anew_is_not_negative() -> None:
+    _, second = looked(report(100), report(3))
+    assert second["recent"]["rate"] == 0 and second["recent"]["sizes"] == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "at_least", "because"),
+    [
+        ({"workers_lost": 2, "fail": 5}, 3000, "2 workers died"),
+        ({"fail": 10}, 2000, "50% of requests fail"),
+        ({"queue_ns": 90_000_000, "compute_infer_ns": 10_000_000}, 1000, "9 of 10 ms in the queue"),
+        ({"queue_ns": 900_000, "compute_infer_ns": 100_000}, 0, ""),
+        ({"success": 0, "pending": 3, "executing": 1}, 1000, "4 inside, and none is answered"),
+        ({}, 0, ""),
+    ],
+)
+def test_what_hurts(more: dict[str, Any], at_least: float, because: str) -> None:
+    _, second = looked(report(0), report(10) | more)
+    assert second["because"] == because
+    assert at_least <= second["hurts"] < at_least + 1000
+
+
+def test_a_model_that_generates_text() -> None:
+    generation = {"sequences": {"running": 2}, "blocks": {"free": 9}, "utilization": 0.5}
+    more = {"generation": generation, "preemptions": {"swap": 1, "recompute": 2}, "prefilled": 0}
+    times = dict.fromkeys(("first_token_seconds", "inter_token_seconds"), histogram(0, 0, 0, 0))
+    before = report(0, generated=10, **more, **times)
+    after = report(1, generated=40, **more, **times)
+    made = row(after, before, 2.0)
+    assert made["generation"]["blocks"] == {"free": 9} and made["generation"]["preemptions"] == 3
+    assert made["recent"]["tokens_rate"] == 15.0 and made["recent"]["first_token_ms"] == []
+
+
+@given(
+    st.lists(st.integers(1, 200_000_000), min_size=1, max_size=50),
+    st.sampled_from((0.5, 0.9, 0.99)),
+)
+def test_a_quantile_lies_in_the_bucket_of_the_true_one(times_ns: list[int], q: float) -> None:
+    seen = Histogram(BOUNDS, 1_000_000_000)
+    seen.observe(*times_ns)
+    found = quantile(q, BOUNDS, seen.report()["counts"])
+    rank = min(
+        int(q * len(times_ns)) if q * len(times_ns) % 1 else int(q * len(times_ns)) - 1,
+        len(times_ns) - 1,
+    )
+    true_s = sorted(times_ns)[max(rank, 0)] / 1e9
+    bucket = next((at for at, bound in enumerate(BOUNDS) if true_s <= bound), len(BOUNDS))
+    low = BOUNDS[bucket - 1] if bucket else 0.0
+    assert low <= found <= BOUNDS[min(bucket, len(BOUNDS) - 1)]

@@ -1,0 +1,97 @@
+"""Contexts of traces, and the spans that processes tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans
+
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def span(span_id: str, parent_id: str, began_us: int = 0, **more: Any) -> Span:
+    """One that is made and enqueued at once; has its other times 10 us apart."""
+    at = [us * 1000 for us in range(began_us, began_us + 60, 10)]
+    one = Span._make([span_id, parent_id, "m", "1", "", at[0], *at, 4, "full"])
+    return one._replace(**more)
+
+
+def test_a_header_is_read_and_passed_on() -> None:
+    caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER}-01 ")
+    assert caller == (TRACE, CALLER, "", True)
+    own = caller.child()
+    assert own.traceparent == f"00-{TRACE}-{own.span_id}-01"
+    assert (own.trace_id, own.parent_id) == (TRACE, CALLER)
+    assert own.span_id != CALLER
+    assert TraceContext.of(own.message) == own
+
+
+@pytest.mark.parametrize(
+    ("header", "taken"),
+    [
+        (f"00-{TRACE}-{CALLER}-00", True),
+        (f"01-{TRACE}-{CALLER}-01-more", True),
+        (f"ff-{TRACE}-{CALLER}-01", False),
+        (f"00-{TRACE}-{CALLER}", False),
+        (f"00-{'0' * 32}-{CALLER}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE.upper()}-{CALLER}-01", False),
+        ("x" * 100_000, False),
+    ],
+)
+def test_what_is_no_header_is_left_alone(header: str, taken: bool) -> None:
+    assert (TraceContext.of_header(header) is not None) is taken
+
+
+def test_spans_travel_one_behind_the_other() -> None:
+    spans = [span("a", ""), span("b", "a")]
+    assert unpack_spans(b"".join(each.packed() for each in spans)) == spans
+    assert unpack_spans(b"") == []
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xc1", b"\x01", b"\x91\x01", msgpack.packb(["a"] * 14), b"\xdd"]
+)
+def test_what_is_no_span_ends_them(junk: bytes) -> None:
+    assert unpack_spans(span("a", "").packed() + junk) == [span("a", "")]
+
+
+def test_an_explanation_has_the_times_of_all_that_was_asked() -> None:
+    own = span("a", "g", 100)
+    call = span("b", "a", 110, model="other")
+    told = explain([own, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000)
+    assert told == {
+        "total_us": 150,
+        "receive_us": 30,
+        "batch_size": 4,
+        "batch_closed": "full",
+        "queue_us": 30,
+        "compute_input_us": 10,
+        "compute_infer_us": 10,
+        "compute_output_us": 10,
+        "calls": [
+            {
+                "model": "other",
+                "version": "1",
+                "total_us": 50,
+                "batch_size": 4,
+                "batch_closed": "full",
+                "queue_us": 10,
+                "compute_input_us": 10,
+                "compute_infer_us": 10,
+                "compute_output_us": 10,
+            }
+        ],
+        "respond_us": 60,
+    }
+
+
+def test_an_ensemble_has_steps() -> None:
+    ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
+    told = explain([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
+    assert [step["model"] for step in told["steps"]] == ["step"]
+    assert "queue_us" not in told
+    assert explain([], "a", 0, 1000, 2000) == {"total_us": 2, "receive_us": 1}
