@@ -12,6 +12,7 @@ perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
+tune.py              `shmserve tune`
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ usage: shmserve VERB ...
   perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
+  tune           the configuration with which a model answers most within a latency target
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -93,6 +95,8 @@ def _run(arguments: list[str]) -> int:
             return _profile(arguments)
         case "systemd":
             return _systemd(arguments)
+        case "tune":
+            return _tune(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -208,6 +212,19 @@ def _systemd(arguments: list[str]) -> int:
     )
     systemd.add_arguments(parser)
     return systemd.run(parser.parse_args(arguments))
+
+
+def _tune(arguments: list[str]) -> int:
+    from shmserve.cli import tune
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve tune",
+        description="Load a model with one configuration after the other, and say with which it "
+        "answers most requests a second within a latency target.",
+        allow_abbrev=False,
+    )
+    tune.add_arguments(parser)
+    return tune.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

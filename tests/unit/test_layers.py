@@ -153,7 +153,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli.systemd": ("config",),
     "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
-    "perf": ("ipc.*", "client.*", "cli", "cli.transports", "perf.doors"),
+    "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
