@@ -111,7 +111,7 @@ def test_check(repository: Path) -> None:
     assert "nonsense" in told
     assert "broken on purpose" in told
     assert "config.pbtxt" in told
-    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice"]
+    assert [line for line in bad.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
 def test_check_tells_of_an_ensemble_without_a_version_beside_its_steps(repository: Path) -> None:
