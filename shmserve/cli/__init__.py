@@ -7,6 +7,7 @@ client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
@@ -37,6 +38,7 @@ usage: shmserve VERB ...
   doctor         what this host lacks for a server, and what to do about it
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
+  grafana        a dashboard for Grafana, alert rules for Prometheus
   guide          pages to read: how to make models, ask a server, run it
   perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
@@ -85,6 +87,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "grafana":
+            return _grafana(arguments)
         case "guide":
             return _guide(arguments)
         case "perf":
@@ -164,6 +168,17 @@ def _events(arguments: list[str]) -> int:
     )
     events.add_arguments(parser)
     return events.run(parser.parse_args(arguments))
+
+
+def _grafana(arguments: list[str]) -> int:
+    from shmserve.cli import grafana
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve grafana",
+        description="Print a dashboard of the metrics for Grafana to import.",
+    )
+    grafana.add_arguments(parser)
+    return grafana.run(parser.parse_args(arguments))
 
 
 def _guide(arguments: list[str]) -> int:
