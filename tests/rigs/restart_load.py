@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -28,6 +29,14 @@ _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError
 
 # Asks once more; what is wrong with the answer, or "".
 Ask = Callable[[int], str]
+T = TypeVar("T")
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """What it returns, at once or on a new connection."""
+    with contextlib.suppress(*_CLOSED):
+        return ask()
+    return ask()
 
 
 def over_http(port: int, shared: bool) -> Iterator[Ask]:
@@ -37,13 +46,26 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     through = AskThroughMemory(connection) if shared else ask_simple
 
     def ask(number: int) -> str:
-        with contextlib.suppress(*_CLOSED):
-            return through(connection, number)
-        return through(connection, number)
+        return retried(lambda: through(connection, number))
 
     yield ask
     if isinstance(through, AskThroughMemory):
         through.close(connection)
+
+
+def registering(port: int) -> Iterator[Ask]:
+    """Connections that take turns, by which a region is registered, used and unregistered each
+    time: what one has said, each of them finds."""
+    connections = [Http(port, _PATIENCE_S) for _ in range(2)]
+
+    def ask(number: int) -> str:
+        one, other = connections[number % 2], connections[1 - number % 2]
+        through = retried(lambda: AskThroughMemory(one, 64))
+        said = retried(lambda: through(other, number)) or retried(lambda: through(one, number))
+        retried(lambda: through.close(other))
+        return said
+
+    yield ask
 
 
 def over_grpc(port: int) -> Iterator[Ask]:
@@ -96,7 +118,9 @@ def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
                 stop.wait(0.002)
 
     doors = {
-        "http": lambda number: over_http(http_port, number % 2 == 1),
+        "http": lambda number: (
+            registering(http_port) if number == 0 else over_http(http_port, number % 2 == 1)
+        ),
         "grpc": lambda _: over_grpc(grpc_port),
         "native": lambda _: native(local),
     }

@@ -158,20 +158,21 @@ class HandoverLink:
         self._settle_all()
 
     def _read(self) -> None:
+        fds: list[int] = []
         try:
             data, fds = _receive(self._link, 2)
+            number, *order = json.loads(data)
+            if order:
+                verb, name = map(str, order)
+                self._orders.put_nowait((number, verb, name, fds))
+            else:
+                settle(self._asked.pop(number, None), None)
         except BlockingIOError:
             return
-        except OSError:
-            data, fds = b"", []
-        if not data:
+        except (OSError, ValueError, TypeError, RecursionError):  # it has ended, or is no server
+            for fd in fds:
+                os.close(fd)
             self._end()
-            return
-        number, *order = json.loads(data)
-        if order:
-            self._orders.put_nowait((number, *order, fds))
-        else:
-            settle(self._asked.pop(number, None), None)
 
     async def _obey(self) -> None:
         while True:

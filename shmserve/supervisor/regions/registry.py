@@ -155,10 +155,12 @@ class RegionRegistry:
             logger.info("%d registered regions are those of the server before", len(self._active))
 
     async def adopt(self, kept_as: str, fds: list[int]) -> None:
-        """Have a region that another server has; a name that we have is left as it is."""
+        """Have a region that another server has. A name that was registered at both, at the same
+        time, has the region that each has opened."""
         async with self._turn:
             for region in self._kept.restore({kept_as: fds}, self._opener):
-                if region.name in self._active:
+                if known := self._active.get(region.name):
+                    known.kept_as = max(known.kept_as, kept_as)  # there, too
                     self._opener.close(region)
                     return
                 self._active[region.name] = region

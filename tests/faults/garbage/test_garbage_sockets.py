@@ -89,10 +89,33 @@ def garbage() -> Iterator[bytes]:
 
 
 def sockets(server: Server) -> list[Path]:
-    """All unix sockets of a server."""
-    found = [path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)]
-    assert {"control"} < {path.name for path in found}
-    return sorted(found)
+    """All unix sockets of a server that are of streams."""
+    found = {path for path in server.run_dir.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
+    assert {"control", "handover"} < {path.name for path in found}
+    return sorted(found - {server.run_dir / "handover"})
+
+
+@pytest.mark.parametrize("sent", [b"x", b"[]", b"7", b"[1, 2]", b"[" * 60_000])
+def test_at_the_handover(server: Server, sent: bytes) -> None:
+    """Who is no server takes over nothing, and nobody is kept from that by it."""
+    with scene(server) as stage:
+        for _ in range(2):
+            until("it is as if nobody had come", lambda: said_to(server, sent), 5)
+        assert_recovers(stage, time.monotonic(), 3.0)
+
+
+def said_to(server: Server, sent: bytes) -> bool:
+    """Send this in place of a server that was to take over; whether one could have."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(5)
+        link.connect(str(server.run_dir / "handover"))
+        data, fds, _, _ = socket.recv_fds(link, 4096, 100)
+        for fd in fds:
+            os.close(fd)
+        if fds:
+            link.send(sent)
+            assert not link.recv(100)
+    return b"sockets" in data
 
 
 OUR_OWN = b"%d.%d" % (os.getpid(), os.getpid())

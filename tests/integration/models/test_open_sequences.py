@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -90,3 +93,50 @@ def test_a_model_that_is_unloaded_or_loaded_again_forgets_its_sequences(tmp_path
         http.post("/v2/repository/models/sums/unload", {}).ok()
         assert ask(server, 1).status == 404
         until("it has ended", lambda: not server.find("worker sums"))
+
+
+def test_another_server_takes_over(tmp_path: Path) -> None:
+    """It lets nobody in before those have ended; all the time there is one that is ready."""
+    idle = f"max_sequence_idle_microseconds: {_LONG_S * 1_000_000}"
+    config = f"sequence_batching {{ direct {{ }} {idle} {controls()} }} {instances(1)}"
+    repositories.add_as(tmp_path, "sums", "sequencer", config)
+    server = Server([tmp_path])
+    servers = [server]
+    ports = server.http_port, server.metrics_port
+    try:
+        server.wait_ready().gate.close()
+        with always_ready(server):
+            assert total(ask(server, 1, start=True)) == 1
+            servers.append(Server([tmp_path], ["--take-over"], run_dir=server.run_dir, ports=ports))
+            servers[1].gate.close()
+            server.wait_log("waiting for the 1 open sequences of model 'sums' to end", 60)
+            assert [total(ask(server, 1)) for _ in range(3)] == [2, 3, 4]
+            assert total(ask(server, 1, end=True)) == 5
+            assert server.wait_exit(20) == 0
+            assert total(ask(server, 1, start=True)) == 1
+        servers[1].stop()
+    finally:
+        for each in servers:
+            each.discard()
+
+
+@contextmanager
+def always_ready(server: Server) -> Iterator[None]:
+    """Somebody asks all the time whether it is, on one connection while that lasts, and else on the
+    next."""
+    stop, found = threading.Event(), Counter[int]()
+
+    def ask_again() -> None:
+        while not stop.is_set():
+            with server.http() as http, suppress(ConnectionError, HTTPException):
+                while not stop.wait(0.01):
+                    found[http.get("/v2/health/ready").status] += 1
+
+    asking = threading.Thread(target=ask_again)
+    asking.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        asking.join()
+    assert list(found) == [200]

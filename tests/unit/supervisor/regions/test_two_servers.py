@@ -1,0 +1,146 @@
+"""Regions of two servers, one of which takes over from the other: what one has, the other has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+
+from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
+from shmserve.ipc.messages.memory import RegionPublished
+from shmserve.supervisor.host.handover_link import HandoverLink
+from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
+from shmserve.supervisor.regions.opener import RegionOpener
+from shmserve.supervisor.regions.registry import RegionRegistry
+from tests.rigs.process_rig import ToldProcesses
+from tests.support.regions import SharedObject
+
+ME = Peer(os.getuid(), tuple(os.getgroups()))
+SIZE = 4096
+
+
+def policy(most: int = 100) -> ShmPolicy:
+    return ShmPolicy(
+        allow=None,
+        group=NO_GROUP,
+        max_regions=most,
+        max_regions_per_uid=most,
+        max_byte_size=1 << 30,
+        max_byte_size_per_uid=1 << 30,
+        sparse_byte_size=1 << 20,
+        overlap="warn",
+    )
+
+
+class Side(ToldProcesses):
+    """A server with one gateway, at one end of a link."""
+
+    def __init__(self, end: socket.socket, most: int = 100) -> None:
+        super().__init__()
+        opener = RegionOpener(policy(most))
+        self.kept = KeptRegions(lambda *_: None, lambda *_: None)
+        self.registry = RegionRegistry(self, opener, lambda _: None, self.kept)
+        self.link = self.kept.other = HandoverLink(end, self.take)
+
+    async def take(self, verb: str, name: str, fds: list[int]) -> None:
+        if verb == KEEP:
+            await self.registry.adopt(name, fds)
+        elif verb == DROP:
+            await self.registry.forget(name)
+
+    async def register(self, name: str, key: str) -> None:
+        await self.registry.register(name, key, 0, SIZE, ME)
+        await self.kept.told()
+
+    async def unregister(self, name: str) -> None:
+        await self.registry.unregister(name, ME)
+        await self.kept.told()
+
+    def names(self) -> list[str]:
+        return [region.name for region in self.registry.active()]
+
+
+@contextlib.asynccontextmanager
+async def sides(most: int = 100) -> AsyncIterator[tuple[Side, Side]]:
+    """Two; the second one may have fewer regions."""
+    before = len(os.listdir("/proc/self/fd"))
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one, two = Side(ends[0]), Side(ends[1], most)
+    yield one, two
+    for side in (one, two):
+        side.registry.close()
+    one.link.close()
+    await two.link.ended
+    two.link.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_each_has_what_the_other_has() -> None:
+    async def steps() -> None:
+        async with sides() as (one, two):
+            await one.register("a", objects[0].key)
+            await two.register("b", objects[1].key)
+            assert one.names() == two.names() == ["a", "b"]
+            first, second = (side.registry.active()[0] for side in (one, two))
+            assert first.shared is not None and second.shared is not None
+            assert first.shared.inode == second.shared.inode
+            assert (first.key, first.owner) == (second.key, second.owner)
+            assert [type(told) for told in two.told] == [RegionPublished] * 2
+            # The same again is the same, at either.
+            await two.register("a", objects[0].key)
+            await two.unregister("a")
+            assert one.names() == two.names() == ["b"]
+            await one.register("a", objects[1].key)
+            assert two.names() == ["b", "a"]
+
+    with SharedObject(SIZE) as a, SharedObject(SIZE) as b:
+        objects = a, b
+        asyncio.run(steps())
+
+
+def test_at_the_same_time() -> None:
+    """Neither waits for the other for ever; a name that both were given is one."""
+
+    async def steps() -> None:
+        async with sides() as (one, two):
+            given = [side.register("same", shared.key) for side in (one, two)]
+            given += [one.register(f"{number}", shared.key) for number in range(20)]
+            given += [two.register(f"{number}", shared.key) for number in range(20, 40)]
+            await asyncio.wait_for(asyncio.gather(*given), 20)
+            assert sorted(one.names()) == sorted(two.names())
+            assert len(one.names()) == 41
+            await one.unregister("")
+            assert one.names() == two.names() == []
+
+    with SharedObject(SIZE) as shared:
+        asyncio.run(steps())
+
+
+def test_what_one_may_not_have() -> None:
+    """The other one keeps it."""
+
+    async def steps() -> None:
+        async with sides(most=1) as (one, two):
+            for name in "ab":
+                await one.register(name, shared.key)
+            assert (one.names(), two.names()) == (["a", "b"], ["a"])
+
+    with SharedObject(SIZE) as shared:
+        asyncio.run(steps())
+
+
+def test_the_other_one_ends() -> None:
+    """Nobody waits for it."""
+
+    async def steps() -> None:
+        async with sides() as (one, two):
+            two.link.close()
+            await one.link.ended
+            await one.register("a", shared.key)
+            assert (one.names(), two.names()) == (["a"], [])
+            one.link.ask("anything")
+
+    with SharedObject(SIZE) as shared:
+        asyncio.run(steps())
