@@ -12,6 +12,7 @@ import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_every_panel_has_data(server: Server, prometheus: Prometheus) -> None:
     for panel in panels:
         for target in panel["targets"]:
             query = target["expr"].replace("$model", ".*").replace("$__rate_interval", "10s")
-            until(f"{panel['title']}: {query}", lambda q=query: prometheus.numbers(q), 30)
+            until(f"{panel['title']}: {query}", partial(prometheus.numbers, query), 30)
 
 
 @needs_prometheus
