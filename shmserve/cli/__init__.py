@@ -13,6 +13,7 @@ perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
+top.py               `shmserve top`
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ usage: shmserve VERB ...
   perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
+  top            what a server does now, in a terminal: the models that hurt first
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -97,6 +99,8 @@ def _run(arguments: list[str]) -> int:
             return _profile(arguments)
         case "systemd":
             return _systemd(arguments)
+        case "top":
+            return _top(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -223,6 +227,18 @@ def _systemd(arguments: list[str]) -> int:
     )
     systemd.add_arguments(parser)
     return systemd.run(parser.parse_args(arguments))
+
+
+def _top(arguments: list[str]) -> int:
+    from shmserve.cli import top
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve top",
+        description="Show what a server does now: its models, those first that hurt.",
+        allow_abbrev=False,
+    )
+    top.add_arguments(parser)
+    return top.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
