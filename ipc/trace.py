@@ -111,6 +111,17 @@ def unpack_spans(spans: bytes) -> list[Span]:
     return found
 
 
+def within(spans: list[Span], span_id: str) -> list[Span]:
+    """Those of the spans that are this one, and within it: others were executed along with it."""
+    known, left = {span_id}, spans
+    while True:
+        more = [span for span in left if span.span_id in known or span.parent_id in known]
+        if not more:
+            return [span for span in spans if span.span_id in known]
+        known |= {span.span_id for span in more}
+        left = [span for span in left if span.span_id not in known]
+
+
 def explain(
     spans: list[Span], span_id: str, arrived_ns: int, submitted_ns: int, now_ns: int
 ) -> dict[str, Any]:

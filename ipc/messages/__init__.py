@@ -101,6 +101,7 @@ from shmserve.ipc.messages.supervision import (
     SchedulerReady,
     SetLogging,
     SetTokens,
+    SetTracing,
     SnapshotStatistics,
     Started,
     StatisticsSnapshot,
@@ -120,7 +121,7 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
-    HealthChanged | SetLogging | SetTokens | Ping | Answer | Accept | Ending
+    HealthChanged | SetLogging | SetTokens | SetTracing | Ping | Answer | Accept | Ending
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady

@@ -80,6 +80,13 @@ class SetLogging:
 
 
 @message
+class SetTracing:
+    """Trace like this from now on: by model, "" for all others, TraceSettings by name."""
+
+    settings: dict[str, Any]
+
+
+@message
 class SetTokens:
     """Clients must send one of these tokens from now on, as common/access/auth_tokens.py has
     them."""
@@ -230,6 +237,16 @@ class ChangeLogging:
     them."""
 
     id: int
+    changes: dict[str, Any]
+
+
+@message
+class ChangeTracing:
+    """Change these trace settings of a model, "": of all that have none of their own; None: as at
+    the start. Respond with its settings, each a list of texts."""
+
+    id: int
+    model: str
     changes: dict[str, Any]
 
 
@@ -445,7 +462,7 @@ Answer = Answered | Refused  # to a numbered request
 Losses = ModelWithdrawn | SchedulerLost | ProcessExited  # what nobody is to count on any more
 Ending = Drain | Stop
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | ChangeLogging
+AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
 PoolNews = InstanceExpected | InstanceGone | RetireInstance
 PoolRequest = KillInstance | InstanceRetired | AskTicket | TicketReturned
 Loading = CompleteConfig | LoadInstance | Attach  # a worker's

@@ -14,6 +14,7 @@ profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
 top.py               `shmserve top`
+tune.py              `shmserve tune`
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ usage: shmserve VERB ...
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
   top            what a server does now, in a terminal: the models that hurt first
+  tune           the configuration with which a model answers most within a latency target
 
 shmserve VERB --help tells more; shmserve --version prints the version.
 """
@@ -101,6 +103,8 @@ def _run(arguments: list[str]) -> int:
             return _systemd(arguments)
         case "top":
             return _top(arguments)
+        case "tune":
+            return _tune(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
@@ -239,6 +243,19 @@ def _top(arguments: list[str]) -> int:
     )
     top.add_arguments(parser)
     return top.run(parser.parse_args(arguments))
+
+
+def _tune(arguments: list[str]) -> int:
+    from shmserve.cli import tune
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve tune",
+        description="Load a model with one configuration after the other, and say with which it "
+        "answers most requests a second within a latency target.",
+        allow_abbrev=False,
+    )
+    tune.add_arguments(parser)
+    return tune.run(parser.parse_args(arguments))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:

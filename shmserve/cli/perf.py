@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--model-version", default="", metavar="V", help="[the latest]")
     _add_load(parser.add_argument_group("the load"))
-    _add_data(parser.add_argument_group("what is sent"))
+    add_data(parser.add_argument_group("what is sent"))
     _add_measuring(parser.add_argument_group("the measurement"))
     client_server.add_arguments(parser)
 
@@ -68,7 +68,8 @@ def _add_load(group: Any) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of random arrivals [0]")
 
 
-def _add_data(group: Any) -> None:
+def add_data(group: Any) -> None:
+    """Add the flags that say what is sent."""
     group.add_argument("--batch", type=int, default=1, metavar="N", help="rows a request [1]")
     group.add_argument(
         "--shape",

@@ -407,6 +407,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             0,
             high=86_400_000,
         ),
+        Flag(
+            "trace-config",
+            "SETTING=VALUE: level (OFF, TIMESTAMPS), rate (1000: one of so many requests), count "
+            "(-1: of any number), mode (triton, opentelemetry); triton,file=PATH, "
+            "triton,log-frequency=N (a file for each N traces); opentelemetry,url=URL, "
+            "opentelemetry,resource=KEY=VALUE",
+            repeat=True,
+        ),
     ),
 }
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
@@ -426,8 +434,8 @@ _WITHOUT_EFFECT = {
         allow-vertex-ai:bool vertex-ai-port vertex-ai-thread-count vertex-ai-default-model""",
     "GET /metrics says what is so when it is asked, of this server's processes": """
         metrics-interval-ms allow-gpu-metrics:bool allow-cpu-metrics:bool""",
-    "requests are not traced; `shmserve events` shows the server's own doings": """
-        trace-config trace-file trace-level trace-rate trace-count trace-log-frequency""",
+    "--trace-config says so (level=, rate=, count=, triton,file=, triton,log-frequency=)": """
+        trace-file trace-level trace-rate trace-count trace-log-frequency""",
     "backends are Python packages (pip install), and there are no agents": """
         backend-directory repoagent-directory""",
     "the cache is the server's own, --cache-config": "cache-directory",

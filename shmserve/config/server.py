@@ -18,6 +18,7 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
@@ -97,6 +98,7 @@ class ServerConfig:
     strict_readiness: bool
     log: LogSettings
     slow_request_ms: int
+    trace: TraceSettings
     delay_scheduler: int
     backlog_delay_scheduler: int
     visible_devices: str | None
@@ -196,6 +198,7 @@ def _from_flags(
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
+        trace=wrong(parse_trace_config, parsed.repeated["trace-config"]),
         delay_scheduler=wrong(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
         backlog_delay_scheduler=wrong(_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),

@@ -32,6 +32,7 @@ A gRPC request:
                                     many connections there may be
     inference/, api/                inference and the other APIs, for any protocol; the page of
                                     /metrics, and the families on it, are in api/metrics.py
+    tracing/                        requests whose times are wanted, and who is told
     http/dashboard/                 the page for who watches, and the feed of api/figures.py
     http/handlers/, grpc/admin.py   what HTTP and gRPC make of these
 """

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.inference.tracer import Tracer
 from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
+from shmserve.gateway.tracing.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.supervision import HealthChanged

@@ -24,12 +24,12 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.inference.tracer import Tracer
 from shmserve.gateway.links.link import SupervisorLink
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
+from shmserve.gateway.tracing.tracer import Tracer
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
@@ -171,7 +171,7 @@ class _Process:
             malloc_trim=trim,
             mappings=Mappings(),
             health=m.HealthChanged(live=True, ready=False, exiting=False),
-            tracer=Tracer.of(settings.slow_request_ms),
+            tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
         self._front = make_front(self._gateway)
 
@@ -191,6 +191,7 @@ class _Process:
             await self._stopped.wait()
         finally:
             await self._front.close()
+            gateway.tracer.close()
             gateway.supervisor.close()
             gateway.dispatcher.close()
 
@@ -226,6 +227,8 @@ class _Process:
                 later(_LAST_RESPONSES_S, gateway.mappings.drop_process, pid)
             case m.SetLogging(settings):
                 logs.apply(LogSettings(**settings))
+            case m.SetTracing(settings):
+                gateway.tracer.use(settings)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
                 for listener in self._front.listeners:

@@ -11,4 +11,6 @@ measure.py     windows, when they agree, percentiles
 points.py      one point of a sweep, measured
 report.py      the table, JSON, CSV, and a comparison with an older report
 plot.py        a picture of them
+search.py      which configuration answers most within a latency target
+tuned.py       its candidates as configurations
 """

@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from shmserve.perf.points import Point
+from shmserve.perf.search import Trial
 
 _WIDTH, _HEIGHT = 760, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 40, 50
 _COLOURS = {"p50": "#2a6fbb", "p90": "#2e8b57", "p99": "#c0392b", "latency": "#2a6fbb"}
+_COLOURS |= {"within": "#2e8b57", "above": "#c0392b", "target": "#777777"}
 _STEPS = (1, 2, 5)
 
 
 class Line(NamedTuple):
-    """A line of points, each with a word beside it."""
+    """A line of points, each with a word beside it; or the points alone."""
 
     name: str
     points: list[tuple[float, float]]
     words: list[str]
+    joined: bool = True
 
 
 def draw(title: str, points: Sequence[Point]) -> str:
@@ -38,6 +41,20 @@ def draw(title: str, points: Sequence[Point]) -> str:
     keys = [key for key in points[0].latency if key.startswith("p")]
     line = Line("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
     return _svg(f"{title}, {points[0].name}", "percentile", [line], ticked=False)
+
+
+def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
+    """The picture of a search: p99 over throughput of each run, numbered in their order, and the
+    target."""
+    lines = []
+    numbered = [(str(n + 1), trial) for n, trial in enumerate(trials) if trial.per_second]
+    for name in ("within", "above"):
+        mine = [each for each in numbered if (each[1].p99_ms <= target_ms) == (name == "within")]
+        places = [(trial.per_second, trial.p99_ms) for _, trial in mine]
+        lines.append(Line(name, places, [number for number, _ in mine], joined=False))
+    right = max((trial.per_second for _, trial in numbered), default=1.0)
+    lines.append(Line("target", [(0.0, target_ms), (right, target_ms)], ["", ""]))
+    return _svg(title, "requests a second", lines)
 
 
 def _svg(title: str, below: str, lines: Sequence[Line], *, ticked: bool = True) -> str:
@@ -80,7 +97,8 @@ def _line(
     colour = _COLOURS[line.name]
     places = [(across(x), up(y)) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    if line.joined:
+        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     for (x, y), word in zip(places, line.words, strict=True):
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
         yield _text(x, y - 7, word, "middle", line.name)

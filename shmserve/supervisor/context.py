@@ -23,6 +23,7 @@ from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
@@ -45,6 +46,7 @@ class SupervisorContext:
     worker_zygote: Zygote
     capabilities: Capabilities
     logging: LogControl
+    tracing: TraceControl
     local_clients: LocalClientServer
     events: EventPublisher
     cache_shares: CacheShares
@@ -65,6 +67,8 @@ class SupervisorContext:
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
+            if role == "gateway":
+                self.tracing.on_message(address, message)
             handler(message)
 
         self.control.enrol(address, role, handle)

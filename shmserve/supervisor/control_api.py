@@ -39,6 +39,7 @@ _Requests = (
     | m.UnloadModel
     | m.IndexRepository
     | m.ChangeLogging
+    | m.ChangeTracing
     | m.FindModel
     | m.AskReady
 )
@@ -100,6 +101,8 @@ class ControlApi:
                 return {"models": await self._models.index(only_ready)}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
+            case m.ChangeTracing(model=model, changes=changes):
+                return self._context.tracing.change(model, changes)
             case m.FindModel(name=name, version=version):
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):

@@ -53,6 +53,7 @@ from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
@@ -280,6 +281,7 @@ def _context(
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
+        tracing=TraceControl(control, config.trace),
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,

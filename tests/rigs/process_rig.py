@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc.capabilities import Capabilities
@@ -31,6 +32,7 @@ from shmserve.supervisor.processes.control_socket import (
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
@@ -108,6 +110,7 @@ class Processes:
             worker_zygote=fake,
             capabilities=capabilities,
             logging=LogControl(fake, LogSettings()),
+            tracing=TraceControl(fake, TraceSettings()),
             local_clients=MagicMock(**{"numbers.return_value": []}),
             events=EventPublisher(),
             cache_shares=CacheShares(0),

@@ -1,7 +1,9 @@
 """Clients of every door that ask while servers come and go: a program of its own, which runs until
 its input ends, and prints what each door's clients have got, as JSON.
 
-    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL
+    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL [registering]
+
+One is `registering` regions all the time, where that is said.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def native(path: str) -> Iterator[Ask]:
         yield ask
 
 
-def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
+def main(clients: int, http_port: int, grpc_port: int, local: str, often: bool) -> None:
     """Ask until the input ends."""
     stop = threading.Event()
     found: dict[str, Counter[str]] = {}
@@ -119,7 +121,9 @@ def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
 
     doors = {
         "http": lambda number: (
-            registering(http_port) if number == 0 else over_http(http_port, number % 2 == 1)
+            registering(http_port)
+            if often and number == 0
+            else over_http(http_port, number % 2 == 1)
         ),
         "grpc": lambda _: over_grpc(grpc_port),
         "native": lambda _: native(local),
@@ -141,4 +145,10 @@ def main(clients: int, http_port: int, grpc_port: int, local: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        sys.argv[4],
+        "registering" in sys.argv[5:],
+    )

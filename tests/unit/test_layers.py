@@ -82,9 +82,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
     "gateway.links": ("ipc.*",),
-    "gateway.inference": ("ipc.*", "gateway", "gateway.links"),
+    "gateway.tracing": ("ipc.*", "common"),
+    "gateway.inference": ("ipc.*", "gateway", "gateway.links", "gateway.tracing"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference"),
+    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
     "gateway.http.body": (
         *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.connection"),
@@ -122,7 +123,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # the supervisor's process
     "supervisor.host": ("ipc.*", "common.*"),
     "supervisor.resources": ("ipc.*", "supervisor.processes"),
-    "supervisor.processes": ("ipc.*", "supervisor.host"),
+    "supervisor.processes": ("ipc.*", "common", "supervisor.host"),
     "supervisor.regions": ("ipc.*", "common.*"),
     "supervisor.events": ("ipc.*", "supervisor.processes", "supervisor.regions"),
     "supervisor.local_clients": (
@@ -153,7 +154,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "cli.grafana": (),
     "cli.systemd": ("config",),
     "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
-    "perf": ("ipc.*", "client.*", "cli", "cli.transports", "perf.doors"),
+    "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),
     "cli": (
         *("ipc.*", "common.*", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),

@@ -133,8 +133,9 @@ class AdminTransport(Transport, Protocol):
     def models(self) -> list[dict[str, Any]]:
         """The repository's index."""
 
-    def load(self, model: str) -> None:
-        """Load it, or load it again; returns when it is loaded."""
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        """Load it, or load it again, perhaps with a configuration in the place of its own; returns
+        when it is loaded."""
 
     def unload(self, model: str) -> None:
         """Unload it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ class GrpcTransport:
         rows = [as_json(row) for row in self._call("RepositoryIndex").models]
         return [{name: text for name, text in row.items() if text} for row in rows]
 
-    def load(self, model: str) -> None:
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """RepositoryModelLoad."""
-        self._call("RepositoryModelLoad", model_name=model)
+        given = pb.ModelRepositoryParameter(string_param=json.dumps(config))
+        parameters = {"config": given} if config else {}
+        self._call("RepositoryModelLoad", model_name=model, parameters=parameters)
 
     def unload(self, model: str) -> None:
         """RepositoryModelUnload."""

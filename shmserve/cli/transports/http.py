@@ -90,9 +90,11 @@ class HttpTransport:
         """POST /v2/repository/index."""
         return self._rows("POST", "/v2/repository/index")
 
-    def load(self, model: str) -> None:
+    def load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
         """POST /v2/repository/models/NAME/load."""
-        self._exchange("POST", f"/v2/repository/models/{quote(model, safe='')}/load")
+        body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
+        path = f"/v2/repository/models/{quote(model, safe='')}/load"
+        self._exchange("POST", path, body if config else None)
 
     def unload(self, model: str) -> None:
         """POST /v2/repository/models/NAME/unload."""

@@ -90,8 +90,3 @@ async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict
 def refuse_file() -> Unsupported:
     """The refusal of another log file."""
     return Unsupported("log file location can not be updated through network protocol")
-
-
-def no_trace() -> Unavailable:
-    """The refusal of tracing, as from a Triton that was built without it."""
-    return Unavailable("the server does not support trace")

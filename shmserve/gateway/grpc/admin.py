@@ -8,13 +8,13 @@ raises becomes the call's status.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import Any
 
 import orjson
 from google.protobuf.json_format import ParseDict
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.gateway.api import metadata, repository, statistics
+from shmserve.gateway.api import metadata, repository, statistics, tracing
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.api.metadata import (
     FILE,
@@ -22,7 +22,6 @@ from shmserve.gateway.api.metadata import (
     LEVEL,
     SWITCHES,
     change_log_settings,
-    no_trace,
     refuse_file,
 )
 from shmserve.gateway.client_identity import ClientIdentity
@@ -139,9 +138,14 @@ class AdminCall:
                 dependents = parameter.bool_param
         await repository.unload(self.gateway, request.model_name, dependents=dependents)
 
-    async def trace_setting(self, request: pb.TraceSettingRequest) -> Never:
-        """TraceSetting, which is refused."""
-        raise no_trace()
+    async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
+        """TraceSetting: all of the changes or none, then what the settings are."""
+        given = {key: list(setting.value) for key, setting in request.settings.items()}
+        response = pb.TraceSettingResponse()
+        settings = await tracing.change(self.gateway, request.model_name, given)
+        for key, values in settings.items():
+            response.settings[key].value.extend(values)
+        return response
 
     async def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         """LogSettings: all of the changes or none, then what the settings are."""

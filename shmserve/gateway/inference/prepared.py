@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.gateway.inference.tracer import RequestTrace
 from shmserve.gateway.region_table import GatewayRegion, Uses
+from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.tensors.inference import Inference, PackedTemplate
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.tensors.template_cache import TemplateCache

@@ -9,9 +9,9 @@ from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.tracer import RequestTrace
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import authorise
+from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.inflight import make_submit, stopping
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import SEQUENCE_START
@@ -50,7 +50,9 @@ def prepare_submit(
         raise
     trace = ""
     if traceparent or gateway.tracer.active or "explain" in request.parameters:
-        built.trace = gateway.tracer.begin(model.name, request, arrived_ns, traceparent)
+        asked = request.parameters.get("explain") is True
+        of_model = (model.name, model.version, request.id)
+        built.trace = gateway.tracer.begin(*of_model, arrived_ns, traceparent, asked)
         if built.trace is not None:
             trace = built.trace.scheduler.message
             if built.trace.explained:

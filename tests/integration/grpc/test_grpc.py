@@ -332,11 +332,6 @@ def test_compressed_requests(client: triton.InferenceServerClient, algorithm: st
     assert (result.as_numpy("OUTPUT0") == array).all()
 
 
-def test_there_is_no_tracing(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*does not support trace"):
-        client.get_trace_settings()
-
-
 def test_a_deadline_reaches_the_model_and_ends_the_request(
     server: Server, client: triton.InferenceServerClient
 ) -> None:

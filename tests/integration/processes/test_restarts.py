@@ -133,12 +133,13 @@ def test_by_taking_over(folder: Path) -> None:
     first, load = server, None
     try:
         server.wait_ready()
-        load = Load([*PROGRAM, str(server.http_port), str(server.grpc_port), run_dir])
+        ports = str(server.http_port), str(server.grpc_port)
+        load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
         for _ in range(TAKE_OVERS):
-            before, ports = server, (first.http_port, first.metrics_port)
+            before, same = server, (first.http_port, first.metrics_port)
             server = Server(
-                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=ports, grpc=True
+                [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
             )
             assert before.wait_exit(60) == 0, before.log() + server.log()
             server.wait_log("the server before has ended")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support.servers import Server, running
+from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -32,8 +35,8 @@ PHASES = ["queue_us", "compute_input_us", "compute_infer_us", "compute_output_us
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that logs what takes longer than a millisecond."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, a pipeline of them, and one that calls another."""
     folder = tmp_path_factory.mktemp("traced")
     one = 'return self.response(Y=self.input(request, "X") + 1)'
     for name in ("one", "two"):
@@ -44,7 +47,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     steps = [step("one", {"X": "IN"}, {"Y": "A"}), step("two", {"X": "A"}, {"Y": "OUT"})]
     add_ensemble(folder, "both", steps, max_batch_size=4)
-    with running(folder, "--slow-request-ms=1", grpc=True) as started:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[Server]:
+    """One that logs what takes longer than a millisecond."""
+    with running(models, "--slow-request-ms=1", grpc=True) as started:
+        yield started
+
+
+@pytest.fixture
+def traced(models: Path, tmp_path: Path) -> Iterator[Server]:
+    """One that may write traces to a file."""
+    file = f"--trace-config=triton,file={tmp_path / 'traces'}"
+    with running(models, "--trace-config=rate=1", file, grpc=True) as started:
         yield started
 
 
@@ -171,3 +188,116 @@ def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
         pytest.raises(shmserve.client.InvalidArgument, match="traceparent must be as W3C"),
     ):
         client.infer("one", X=ROW, traceparent="nonsense")
+
+
+OFF = {
+    "trace_level": ["OFF"],
+    "trace_rate": "1",
+    "trace_count": "-1",
+    "log_frequency": "0",
+    "trace_mode": "triton",
+}
+
+
+def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
+    """The requests of a trace file: what each is, and its timestamps."""
+    entries = json.loads(path.read_text())
+    stamps = {each["id"]: each["timestamps"] for each in entries if "timestamps" in each}
+    about = [each for each in entries if "model_name" in each]
+    return [(each, {one["name"]: one["ns"] for one in stamps[each["id"]]}) for each in about]
+
+
+def test_settings_are_changed_and_given_back(traced: Server, tmp_path: Path) -> None:
+    off = {**OFF, "trace_file": str(tmp_path / "traces")}
+    with httpclient.InferenceServerClient(traced.url) as client:
+        assert client.get_trace_settings() == off
+        changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
+        assert client.update_trace_settings("one", changes) == {**off, **changes}
+        assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
+        assert client.get_trace_settings("two") == {**off, "trace_count": "7"}
+        back = {"trace_level": None, "trace_rate": None, "log_frequency": None}
+        assert client.update_trace_settings("one", back) == {**off, "trace_count": "7"}
+    with grpcclient.InferenceServerClient(traced.grpc_url) as client:
+        given = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
+        assert given["trace_rate"] == {"value": ["9"]}
+        assert given["trace_level"] == {"value": ["OFF"]}
+        given = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
+        assert given["trace_rate"] == {"value": ["1"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "says"),
+    [
+        ({"trace_level": ["OFF", "TIMESTAMPS"]}, 400, "Expect only one trace level 'OFF'"),
+        ({"trace_level": ["TENSORS"]}, 501, "trace level 'TENSORS' is not supported"),
+        ({"trace_level": "SOME"}, 400, "Unable to parse 'trace_level', got: SOME"),
+        ({"trace_rate": "x"}, 400, "Unable to parse 'trace_rate', got: x"),
+        ({"trace_rate": "-1"}, 400, "Unable to parse 'trace_rate', value is out of range"),
+        ({"trace_count": "-2"}, 400, "'trace_count'. Expecting value >= -1, got:-2"),
+        ({"trace_file": "/x"}, 501, "trace file location can not be updated through network"),
+        ({"trace_rate": {}}, 400, "'trace_rate' must be a text"),
+    ],
+)
+def test_what_is_no_setting_is_refused(
+    server: Server, settings: dict[str, Any], status: int, says: str
+) -> None:
+    with server.http() as http:
+        reply = http.post("/v2/trace/setting", settings)
+        assert reply.status == status
+        assert says in reply.error
+        reply = http.get("/v2/models/nope/trace/setting")
+        assert (reply.status, reply.error) == (404, "Request for unknown model : nope")
+    if "trace_rate" in settings and isinstance(settings["trace_rate"], str):
+        with (
+            grpcclient.InferenceServerClient(server.grpc_url) as client,
+            pytest.raises(InferenceServerException, match=says),
+        ):
+            client.update_trace_settings(None, settings)
+
+
+def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
+    path = tmp_path / "traces"
+    with traced.http() as http:
+        http.post("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}).ok()
+        batched = {"id": "me", "inputs": [json_input("IN", ROW)]}
+        http.infer("both", batched).ok()
+        http.infer("calls", X).ok()
+        assert http.infer("boom", X).status == 500
+    with grpcclient.InferenceServerClient(traced.grpc_url) as client:
+        given = grpcclient.InferInput("X", [1, 1], "FP32")
+        given.set_data_from_numpy(ROW)
+        client.infer("one", [given])
+    until("7 requests are in the file", lambda: path.exists() and len(read(path)) == 7)
+    traces = {(each["model_name"], "parent_id" in each): (each, at) for each, at in read(path)}
+    root, at = traces["both", False]
+    assert root["request_id"] == "me"
+    assert root["model_version"] == 1
+    first, second = traces["one", True], traces["two", True]
+    # Of the two calls of "one" either may be the last that was read.
+    assert second[0]["parent_id"] == root["id"]
+    assert list(at.values()) == sorted(at.values())
+    assert list(at) == [
+        *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
+        *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
+    ]
+    assert list(first[1]) == [
+        *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"),
+        *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
+    ]
+    assert at["QUEUE_START"] <= second[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
+    assert "GRPC_SEND_END" in traces["one", False][1]
+    assert "COMPUTE_START" not in traces["boom", False][1]
+
+
+def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_path: Path) -> None:
+    settings = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "3"}
+    with traced.http() as http:
+        http.post("/v2/models/one/trace/setting", settings | {"log_frequency": "2"}).ok()
+        for number in range(12):
+            http.infer("one", {"id": str(number), "inputs": [json_input("X", ROW)]}).ok()
+            http.infer("two", {"inputs": [json_input("X", ROW)]}).ok()
+    paths = [tmp_path / "traces.0", tmp_path / "traces.1"]
+    until("two files are written", lambda: paths[1].exists() and paths[1].stat().st_size)
+    ids = [[each["request_id"] for each, _ in read(path)] for path in paths]
+    assert ids == [["1", "3"], ["5"]]
+    assert not (tmp_path / "traces").exists()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc.capabilities import Capabilities
@@ -23,6 +24,7 @@ from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
+from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
@@ -92,6 +94,7 @@ class SimulatedExecutor(LifecycleExecutor):
             worker_zygote=fake,
             capabilities=Capabilities(bytes(32)),
             logging=logging,
+            tracing=TraceControl(fake, TraceSettings()),
             local_clients=programs,
             events=EventPublisher(),
             cache_shares=CacheShares(0),

@@ -172,10 +172,7 @@ def test_paths_are_matched_as_they_were_sent(path: str, parts: tuple[str, ...] |
     assert (found and found[1]) == parts
 
 
-def test_what_is_not_here_is_refused_by_its_name(gateway: Rig, http: Http) -> None:
-    for path in ("/v2/trace/setting", "/v2/models/simple/trace/setting"):
-        for reply in (http.get(path), http.post(path, {"trace_rate": "1"})):
-            assert (reply.status, reply.error) == (503, "the server does not support trace")
+def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http) -> None:
     assert http.get("/v2/models/simple/versions/1/trace/setting").status == 404
 
 

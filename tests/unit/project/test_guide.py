@@ -46,7 +46,7 @@ def known_flags(verb: str) -> set[str]:
     shown = io.StringIO()
     with redirect_stdout(shown), pytest.raises(SystemExit):
         cli.main([*verb.split(), "--help"])
-    return set(re.findall(r"--[a-z][a-z-]+", shown.getvalue()))
+    return set(re.findall(r"--[a-z][a-z0-9-]+", shown.getvalue()))
 
 
 def commands(text: str) -> list[list[str]]:
@@ -99,10 +99,10 @@ def test_commands_have_the_flags_that_there_are(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_flags_in_the_text_are_there(page: Path) -> None:
-    verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd")
+    verbs = ("check", "doctor", "client infer", "events", "perf", "profile", "systemd", "tune")
     known = set().union(*map(known_flags, verbs))
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for flag in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", text):
+    for flag in re.findall(r"`(--[a-z][a-z0-9-]+)[^`]*`", text):
         assert flag in known, flag
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api import metadata, statistics
+from shmserve.gateway.api import metadata, statistics, tracing
 from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
@@ -82,9 +82,33 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
-async def trace(gateway: Gateway, request: HttpRequest, name: str = "") -> HttpResponse:
-    """GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    raise metadata.no_trace()
+async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
+    return _trace_settings(await tracing.change(gateway, name or "", {}))
+
+
+async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """POST to the same: all of the changes or none."""
+    body = await read_json(gateway, request, required=True)
+    members = body if type(body) is dict else {}
+    given = {key: _texts(key, value) for key, value in members.items()}
+    return _trace_settings(await tracing.change(gateway, name or "", given))
+
+
+def _texts(key: str, value: Any) -> list[str] | None:
+    """A trace setting's values; None where it is to be as before."""
+    values = value if type(value) is list and key == "trace_level" else [value]
+    if value is None or all(type(each) is str or type(each) is int for each in values):
+        return None if value is None else list(map(str, values))
+    raise InvalidArgument(
+        f"'{key}' must be a text, a whole number or, of trace_level, a list of texts; got "
+        f"{value!r:.80}"
+    )
+
+
+def _trace_settings(settings: dict[str, list[str]]) -> HttpResponse:
+    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
+    return json_response(shown)
 
 
 async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:

@@ -121,6 +121,12 @@ COMPONENTS: Mapping[str, Schema] = {
         log_verbose_level={"type": "integer", "minimum": 0, "maximum": MOST_VERBOSE},
         log_format={"type": "string", "enum": list(FORMATS)},
     ),
+    "Tracing": _object(
+        "trace_level",
+        trace_level=_array(_TEXT),
+        **{f"trace_{name}": _TEXT for name in ("rate", "count", "file", "mode")},
+        log_frequency=_TEXT,
+    ),
     "Indexed": _object("name", name=_TEXT, version=_TEXT, state=_TEXT, reason=_TEXT),
     "Region": _object("name byte_size", name=_TEXT, byte_size=_COUNT),
     "Listed": _object("id object", id=_TEXT, object=_TEXT, created=_COUNT, owned_by=_TEXT),
@@ -131,6 +137,10 @@ _BY_NAMES: Schema = {
     "type": "object",
     "description": "the inputs by name, each a value or an array; what is no input is a parameter",
 }
+_TRACE_CHANGES = _object(
+    trace_level=_array({"type": "string", "enum": ["OFF", "TIMESTAMPS"]}),
+    **dict.fromkeys(("trace_rate", "trace_count", "log_frequency"), _TEXT),
+)
 _CONFIG: Schema = {"type": "string", "description": "the configuration, as JSON in a string"}
 _LOAD = _object(
     parameters={
@@ -167,7 +177,13 @@ GENERATE = Operation("Ask a model, by names.", _json(_BY_NAMES), _json(_GENERATE
 GENERATE_STREAM = Operation(
     "Ask a model; its responses are events.", _json(_BY_NAMES), {EVENTS: _TEXT}, needs_body=True
 )
-TRACE = Operation("Tracing, which is not supported: 501.")
+SHOW_TRACE = Operation("The trace settings.", None, _json(_shared("Tracing")))
+CHANGE_TRACE = Operation(
+    "Change trace settings; null: as before.",
+    _json(_TRACE_CHANGES),
+    _json(_shared("Tracing")),
+    needs_body=True,
+)
 LOGGING = Operation("The log settings.", None, _json(_shared("Logging")))
 LOG = Operation(
     "Change log settings.", _json(_shared("Logging")), _json(_shared("Logging")), needs_body=True

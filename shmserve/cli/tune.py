@@ -1,0 +1,189 @@
+"""`shmserve tune MODEL --p99 30ms`: the configuration with which a model answers most requests a
+second within a latency target."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shmserve.cli import client_server, perf
+from shmserve.cli.client_tensors import WrongInput
+from shmserve.cli.transports import AdminTransport, TransportError
+from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.perf import plot, points, targets, tuned
+from shmserve.perf.load import Load
+from shmserve.perf.poller import Poller
+from shmserve.perf.search import Candidate, Search, Trial
+
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)?")
+_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0}
+_LEAST_WINDOW_S = 0.7
+_LEAST_LATENCIES = 10  # as long as the target, in a window
+_MOST_WINDOWS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument(
+        "--p99", required=True, metavar="TIME", help="the target: 30ms, 1.5s, 800us; 30 is ms"
+    )
+    group = parser.add_argument_group("the search")
+    group.add_argument(
+        "--most-instances", type=int, metavar="N", help="[as many as there are processors]"
+    )
+    group.add_argument(
+        "--largest-batch", type=int, default=0, metavar="N", help="[the model's max_batch_size]"
+    )
+    group.add_argument("--runs", type=int, default=40, metavar="N", help="at most [40]")
+    group.add_argument(
+        "--window",
+        type=float,
+        metavar="S",
+        help="seconds of a window, of which a run has three to five [ten times the target, 0.7 at "
+        "least]",
+    )
+    group.add_argument("--apply", action="store_true", help="leave the model as is recommended")
+    group.add_argument("--write", metavar="FILE", help="write what is recommended [print it]")
+    group.add_argument("--plot", metavar="FILE.svg", help="draw all that was tried")
+    perf.add_data(parser.add_argument_group("what is sent"))
+    client_server.add_arguments(parser)
+    # What `shmserve perf` has flags for.
+    parser.set_defaults(model_version="", sequence_length=0, seed=0, patience=30.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, and write what was found; returns 0, or 1 where nothing is within the target.
+
+    Raises InvalidArgument for a flag or a model that is not what it must be, Unavailable when the
+    server refuses to load configurations, or goes.
+    """
+    target_ms = _milliseconds(args.p99)
+    for flag in ("runs", "most_instances", "largest_batch"):
+        least = 0 if flag == "largest_batch" else 1
+        found = getattr(args, flag)
+        if found is not None and found < least:
+            raise InvalidArgument(f"--{flag.replace('_', '-')}: {found} is less than {least}")
+    if args.openai:
+        raise InvalidArgument("--openai: what generates text has its settings in engine.yaml")
+    if args.window is not None and not 0 < args.window < math.inf:
+        raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
+    try:
+        with contextlib.ExitStack() as stack:
+            return _tuned(args, target_ms, stack)
+    except TransportError as error:
+        raise Unavailable(str(error)) from None
+    except WrongInput as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def _milliseconds(text: str) -> float:
+    found = _TIME.fullmatch(text)
+    value = float(found[1]) * _MS[found[2] or "ms"] if found else 0.0
+    if not value:
+        raise InvalidArgument(f"--p99: '{text}' is not a time (30ms, 1.5s, 800us)")
+    return value
+
+
+def _tuned(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
+    server = stack.enter_context(contextlib.closing(client_server.admin_transport(args)))
+    config = server.config(args.model, "")
+    start = tuned.start(config)
+    processors = len(os.sched_getaffinity(0))
+    most = args.most_instances or processors
+    space = tuned.space(config, target_ms, processors, most, args.largest_batch)
+    poller = stack.enter_context(contextlib.closing(Poller()))
+    target = targets.target(args, poller, stack)
+    runs = _Runs(args, server, poller, target, config, target_ms)
+    search = Search(runs.measured, target_ms, space, args.runs)
+    with _restored(server, args.model, config):
+        best = search.run(start)
+    trials = list(search.trials.values())
+    if args.plot:
+        title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
+        _write("plot", args.plot, plot.draw_trials(title, trials, target_ms))
+    if best is None:
+        print(tuned.table(trials, target_ms))
+        print(f"no configuration that was tried has a p99 within {target_ms:g} ms", file=sys.stderr)
+        return 1
+    if args.apply:
+        server.load(args.model, tuned.configured(config, best.candidate, target_ms))
+    text = tuned.recommendation(config, trials, best, target_ms)
+    if args.write:
+        _write("write", args.write, text)
+    else:
+        print(text, end="")
+    return 0
+
+
+@contextlib.contextmanager
+def _restored(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
+    """Leave the model with the configuration that it had: that of its folder, or of a request."""
+    try:
+        yield
+    finally:
+        server.load(model)
+        if server.config(model, "") != config:
+            server.load(model, config)
+
+
+@dataclass
+class _Runs:
+    """Measures candidates: loads the model with the configuration of each, and asks it."""
+
+    args: argparse.Namespace
+    server: AdminTransport
+    poller: Poller
+    target: targets.Target
+    config: dict[str, Any]
+    target_ms: float
+    count: int = 0
+
+    def measured(self, candidate: Candidate) -> Trial:
+        """Run one. Of one that cannot be loaded every request is an error; raises TransportError
+        where that is the first."""
+        self.count += 1
+        try:
+            made = tuned.configured(self.config, candidate, self.target_ms)
+            self.server.load(self.args.model, made)
+        except TransportError as error:
+            if self.count == 1:
+                raise
+            print(f"{tuned.described(candidate)}: {error}", file=sys.stderr)
+            return Trial(candidate, 0.0, math.inf, 1)
+        point = self._point(candidate.in_flight)
+        trial = Trial(candidate, point.per_second, point.latency["p99"], point.errors)
+        print(
+            f"{self.count}. {tuned.described(candidate)}, {candidate.in_flight} in flight: "
+            f"{trial.per_second:,.1f} requests/s, p99 {trial.p99_ms:.2f} ms",
+            file=sys.stderr,
+        )
+        return trial
+
+    def _point(self, in_flight: int) -> points.Point:
+        usual_s = max(_LEAST_WINDOW_S, _LEAST_LATENCIES * self.target_ms / 1000)
+        window_s = self.args.window or usual_s
+        plan = points.Plan(window_s / 2, window_s, _MOST_WINDOWS)
+        requests = self.target.requests(in_flight)
+        load = Load(
+            *(self.poller, self.target.door, requests, in_flight),
+            schedule=None,
+            patience_s=self.args.patience,
+        )
+        with contextlib.closing(load):
+            return points.measured(
+                *(load, plan, "concurrency", in_flight, self.target.streams, dict)
+            )
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    with refused(f"--{flag}: cannot write '{path}'"):
+        Path(path).write_text(text)

@@ -1,0 +1,153 @@
+"""What is traced, and where to: Triton's trace settings, by its names; read from flags and from
+requests to change them (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+from shmserve.errors import InvalidArgument, Unsupported
+
+_FLAG = "--trace-config"
+_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
+_RANGES = {
+    "trace_rate": range(2**32),
+    "trace_count": range(-1, 2**31),
+    "log_frequency": range(2**32),
+}
+TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
+OFF, TIMESTAMPS = "OFF", "TIMESTAMPS"
+# The settings of --trace-config, and what they set; those of a mode are its exporter's.
+_NAMES = {
+    "mode": "trace_mode",
+    "level": "trace_level",
+    "rate": "trace_rate",
+    "count": "trace_count",
+    "triton,file": "trace_file",
+    "triton,log-frequency": "log_frequency",
+    **{
+        f"{OPENTELEMETRY},{name}": name
+        for name in (
+            *("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay"),
+            "bsp_max_export_batch_size",
+        )
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """One of `trace_rate` requests is traced while `trace_level` is TIMESTAMPS, `trace_count` of
+    them in all (-1: any number). `log_frequency`: so many of them make a file (0: all are in one).
+    `exporter`: what OpenTelemetry's is told."""
+
+    trace_level: tuple[str, ...] = (OFF,)
+    trace_rate: int = 1000
+    trace_count: int = -1
+    log_frequency: int = 0
+    trace_file: str = ""
+    trace_mode: str = TRITON
+    exporter: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is traced."""
+        return OFF not in self.trace_level and bool(self.trace_rate) and bool(self.trace_count)
+
+    def changed(self, changes: Mapping[str, Any]) -> TraceSettings:
+        """These settings with changes, as `read_changes` gives them."""
+        known = {key: value for key, value in changes.items() if value is not None}
+        return replace(self, **known) if known else self
+
+    def shown(self) -> dict[str, list[str]]:
+        """As the protocol has them: texts."""
+        names = ("trace_rate", "trace_count", "log_frequency", "trace_file", "trace_mode")
+        texts = {name: [str(getattr(self, name))] for name in names}
+        return {"trace_level": list(self.trace_level), **texts}
+
+
+def read_changes(given: Mapping[str, Sequence[str] | None]) -> dict[str, Any]:
+    """What a client asks to change: the values of each setting, None where it is to be as the
+    server's again. What the extension does not know is left alone. Raises InvalidArgument, or
+    Unsupported for what a client may not change."""
+    if given.get("trace_file"):
+        raise Unsupported("trace file location can not be updated through network protocol")
+    changes: dict[str, Any] = {}
+    for name in ("trace_level", *_RANGES):
+        if name not in given:
+            continue
+        values = given[name]
+        if not values:
+            changes[name] = None
+        elif name == "trace_level":
+            changes[name] = _level(values)
+        elif len(values) > 1:
+            raise InvalidArgument(f"expect only 1 value for '{name}'")
+        else:
+            changes[name] = _number(name, values[0])
+    return changes
+
+
+def _level(values: Sequence[str]) -> tuple[str, ...]:
+    if OFF in values and len(values) > 1:
+        raise InvalidArgument("Expect only one trace level 'OFF' is specified")
+    for value in values:
+        if value == "TENSORS":
+            raise Unsupported("trace level 'TENSORS' is not supported, but OFF and TIMESTAMPS are")
+        if value not in (OFF, TIMESTAMPS):
+            raise InvalidArgument(
+                f"Unable to parse 'trace_level', got: {value} (allowed: OFF, TIMESTAMPS)"
+            )
+    return tuple(dict.fromkeys(values))
+
+
+def _number(name: str, text: str) -> int:
+    if not _NUMBER.fullmatch(text):
+        raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
+    number, allowed = int(text), _RANGES[name]
+    if name == "trace_count" and number < -1:
+        raise InvalidArgument(f"Unable to parse 'trace_count'. Expecting value >= -1, got:{text}")
+    if number not in allowed:
+        bounds = f"[ {allowed.start}, {allowed.stop - 1} ]"
+        raise InvalidArgument(
+            f"Unable to parse '{name}', value is out of range {bounds}, got: {text}"
+        )
+    return number
+
+
+def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
+    """The settings of all --trace-config, the last of a name; raises InvalidArgument."""
+    given: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not value or name not in _NAMES:
+            raise InvalidArgument(
+                f"{_FLAG}: '{text}' is not SETTING=VALUE, where SETTING is one of "
+                f"{', '.join(_NAMES)}"
+            )
+        given.setdefault(name, []).append(value)
+    last = {name: [values[-1]] for name, values in given.items()}
+    mode = last.get("mode", [TRITON])[0]
+    if mode not in MODES:
+        raise InvalidArgument(f"{_FLAG}: mode={mode} is not one of {', '.join(MODES)}")
+    if mode == OPENTELEMETRY and find_spec("opentelemetry") is None:
+        raise InvalidArgument(f"{_FLAG}: mode={mode} needs the extra: pip install shmserve[otel]")
+    named = {"trace_level": given.get("level", [])}
+    named |= {_NAMES[name]: value for name, value in last.items() if _NAMES[name] in _RANGES}
+    try:
+        settings = TraceSettings().changed(read_changes(named))
+    except (InvalidArgument, Unsupported) as error:
+        raise InvalidArgument(f"{_FLAG}: {error.message}") from None
+    exporter = tuple(
+        (_NAMES[name], value)
+        for name, values in given.items()
+        if name.startswith(f"{OPENTELEMETRY},")
+        for value in values
+    )
+    file = last.get("triton,file", [""])[0]
+    if settings.on and mode == TRITON and not file:
+        raise InvalidArgument(f"{_FLAG}: triton,file=PATH is missing, for what is traced")
+    return replace(settings, trace_file=file, trace_mode=mode, exporter=exporter)

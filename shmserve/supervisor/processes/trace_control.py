@@ -1,0 +1,45 @@
+"""The trace settings, propagated: gateways are sent them when they start, and each change."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shmserve.common.trace_settings import TraceSettings
+from shmserve.ipc.messages.supervision import SetTracing, Started
+from shmserve.supervisor.processes.control_socket import Address, ControlSocket
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class TraceControl:
+    """The settings at the start, and what clients have changed since, by model; "": of all that
+    have none of their own."""
+
+    _control: ControlSocket
+    _start: TraceSettings
+    _changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def change(self, model: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+        """Trace a model, or all, in another way; None: as it was at the start, or as all others.
+        Returns the model's settings as the protocol shows them."""
+        if changes:
+            own = self._changes.get(model, {}) | changes
+            self._changes[model] = {key: value for key, value in own.items() if value is not None}
+            logger.info("trace settings of %s: %s", model or "all models", changes)
+            self._control.broadcast(self._message(), "gateway")
+        return self._of(model).shown()
+
+    def _of(self, model: str) -> TraceSettings:
+        common = self._start.changed(self._changes.get("", {}))
+        return common.changed(self._changes.get(model, {})) if model else common
+
+    def _message(self) -> SetTracing:
+        return SetTracing({name: asdict(self._of(name)) for name in ("", *self._changes)})
+
+    def on_message(self, address: Address, message: Any) -> None:
+        """Somebody has sent something: a gateway that starts is sent the settings."""
+        if isinstance(message, Started) and (self._start.on or self._changes):
+            self._control.send(address, self._message())

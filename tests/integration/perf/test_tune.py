@@ -1,0 +1,115 @@
+"""`shmserve tune` against a real server: it loads, measures, writes, and leaves the model alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.cli import main
+from shmserve.model_config import parse_pbtxt
+from tests.support import repositories
+from tests.support.servers import Server, running
+
+# Takes a fixed time, and a time for each row.
+SLOW = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        rows = [pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy() for r in requests]
+        time.sleep(0.002 + 0.0005 * sum(map(len, rows)))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)]) for x in rows]
+"""
+CONFIG = """
+backend: "python"
+max_batch_size: 8
+dynamic_batching { }
+input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] }
+instance_group { kind: KIND_CPU count: 1 }
+"""
+SHORT = ("--window=0.05", "--runs=5", "--most-instances=2")
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Server]:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.write(repository, "slow", CONFIG, SLOW)
+    with running(repository, "--model-control-mode=explicit", "--load-model=*") as started:
+        yield started
+
+
+def in_force(server: Server) -> dict[str, Any]:
+    with server.http() as http:
+        found: dict[str, Any] = http.get("/v2/models/slow/config").ok().json()
+        return found
+
+
+@pytest.mark.parametrize("door", ["http", "native"])
+def test_it_recommends_what_loads_and_leaves_the_model_as_it_was(
+    asked: Server, tmp_path: Path, door: str
+) -> None:
+    before = in_force(asked)
+    where = f"--url=http://{asked.url}" if door == "http" else f"--run-dir={asked.run_dir}"
+    files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
+    # A target that nothing misses: what is found here is no matter, that is for the simulation.
+    assert main(["tune", "slow", "--p99=60s", where, *SHORT, *files]) == 0
+    assert in_force(asked) == before
+    written = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
+    assert 1 <= written.max_batch_size <= 8
+    assert 1 <= written.instance_group[0].count <= 2
+    assert ET.parse(tmp_path / "tried.svg").getroot().tag.endswith("svg")
+
+
+def test_it_leaves_what_it_recommends_where_it_is_to(
+    asked: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = {**in_force(asked), "max_batch_size": 4, "dynamic_batching": {}}
+    with asked.http() as http:
+        body = {"parameters": {"config": json.dumps(override)}}
+        http.post("/v2/repository/models/slow/load", body).ok()
+    url = f"--url=http://{asked.url}"
+    assert main(["tune", "slow", "--p99=1us", url, *SHORT]) == 1
+    assert "no configuration that was tried has a p99 within 0.001 ms" in capsys.readouterr().err
+    assert in_force(asked)["max_batch_size"] == 4  # not as its folder has it
+    assert main(["tune", "slow", "--p99=60s", url, *SHORT, "--apply"]) == 0
+    written = parse_pbtxt(capsys.readouterr().out)
+    found = in_force(asked)
+    assert found["max_batch_size"] == written.max_batch_size
+    assert found["instance_group"][0]["count"] == written.instance_group[0].count
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--p99=soon",), "--p99: 'soon' is not a time (30ms, 1.5s, 800us)"),
+        (("--p99=0",), "--p99: '0' is not a time"),
+        (("--p99=3", "--runs=0"), "--runs: 0 is less than 1"),
+        (("--p99=3", f"--window={math.inf}"), "--window: inf is not more than 0"),
+        (("--p99=3", "--openai=chat"), "--openai: what generates text"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "slow", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_server_that_loads_nothing_on_request_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "models"
+    repository.mkdir()
+    repositories.write(repository, "slow", CONFIG, SLOW)
+    with running(repository) as server:
+        assert main(["tune", "slow", "--p99=9ms", f"--url=http://{server.url}"]) == 1
+    assert "--model-control-mode is none, and has to be explicit" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""The trace settings of --trace-config."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.common.trace_settings import TraceSettings, parse_trace_config
+from shmserve.errors import InvalidArgument
+
+
+def test_flags_set_what_tritons_set() -> None:
+    assert parse_trace_config([]) == TraceSettings()
+    flags = ["level=TIMESTAMPS", "rate=5", "rate=6", "count=7", "triton,file=/t"]
+    expected = TraceSettings(("TIMESTAMPS",), 6, 7, 8, "/t")
+    assert parse_trace_config([*flags, "mode=triton", "triton,log-frequency=8"]) == expected
+    flags = ["mode=opentelemetry", "opentelemetry,url=http://h/v1/traces", "level=TIMESTAMPS"]
+    made = parse_trace_config([*flags, "opentelemetry,resource=a=b"])
+    assert made.exporter == (("url", "http://h/v1/traces"), ("resource", "a=b"))
+    assert made.on
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["rate"], "'rate' is not SETTING=VALUE, where SETTING is one of mode, level"),
+        (["file=/x"], "'file=/x' is not SETTING=VALUE"),
+        (["mode=zipkin"], "mode=zipkin is not one of triton, opentelemetry"),
+        (["rate=x"], "Unable to parse 'trace_rate', got: x"),
+        (["level=OFF", "level=TIMESTAMPS"], "Expect only one trace level 'OFF' is specified"),
+        (["level=TENSORS"], "trace level 'TENSORS' is not supported"),
+        (["level=TIMESTAMPS"], "triton,file=PATH is missing"),
+    ],
+)
+def test_what_is_no_setting_is_refused(flags: list[str], says: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_trace_config(flags)
+    assert caught.value.message.startswith("--trace-config: ")
+    assert says in caught.value.message

@@ -1,0 +1,82 @@
+"""Which requests are traced, and the file that traces are written to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from shmserve.common.trace_settings import TraceSettings
+from shmserve.gateway.tracing.file import append, next_file
+from shmserve.gateway.tracing.sampling import Sampler, Samplers
+from shmserve.gateway.tracing.tracer import Tracer
+
+ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)
+SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
+
+
+@pytest.mark.parametrize(
+    ("rate", "count", "taken"),
+    [(1, -1, 12), (3, -1, 4), (3, 2, 2), (0, -1, 0), (1, 0, 0), (100, -1, 0)],
+)
+def test_one_of_so_many_until_there_were_so_many(rate: int, count: int, taken: int) -> None:
+    sampler = Sampler(TraceSettings(("TIMESTAMPS",), rate, count))
+    assert sum(sampler.take() for _ in range(12)) == taken
+    assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).take()
+
+
+def test_settings_that_stay_the_same_count_on() -> None:
+    samplers = Samplers()
+    assert not samplers.on
+    settings = {"": asdict(TraceSettings()), "m": asdict(ON)}
+    samplers.set(settings)
+    assert samplers.on
+    assert samplers.of("other") is samplers.of("")
+    kept = samplers.of("m")
+    samplers.set(settings | {"": asdict(ON)})
+    assert samplers.of("m") is kept
+    assert samplers.of("other") is not kept
+
+
+def test_nothing_is_made_for_who_does_not_want_it() -> None:
+    tracer = Tracer()
+    assert not tracer.active
+    assert tracer.begin("m", "1", "", 0, "", False) is None
+    assert tracer.begin("m", "1", "", 0, "nonsense", False) is None
+    asked = tracer.begin("m", "1", "", 0, "", True)
+    assert asked is not None
+    assert not asked.sampled
+    called = tracer.begin("m", "1", "", 0, SAMPLED, False)
+    assert called is not None
+    assert called.scheduler.trace_id == "1" * 32
+    assert called.scheduler.sampled  # as its caller says, for who is called in turn
+
+
+def test_a_caller_decides_for_opentelemetry() -> None:
+    tracer = Tracer()
+    often = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
+    tracer.use({"": asdict(often)})
+    assert tracer.active
+    for traceparent, sampled in ((SAMPLED, True), (SAMPLED[:-1] + "0", False), ("", True)):
+        trace = tracer.begin("m", "1", "", 0, traceparent, False)
+        assert trace is not None
+        assert trace.sampled is sampled
+
+
+def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
+    path = str(tmp_path / "traces")
+    for number in range(3):
+        append(path, [{"id": number}, {"id": number}])
+        assert len(json.loads(Path(path).read_text())) == 2 * (number + 1)
+    assert next_file(path) == f"{path}.0"
+    assert next_file(path) == f"{path}.1"
+
+
+def test_another_file_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "notes"
+    other.write_text("notes")
+    with pytest.raises(ValueError, match="no array of traces"):
+        append(str(other), [{"id": 1}])
+    assert other.read_text() == "notes"

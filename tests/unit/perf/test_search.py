@@ -1,0 +1,129 @@
+"""The search for the best configuration, on models whose best can be computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shmserve.perf.search import Candidate, Search, Space, Trial
+
+TARGET_MS = 30.0
+MOST = 64
+WAYS: tuple[Mapping[str, Any], ...] = (
+    {"strategy": "prefer_latency", "delay_us": 0, "depth": 2},
+    {"strategy": "prefer_batch", "delay_us": 600, "depth": 1},
+    {"strategy": "prefer_batch", "delay_us": 3000, "depth": 1},
+)
+SPACE = Space((1, 2, 3, 4, 6, 8), WAYS, MOST)
+START = Candidate(1, 8, "prefer_latency")
+
+
+def model(
+    a: float, b: float, cores: int, noise: float = 0.0, seed: int = 0
+) -> Callable[[Candidate], Trial]:
+    """A run of a model that takes a + b * rows ms, on so many processors; of a batch that waits
+    until it is full, where the next one waits while it runs."""
+    draw = random.Random(seed)
+
+    def measure(candidate: Candidate) -> Trial:
+        k, rows = candidate.instances, max(candidate.batch, 1)
+        took = (a + b * rows) * max(k / cores, 1)
+        latency = took * candidate.depth
+        if candidate.depth == 1 and candidate.delay_us < 500:  # it does not wait for all
+            latency *= 2
+        doubt = [1 + draw.uniform(-noise, noise) for _ in range(2)]
+        return Trial(candidate, k * rows / took * 1000 * doubt[0], latency * doubt[1])
+
+    return measure
+
+
+def optimum(measure: Callable[[Candidate], Trial]) -> float:
+    """The most of all configurations, each tried."""
+    trials = (
+        measure(replace(START, instances=k, batch=batch, **way))
+        for k in SPACE.instances
+        for batch in range(1, MOST + 1)
+        for way in WAYS
+    )
+    return max(trial.per_second for trial in trials if trial.p99_ms <= TARGET_MS)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 8])
+@pytest.mark.parametrize(("a", "b"), [(4, 0.4), (1, 1), (10, 0.1), (0.5, 3), (12, 2), (28, 0.5)])
+def test_it_finds_the_best_in_few_runs(a: float, b: float, cores: int) -> None:
+    measure = model(a, b, cores)
+    search = Search(measure, TARGET_MS, SPACE, 60)
+    best = search.run(START)
+    assert best is not None and best.p99_ms <= TARGET_MS
+    assert best.per_second >= 0.95 * optimum(measure)
+    assert len(search.trials) <= 40
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_costs_little(seed: int) -> None:
+    search = Search(model(4, 0.4, 2, 0.02, seed), TARGET_MS, SPACE, 60)
+    best = search.run(START)
+    assert best is not None
+    assert model(4, 0.4, 2)(best.candidate).per_second >= 0.9 * optimum(model(4, 0.4, 2))
+
+
+def test_where_execution_time_has_a_cliff_it_stays_below() -> None:
+    smooth = model(4, 0.1, 1)
+
+    def measure(candidate: Candidate) -> Trial:
+        trial = smooth(candidate)
+        slower = 2.5 if candidate.batch > 16 else 1
+        return trial._replace(per_second=trial.per_second / slower, p99_ms=trial.p99_ms * slower)
+
+    best = Search(measure, TARGET_MS, SPACE, 60).run(START)
+    assert best is not None and best.candidate.batch == 16
+
+
+def test_what_does_not_batch_gets_instances() -> None:
+    space = Space((1, 2, 4, 8), [{"depth": depth} for depth in (1, 2, 4)], 0)
+    search = Search(model(4, 1, 4), TARGET_MS, space, 40)
+    best = search.run(Candidate(1, 0))
+    assert best is not None
+    assert (best.candidate.instances, best.candidate.batch) == (4, 0)
+    assert all(trial.candidate.batch == 0 for trial in search.trials.values())
+
+
+def test_what_no_configuration_holds_is_said() -> None:
+    search = Search(model(40, 1, 2), TARGET_MS, SPACE, 40)
+    assert search.run(START) is None
+    assert search.trials
+
+
+def test_errors_are_no_answers() -> None:
+    measure = model(4, 0.4, 2)
+    fails = lambda c: measure(c)._replace(errors=int(c.batch > 10))  # noqa: E731
+    best = Search(fails, TARGET_MS, SPACE, 60).run(START)
+    assert best is not None and 8 <= best.candidate.batch <= 10
+
+
+@pytest.mark.parametrize("most", [1, 5, 12])
+def test_there_are_no_more_runs_than_may_be(most: int) -> None:
+    search = Search(model(4, 0.4, 2), TARGET_MS, SPACE, most)
+    search.run(START)
+    assert len(search.trials) == most
+
+
+def test_the_best_is_measured_once_more_and_may_fall() -> None:
+    measure = model(4, 0.4, 1)
+    seen: dict[Candidate, int] = {}
+    lucky = Search(measure, TARGET_MS, SPACE, 60).run(START)
+    assert lucky is not None
+
+    def once(candidate: Candidate) -> Trial:
+        seen[candidate] = seen.get(candidate, 0) + 1
+        late = candidate == lucky.candidate and seen[candidate] > 1
+        return measure(candidate)._replace(p99_ms=99.0) if late else measure(candidate)
+
+    best = Search(once, TARGET_MS, SPACE, 60).run(START)
+    assert best is not None
+    assert best.candidate != lucky.candidate
+    assert seen[best.candidate] == 2
