@@ -31,6 +31,8 @@ hypothesis.settings.load_profile("untimed")
 # A run that is cut off (by timeout(1), say) ends as one that Ctrl-C ends: objects, servers and
 # folders are removed. To the default action they would be left.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
+# Servers inherit whether it is ignored, as it is when all is run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 tokens.watch()
 

@@ -36,6 +36,8 @@ _NAMES = {
         )
     },
 }
+_DIGITS = re.compile(r"[1-9][0-9]{0,8}")
+_FORMS = {"url": re.compile(r"https?://\S+"), "resource": re.compile(r"[^=]+=.+")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,10 @@ def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
         if name.startswith(f"{OPENTELEMETRY},")
         for value in values
     )
+    for name, value in exporter:
+        if not _FORMS.get(name, _DIGITS).fullmatch(value):
+            what = {"url": "an http or https URL", "resource": "KEY=VALUE"}.get(name, "a number")
+            raise InvalidArgument(f"{_FLAG}: {OPENTELEMETRY},{name}={value} is not {what}")
     file = last.get("triton,file", [""])[0]
     if settings.on and mode == TRITON and not file:
         raise InvalidArgument(f"{_FLAG}: triton,file=PATH is missing, for what is traced")

@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.common.trace_settings import OPENTELEMETRY, TraceSettings
 from shmserve.gateway.tracing import file
 from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.gateway.tracing.sampling import Sampler, Samplers
 from shmserve.ipc.trace import TraceContext
+
+if TYPE_CHECKING:
+    from shmserve.gateway.tracing.otel import Exporter
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +36,19 @@ class Tracer:
         self._protocol = protocol
         self._samplers = Samplers()
         self._writing: asyncio.TimerHandle | None = None
+        self._exporter: Exporter | None = None
         self.active = self._slow_ns > 0
 
     def use(self, settings: dict[str, dict[str, Any]]) -> None:
         """Trace like this from now on: settings by model, "" for all others."""
         self._write_all()
         self._samplers.set(settings)
+        common = TraceSettings(**settings[""])
+        if common.trace_mode == OPENTELEMETRY and self._exporter is None:
+            # Here, since it is an extra, and takes some time.
+            from shmserve.gateway.tracing.otel import Exporter
+
+            self._exporter = Exporter(common.exporter)
         self.active = self._slow_ns > 0 or self._samplers.on
 
     def begin(
@@ -66,7 +76,9 @@ class Tracer:
         """A request has ended; what is wanted of its times is told."""
         if self._slow_ns and trace.ended_ns - trace.arrived_ns > self._slow_ns:
             _log_slow(trace)
-        if trace.sampled:
+        if trace.sampled and self._exporter is not None:
+            self._exporter.export(trace)
+        elif trace.sampled:
             sampler = self._samplers.of(trace.model)
             sampler.pending.append(trace)
             if len(sampler.pending) == sampler.settings.log_frequency:
@@ -76,8 +88,10 @@ class Tracer:
                 self._writing = loop.call_later(_HELD_S, self._write_all)
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write, or send, what is still to be told."""
         self._write_all()
+        if self._exporter is not None:
+            self._exporter.close()
 
     def _write_all(self) -> None:
         if self._writing is not None:

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 import shmserve.client
+from shmserve.client.events import EventReader
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.messages.events import ProcessStarted
+from shmserve.supervisor.checks.places import server_pid
 from shmserve.supervisor.host.handover_link import Offer
 from tests.rigs.service_manager import managed
 from tests.support import repositories
@@ -179,6 +182,11 @@ def test_what_is_taken_over(repository: Path, run_dir: Path) -> None:
                 assert asked(http, 1) == ""
             with shmserve.client.connect(run_dir) as native:
                 assert native.models()
+            with EventReader(run_dir) as reader:
+                events = [told.event for told in reader.snapshot()]
+            pids = {event.pid for event in events if isinstance(event, ProcessStarted)}
+            assert {process.pid for process in following.find("gateway")} <= pids
+            assert server_pid(run_dir) == following.pid
             server = following
             assert len(list(run_dir.glob("g[0-9]*"))) == 1
             for process in following.find("worker"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
+from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
@@ -301,3 +303,85 @@ def test_one_of_so_many_is_traced_and_no_more_than_so_many(traced: Server, tmp_p
     ids = [[each["request_id"] for each, _ in read(path)] for path in paths]
     assert ids == [["1", "3"], ["5"]]
     assert not (tmp_path / "traces").exists()
+
+
+@pytest.fixture
+def collected(models: Path) -> Iterator[tuple[Server, Collector]]:
+    """A server that sends its traces to a collector."""
+    with collector() as made:
+        flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
+        exporter = (f"url={made.url}", "resource=deployment=test", "bsp_schedule_delay=100")
+        told = (*flags, *(f"opentelemetry,{each}" for each in exporter))
+        with running(models, *(f"--trace-config={each}" for each in told), grpc=True) as started:
+            yield started, made
+
+
+def spans_of(made: Collector, count: int) -> dict[str, Any]:
+    """So many spans, by name; of two the first."""
+    until(f"{count} spans have come", lambda: len(made.spans) >= count)
+    assert len(made.spans) == count
+    found = {span.name: span for span in reversed(made.spans)}
+    made.spans.clear()
+    return found
+
+
+PARTS = ("queue", "compute_input", "compute", "compute_output")
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
+    collected: tuple[Server, Collector], door: str
+) -> None:
+    server, made = collected
+    if door == "http":
+        with server.http() as http:
+            http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
+    else:
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            given = grpcclient.InferInput("IN", [1, 1], "FP32")
+            given.set_data_from_numpy(ROW)
+            client.infer("both", [given], headers={"traceparent": TRACEPARENT})
+    spans = spans_of(made, 12)
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+    root, both, one, two = (spans[name] for name in ("InferRequest", "both", "one", "two"))
+    assert root.parent_span_id.hex() == "00f067aa0ba902b7"
+    assert both.parent_span_id == root.span_id
+    assert one.parent_span_id == two.parent_span_id == both.span_id
+    assert attributes(one)["shmserve.batch_closed"] == "idle"
+    assert attributes(root)["triton.model_name"] == "both"
+    for outer, inner in ((root, both), (both, one), (both, two)):
+        begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
+        assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
+    assert {spans[part].parent_span_id for part in PARTS} == {one.span_id}
+    assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
+    assert made.resources[0]["service.name"] == "shmserve"
+    assert made.resources[0]["deployment"] == "test"
+
+
+def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> None:
+    server, made = collected
+    with server.http() as http:
+        http.infer("calls", X).ok()
+        spans = spans_of(made, 11)
+        assert spans["one"].parent_span_id == spans["calls"].span_id
+        assert not spans["InferRequest"].parent_span_id
+        assert http.infer("boom", X).status == 500
+        (failed,) = spans_of(made, 1).values()
+        assert failed.status.code == 2
+        assert "boom" in failed.status.message
+        unsampled = TRACEPARENT[:-1] + "0"
+        http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
+        http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
+        assert TRACE not in {each.trace_id.hex() for each in spans_of(made, 6).values()}
+
+
+def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
+    with collector() as made:
+        flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
+        told = (*flags, f"opentelemetry,url={made.url}", "opentelemetry,bsp_schedule_delay=60000")
+        with running(models, *(f"--trace-config={each}" for each in told)) as server:
+            with server.http() as http:
+                http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
+            assert not made.spans
+            server.stop()
+        assert len(made.spans) == 6

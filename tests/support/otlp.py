@@ -1,0 +1,61 @@
+"""An endpoint of OTLP over HTTP that keeps what it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+class Collector:
+    """`spans` are those that came, in their order, and `resources` the attributes of who sent
+    them."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}/v1/traces"
+        self.spans: list[Any] = []
+        self.resources: list[dict[str, Any]] = []
+
+    def take(self, body: bytes) -> None:
+        """A request's body."""
+        for sent in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(attributes(sent.resource))
+            self.spans += [span for scope in sent.scope_spans for span in scope.spans]
+
+
+def attributes(of: Any) -> dict[str, Any]:
+    """The attributes of a span, or of a resource."""
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[Collector]:
+    """One that listens."""
+    made: Collector
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            made.take(body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        made = Collector(server.server_port)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield made
+        finally:
+            server.shutdown()
+            thread.join()
