@@ -241,7 +241,7 @@ class Executor:
         return self._backend.read_only_inputs and self._policy.may_cure(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
-        return self._failures.explain(error, request.work.request_id)
+        return self._failures.explain(error, request.work)
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         padded = None if self._padder is None else self._padder.pad(requests)

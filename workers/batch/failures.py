@@ -12,6 +12,8 @@ import logging
 from dataclasses import dataclass
 
 from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import Request
 from shmserve.workers.context import ModelContext
 from shmserve.workers.user_code import in_words
@@ -61,9 +63,9 @@ class Failures:
 
         device.free_cached()
 
-    def explain(self, error: BaseException, request_id: str = "") -> ShmserveError:
-        """The error for the client. Raises `error` itself where the device is lost: the process
-        ends then, another one starts, and what was in it runs there."""
+    def explain(self, error: BaseException, work: Work | None = None) -> ShmserveError:
+        """The error for the client of a request. Raises `error` itself where the device is lost:
+        the process ends then, another one starts, and what was in it runs there."""
         from shmserve.workers import device
 
         if isinstance(error, ShmserveError):
@@ -72,7 +74,10 @@ class Failures:
         failed = f"Failed to process the request(s) for model '{instance}', message:"
         if isinstance(error, WrongCount):
             return Internal(f"{failed} {error}")
-        told = {"request_id": request_id or None}
+        told = {}
+        if work is not None:
+            trace_id = TraceContext.of(work.trace).trace_id
+            told = {"request_id": work.request_id, "trace_id": trace_id}
         logger.error("model '%s' failed", model, exc_info=error, extra=told)
         if device.lost(error):
             raise error

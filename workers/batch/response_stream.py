@@ -217,7 +217,7 @@ class ResponseStream:
     def explain(self, error: BaseException) -> ShmserveError:
         """The error for its client, from what the model, or writing a response, raised."""
         try:
-            return self._writer.failures.explain(error, self.request.work.request_id)
+            return self._writer.failures.explain(error, self.request.work)
         except BaseException as lost:
             self._writer.context.control.inbox.append(lost)  # the loop ends the process
             self._writer.context.control.wake(always=True)

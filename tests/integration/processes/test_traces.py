@@ -182,6 +182,7 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
         assert http.infer("boom", X, {"traceparent": TRACEPARENT}).status == 500
     server.wait_log(f"trace={TRACE}")
     assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE}", server.log())
+    assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
 
 
 def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:
