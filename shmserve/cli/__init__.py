@@ -7,11 +7,13 @@ client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
+grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
+top.py               `shmserve top`
 tune.py              `shmserve tune`
 """
 
@@ -38,10 +40,12 @@ usage: shmserve VERB ...
   doctor         what this host lacks for a server, and what to do about it
   client         ask a server: infer, ready, models, load, unload, stats, config, regions
   events         what is in a server, and what happens there
+  grafana        a dashboard for Grafana, alert rules for Prometheus
   guide          pages to read: how to make models, ask a server, run it
   perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
+  top            what a server does now, in a terminal: the models that hurt first
   tune           the configuration with which a model answers most within a latency target
 
 shmserve VERB --help tells more; shmserve --version prints the version.
@@ -87,6 +91,8 @@ def _run(arguments: list[str]) -> int:
             return _client(arguments)
         case "events":
             return _events(arguments)
+        case "grafana":
+            return _grafana(arguments)
         case "guide":
             return _guide(arguments)
         case "perf":
@@ -95,6 +101,8 @@ def _run(arguments: list[str]) -> int:
             return _profile(arguments)
         case "systemd":
             return _systemd(arguments)
+        case "top":
+            return _top(arguments)
         case "tune":
             return _tune(arguments)
         case "--version":
@@ -170,6 +178,17 @@ def _events(arguments: list[str]) -> int:
     return events.run(parser.parse_args(arguments))
 
 
+def _grafana(arguments: list[str]) -> int:
+    from shmserve.cli import grafana
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve grafana",
+        description="Print a dashboard of the metrics for Grafana to import.",
+    )
+    grafana.add_arguments(parser)
+    return grafana.run(parser.parse_args(arguments))
+
+
 def _guide(arguments: list[str]) -> int:
     from shmserve.cli import guide
 
@@ -212,6 +231,18 @@ def _systemd(arguments: list[str]) -> int:
     )
     systemd.add_arguments(parser)
     return systemd.run(parser.parse_args(arguments))
+
+
+def _top(arguments: list[str]) -> int:
+    from shmserve.cli import top
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve top",
+        description="Show what a server does now: its models, those first that hurt.",
+        allow_abbrev=False,
+    )
+    top.add_arguments(parser)
+    return top.run(parser.parse_args(arguments))
 
 
 def _tune(arguments: list[str]) -> int:

@@ -78,13 +78,13 @@ def credentials(args: argparse.Namespace) -> Credentials:
             raise WrongInput(f"--header takes NAME:VALUE, not '{text}'")
         headers.append((name.strip(), value.strip()))
     if args.token_file:
-        headers.append(("Authorization", f"Bearer {_token(args.token_file)}"))
+        headers.append(("Authorization", f"Bearer {token(args.token_file)}"))
     if bool(args.client_cert) != bool(args.client_key):
         raise WrongInput("--client-cert and --client-key go together")
     return Credentials(headers, args.root_cert, args.client_cert, args.client_key)
 
 
-def _token(path: str) -> str:
+def token(path: str) -> str:
     """The first token of a file; the server's own will do."""
     with refused(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()

@@ -151,6 +151,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client.server": ("ipc.*", "client", "client.request"),
     "client": ("ipc.*", "client.*"),
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
+    "cli.grafana": (),
     "cli.systemd": ("config",),
     "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
     "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),

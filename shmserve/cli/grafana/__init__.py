@@ -1,0 +1,21 @@
+"""`shmserve grafana`: a Grafana dashboard of the server's metrics (dashboard.json), and alert rules
+for Prometheus (alerts.yaml)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument(
+        "--alerts", action="store_true", help="Prometheus's alert rules instead of the dashboard"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the file; returns 0."""
+    name = "alerts.yaml" if args.alerts else "dashboard.json"
+    print(Path(__file__).with_name(name).read_text(), end="")
+    return 0

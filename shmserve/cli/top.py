@@ -1,0 +1,336 @@
+"""`shmserve top`: the figures of the dashboard in a terminal, the models that hurt first."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import re
+import select
+import shutil
+import sys
+import termios
+import threading
+import tty
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from shmserve.cli.client_server import token
+from shmserve.errors import Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_SILENT_S = 15.0  # a server that says nothing for so long is gone
+_AGAIN_S = 1.0
+_KEYS = "sort: h hurts n name r rate f fails w waits p p99  arrows, Enter: open  q: quit"
+_SORTS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
+_ARROWS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}
+_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+_COLUMNS = {
+    "name": "MODEL",
+    "rate": "REQ/S",
+    "fail": "FAIL/S",
+    "pending": "WAIT",
+    "p50": "P50 MS",
+    "p99": "P99 MS",
+    "batch": "BATCH",
+    "busy": "BUSY",
+}
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument(
+        "--metrics-url",
+        default="http://127.0.0.1:8002",
+        metavar="URL",
+        help="where the server's metrics are [http://127.0.0.1:8002]",
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="its first word is sent as the bearer token"
+    )
+    parser.add_argument("--once", action="store_true", help="print the figures once, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the figures until a key ends it, or once where the output is no terminal; returns 0.
+
+    Raises Unavailable where nobody answers, or without the library that draws.
+    """
+    try:
+        from rich.console import Console, Group
+    except ImportError:
+        raise Unavailable("this takes an extra: pip install 'shmserve[top]'") from None
+    address = args.metrics_url.rstrip("/").removesuffix("/metrics") + "/live"
+    request = urllib.request.Request(address)
+    if args.token_file:
+        request.add_header("Authorization", f"Bearer {token(args.token_file)}")
+    top, console = Top(), Console(highlight=False)
+    if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        events = watch(request)
+        for _ in range(2):  # rates are known from the second on
+            top.take(next(events))
+        events.close()  # type: ignore[attr-defined]
+        console.print(Group(*top.page(len(top.models) + 5)))
+        return 0
+    _Screen(top, request).run(console)
+    return 0
+
+
+def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
+    """What a server says of itself, each second. Raises Unavailable when it does not."""
+    try:
+        with urllib.request.urlopen(request, timeout=_SILENT_S) as response:
+            for line in response:
+                if line.startswith(b"data: "):
+                    yield json.loads(line[6:])
+    except urllib.error.HTTPError as error:
+        said = error.read(1000).decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            said = json.loads(said)["error"]
+        raise Unavailable(f"{request.full_url}: {said or error}") from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{request.full_url}: {error}") from None
+    raise Unavailable(f"{request.full_url}: the server has ended")
+
+
+class Top:
+    """What is shown, whatever shows it: a list of models, sorted, one of which is chosen and may be
+    open (pure)."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Row] = {}
+        self.server: dict[str, Any] = {}
+        self.events: list[dict[str, Any]] = []
+        self.trouble = "connecting"
+        self.sort = "hurts"
+        self.chosen = ""
+        self.open = False
+        self.ended = False
+
+    def take(self, news: dict[str, Any]) -> None:
+        """The server says this."""
+        if news.get("whole"):
+            self.models, self.events = {}, []
+        self.models |= news["models"]
+        for key in news.get("gone", ()):
+            self.models.pop(key, None)
+        self.server, self.trouble = news["server"], ""
+        self.events = [*self.events, *news["events"]][-50:]
+
+    def key(self, key: str) -> None:
+        """The user presses this."""
+        keys = self.order()
+        if key in ("q", "\x03") or (key == "\x1b" and not self.open):
+            self.ended = True
+        elif key in _SORTS:
+            self.sort = _SORTS[key]
+        elif key in _ARROWS and keys:
+            at = keys.index(self.chosen) if self.chosen in keys else 0
+            self.chosen = keys[min(max(at + _ARROWS[key], 0), len(keys) - 1)]
+        elif key in ("\r", "\n", "\x1b"):
+            self.open = not self.open and key != "\x1b"
+
+    def order(self) -> list[str]:
+        """The models as they are sorted: names upwards, what is counted downwards."""
+        if self.sort == "name":
+            return sorted(self.models)
+        return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
+
+    def page(self, height: int) -> list[RenderableType]:
+        """So many lines of the terminal: the server, the models or one of them, what hurts."""
+        from rich.text import Text
+
+        keys = self.order()
+        if self.chosen not in keys:
+            self.chosen = keys[0] if keys else ""
+        room = max(height - 4, 1)
+        body = self._model(room) if self.open and self.chosen else self._table(keys, room)
+        hurts = self.models.get(self.chosen, {}).get("because") or ""
+        because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")
+        foot = [because, Text(_KEYS, "dim")]
+        return [*map(_line, self._head()), body, *map(_line, foot)]
+
+    def _head(self) -> list[Text]:
+        from rich.text import Text
+
+        if self.trouble:
+            return [Text(self.trouble, "bold red")]
+        server, rows = self.server, self.models.values()
+        ready = sum(row["state"] == "READY" for row in rows)
+        rate, fail, waiting = (
+            sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
+        )
+        memory = f"{server['memory_used'] / 2**30:.1f}/{server['memory_total'] / 2**30:.0f} GiB"
+        return [
+            Text(
+                f"shmserve {server['version']}: {ready} of {len(rows)} ready  {_short(rate)} req/s"
+                f"  {_short(fail)} fail/s  {_short(waiting)} wait  {server['cpu']:.0%} cpu"
+                f"  {memory}",
+                "bold",
+            )
+        ]
+
+    def _table(self, keys: list[str], room: int) -> Table:
+        from rich.table import Table
+
+        table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
+        for key, title in _COLUMNS.items():
+            name = f"{title}*" if key == self.sort else title
+            wide: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
+            table.add_column(name, no_wrap=True, overflow="ellipsis", **wide)
+        at = keys.index(self.chosen) if self.chosen else 0
+        rows = room - 1  # but for the head
+        first = max(0, min(at - rows // 2, len(keys) - rows))
+        for key in keys[first : first + rows]:
+            row = self.models[key]
+            style = "red" if row.get("because") else ""
+            cells = [_cell(row, column) for column in list(_COLUMNS)[1:]]
+            reverse = " reverse" if key == self.chosen else ""
+            table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
+        return table
+
+    def _model(self, room: int) -> Table:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
+        table.add_column(no_wrap=True, style="bold")
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        lines = [*details(self.models[self.chosen]), *self._happened()]
+        for name, text in [(self.chosen, ""), *lines][:room]:
+            table.add_row(name, text)
+        return table
+
+    def _happened(self) -> Iterator[tuple[str, str]]:
+        for event in reversed(self.events):
+            about = str(event.get("name") or event.get("title") or "")
+            if self.chosen.rpartition("/")[0] in about:
+                when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+                state = event.get("state") or event.get("reason") or ""
+                yield when, f"{event['event']} {about} {state}"
+
+
+def details(row: Row) -> Iterator[tuple[str, str]]:
+    """What there is to say of a model, as lines of a name and a text."""
+    yield "state", f"{row['state']} {row.get('reason') or ''}"
+    if "success" not in row:
+        return
+    recent = row.get("recent", {})
+    yield "answered", f"{row['success']}, failed {_counts(row['failures']) or 0}"
+    yield "ms", _counts(dict(zip(("p50", "p90", "p99"), recent.get("ms", ()), strict=False)))
+    yield "a request's ms", _counts(recent.get("phases", {}))
+    yield "executions", f"{row['execution_count']}, inferences {row['inference_count']}"
+    yield "batches up to", _counts(recent.get("sizes", {}))
+    yield "closed by", _counts(recent.get("closed", {}))
+    yield "instances", f"{_counts(row['instances'])}  died {row['workers_lost']}"
+    for name in ("sequences", "cache", "steps"):
+        if row.get(name):
+            yield name, _counts(row[name]) if isinstance(row[name], dict) else str(row[name])
+    for name, found in row.get("generation", {}).items():
+        yield name, _counts(found) if isinstance(found, dict) else _short(found)
+    for name in ("tokens_rate", "first_token_ms", "inter_token_ms"):
+        if recent.get(name):
+            yield name.replace("_", " "), str(recent[name])
+
+
+def _counts(counts: dict[str, float]) -> str:
+    return "  ".join(f"{name} {_short(count)}" for name, count in counts.items())
+
+
+def _line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _number(row: Row, key: str) -> float:
+    recent = row.get("recent", {})
+    ms = recent.get("ms") or (0.0, 0.0, 0.0)
+    found = {
+        "rate": recent.get("rate"),
+        "fail": recent.get("fail_rate"),
+        "batch": recent.get("batch"),
+        "p50": ms[0],
+        "p99": ms[-1],
+    }
+    return float(found.get(key, row.get(key)) or 0)
+
+
+def _cell(row: Row, key: str) -> str:
+    if "success" not in row:
+        return row["state"][:8] if key == "rate" else "-"
+    if key == "busy":
+        busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
+        return f"{busy}/{busy + idle}"
+    return _short(_number(row, key)) if "recent" in row or key == "pending" else "-"
+
+
+def _short(number: float) -> str:
+    if number >= 100_000:
+        return f"{number / 1000:.0f}k"
+    return f"{number:.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+
+
+class _Screen:
+    """A terminal, and a thread that reads what the server says."""
+
+    def __init__(self, top: Top, request: urllib.request.Request) -> None:
+        self._top = top
+        self._request = request
+        self._news: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
+        self._woken, self._wake = os.pipe()
+
+    def run(self, console: Any) -> None:
+        """Until a key ends it."""
+        from rich.console import Group
+        from rich.live import Live
+
+        threading.Thread(target=self._read, daemon=True).start()
+        stdin = sys.stdin.fileno()
+        before = termios.tcgetattr(stdin)
+        try:
+            tty.setcbreak(stdin)
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while not self._top.ended:
+                    height = shutil.get_terminal_size().lines
+                    live.update(Group(*self._top.page(height)), refresh=True)
+                    self._wait(stdin)
+        finally:
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+    def _wait(self, stdin: int) -> None:
+        ready, _, _ = select.select([stdin, self._woken], [], [])
+        if stdin in ready:
+            pressed = os.read(stdin, 64).decode(errors="replace")
+            for key in _KEY.findall(pressed) or "q":  # nothing: the terminal is gone
+                self._top.key(key)
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, str):
+                self._top.trouble = news
+            else:
+                self._top.take(news)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                for news in watch(self._request):
+                    self._say(news)
+            except Unavailable as error:
+                self._say(error.message)
+            threading.Event().wait(_AGAIN_S)
+
+    def _say(self, news: dict[str, Any] | str) -> None:
+        self._news.put(news)
+        os.write(self._wake, b"\0")

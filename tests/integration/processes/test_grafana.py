@@ -1,0 +1,163 @@
+"""`shmserve grafana`: every query of the dashboard and of the alerts, run by a real Prometheus that
+scrapes a real server; what they name, held against the server's metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.rigs import watched
+from tests.support.servers import Server, hold_ports, port_of, run_command, running
+from tests.support.waiting import until
+
+PROMETHEUS = shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="there is no Prometheus here")
+FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
+
+
+def dashboard() -> dict[str, Any]:
+    """As the command prints it."""
+    printed = run_command("grafana")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    return dict(json.loads(printed.stdout))
+
+
+def alerts() -> list[dict[str, Any]]:
+    """Its rules."""
+    printed = run_command("grafana", "--alerts")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    (group,) = yaml.safe_load(printed.stdout)["groups"]
+    return list(group["rules"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model of every kind."""
+    repository = tmp_path_factory.mktemp("scraped") / "models"
+    repository.mkdir()
+    watched.add_models(repository, generative=True)
+    with running(repository, *FLAGS) as started:
+        yield started
+
+
+class Prometheus:
+    """A real one, which scrapes a server each half second."""
+
+    def __init__(self, folder: Path, server: Server) -> None:
+        assert PROMETHEUS
+        (held,) = hold_ports(1)
+        self._url = f"127.0.0.1:{port_of(held)}"
+        held.close()
+        rules = run_command("grafana", "--alerts").stdout
+        (folder / "alerts.yaml").write_text(rules)
+        target = {"targets": [f"127.0.0.1:{server.metrics_port}"]}
+        config = {
+            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
+            "rule_files": ["alerts.yaml"],
+            "scrape_configs": [{"job_name": "shmserve", "static_configs": [target]}],
+        }
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    PROMETHEUS,
+                    f"--config.file={folder / 'prometheus.yaml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address={self._url}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def get(self, path: str, **query: str) -> Any:
+        """The data of a response of its API."""
+        url = f"http://{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return json.load(response)["data"]
+
+    def numbers(self, query: str) -> list[float]:
+        """The values that a query has now, but for those that are none."""
+        result = self.get("query", query=query)["result"]
+        values = [float(each["value"][1]) for each in result]
+        return [value for value in values if not math.isnan(value)]
+
+    def scrapes(self) -> bool:
+        """Whether it has scraped."""
+        with contextlib.suppress(OSError):
+            return self.numbers("up") == [1.0]
+        return False
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """It has seen all models being asked for a while."""
+    started = Prometheus(tmp_path_factory.mktemp("prometheus"), server)
+    try:
+        until(f"it scrapes:\n{started.log.read_text()}", started.scrapes, 30)
+        with watched.asked(server, generative=True):
+            yield started
+    finally:
+        started.stop()
+
+
+@needs_prometheus
+def test_every_panel_has_data(server: Server, prometheus: Prometheus) -> None:
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    assert len(panels) > 20
+    for panel in panels:
+        for target in panel["targets"]:
+            query = target["expr"].replace("$model", ".*").replace("$__rate_interval", "10s")
+            until(f"{panel['title']}: {query}", partial(prometheus.numbers, query), 30)
+
+
+@needs_prometheus
+def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prometheus) -> None:
+    (group,) = prometheus.get("rules")["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in alerts()]
+
+    def evaluated() -> bool:
+        (group,) = prometheus.get("rules")["groups"]
+        return {rule["health"] for rule in group["rules"]} == {"ok"}
+
+    until("each can be evaluated", evaluated, 20)
+
+    def state(name: str) -> str:
+        (group,) = prometheus.get("rules")["groups"]
+        return next(str(rule["state"]) for rule in group["rules"] if rule["name"] == name)
+
+    assert state("ShmserveGone") == state("ShmserveWorkersDie") == "inactive"
+    until("one in four fails", lambda: state("ShmserveRequestsFail") == "pending", 30)
+    server.one("worker half").kill()
+    until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing", 30)
+
+
+def test_what_is_named_is_there(server: Server) -> None:
+    """Where there is no Prometheus, too."""
+    with watched.asked(server, generative=True):
+        until("text is made", lambda: server.metric("shmserve_llm_tokens_generated", model="tiny"))
+        page = server.metrics()
+    there = set(re.findall(r"^(\w+)[ {]", page, re.MULTILINE))
+    queries = [target["expr"] for p in dashboard()["panels"] for target in p.get("targets", ())]
+    for query in (*queries, *(rule["expr"] for rule in alerts())):
+        named = set(re.findall(r"\b((?:nv|shmserve)_\w+)", query))
+        assert named and named <= there, query

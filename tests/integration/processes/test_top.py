@@ -1,0 +1,152 @@
+"""`shmserve top` in a terminal of 80 by 24, beside a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs import watched
+from tests.support import repositories
+from tests.support.servers import ROOT, Server, run_command, running
+
+FLAGS = ("--exit-on-error=false", "--strict-readiness=false", "--cache-config=local,size=1048576")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("topped") / "models"
+    repository.mkdir()
+    watched.add_models(repository)
+    with running(repository, *FLAGS) as started:
+        yield started
+
+
+class Terminal:
+    """A program in a terminal of its own, and what is on its screen."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shmserve", "top", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        self._modes = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self._written = ""
+
+    def screen(self) -> list[str]:
+        """The lines of the last whole frame."""
+        frame = self._written.rpartition("\x1b[H")[2]
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n")
+
+    def wait(self, pattern: str, within_s: float = 20.0) -> list[str]:
+        """The screen once its text has this."""
+        deadline = time.monotonic() + within_s
+        while not re.search(pattern, "\n".join(self.screen())):
+            left = deadline - time.monotonic()
+            assert left > 0, (pattern, self._written[-3000:])
+            if select.select([self._ours], [], [], left)[0]:
+                self._written += os.read(self._ours, 65536).decode(errors="replace")
+        return self.screen()
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._ours, keys.encode())
+
+    def close(self) -> None:
+        """End it, if it has not; the terminal must be as it was."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self._theirs)
+        os.close(self._ours)
+
+
+@contextlib.contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    opened = Terminal(*arguments)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_it_is_used_by_keys(server: Server) -> None:
+    url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
+    with watched.asked(server), terminal(url) as opened:
+        screen = opened.wait(r"(?s)MODEL.*broken.*crimes +\d\S* +\d")
+        assert len(screen) <= 24 and max(map(len, screen)) <= 80
+        assert re.search(r"\d of 7 ready", screen[0])
+        assert any("broken/1: " in line and "no such weight" in line for line in screen), screen
+        opened.press("n")
+        opened.wait(r"MODEL\*")
+        opened.press("\x1b[B" * 2)
+        opened.wait(r"(?m)^cached")
+        opened.press("r")
+        opened.wait(r"REQ/S\*")
+        opened.press("\r")
+        screen = opened.wait(r"(?s)closed by +\w+ \d+.*instances")
+        assert len(screen) <= 24 and max(map(len, screen)) <= 80
+        opened.press("q")
+        assert opened.process.wait(10) == 0
+        assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"
+
+
+def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+    repositories.add(tmp_path / "models", "identity")
+    first = Server([tmp_path / "models"]).wait_ready()
+    first.wait_named()
+    ports = first.http_port, first.metrics_port
+    with terminal(f"--metrics-url=http://127.0.0.1:{first.metrics_port}") as opened:
+        opened.wait("1 of 1 ready")
+        first.process.terminate()
+        assert first.wait_exit(20) == 0
+        opened.wait("the server has ended|refused")
+        second = Server([tmp_path / "models"], ports=ports)
+        try:
+            second.wait_ready()
+            second.wait_named()
+            opened.wait("1 of 1 ready")
+        finally:
+            first.discard()
+            second.stop()
+
+
+def test_without_a_terminal_it_prints_once(server: Server) -> None:
+    printed = run_command("top", f"--metrics-url=http://127.0.0.1:{server.metrics_port}")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert re.search(r"(?m)^simple +", printed.stdout) and "UNAVAILA" in printed.stdout
+
+
+def test_nobody_there_and_no_token(tmp_path: Path) -> None:
+    nobody = run_command("top", "--metrics-url=http://127.0.0.1:1")
+    assert nobody.returncode == 1 and "Connection refused" in nobody.stderr
+    assert len(nobody.stderr.splitlines()) == 1
+    repositories.add(tmp_path / "models", "identity")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-for-metrics metrics\n")
+    tokens.chmod(0o600)
+    with running(tmp_path / "models", f"--auth-token-file={tokens}") as server:
+        url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
+        assert "needs a token" in run_command("top", url).stderr
+        shown = run_command("top", url, f"--token-file={tokens}")
+        assert shown.returncode == 0 and "identity" in shown.stdout

@@ -1,0 +1,103 @@
+"""`shmserve top`: what is shown of the figures, at any size, and what the keys do."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, Group
+
+from shmserve.cli.top import Top
+from tests.unit.gateway.test_figures import looked, report
+
+SERVER = {"version": "1.2", "cpu": 0.5, "memory_used": 2**30, "memory_total": 2**31}
+ENDED = {"event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops"}
+
+
+def shown_of(top: Top, width: int = 80, height: int = 24) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(Group(*top.page(height)))
+    return out.getvalue().splitlines()
+
+
+def top_of(**models: dict[str, Any]) -> Top:
+    top = Top()
+    rows = {f"{name}/1": {"state": "READY", **row} for name, row in models.items()}
+    top.take({"whole": True, "server": SERVER, "models": rows, "events": [ENDED]})
+    return top
+
+
+def some() -> Top:
+    """Three that serve, of which one fails, and one that does not."""
+    _, quick = looked(report(0), report(50))
+    _, failing = looked(report(0), report(10, fail=10, workers_lost=1))
+    _, idle = looked(report(0), report(0))
+    broken = {"state": "UNAVAILABLE", "reason": "no file", "hurts": 9000, "because": "no file"}
+    return top_of(quick=quick, failing=failing, idle=idle, broken=broken)
+
+
+def names(top: Top) -> list[str]:
+    return [line.split()[0] for line in shown_of(top)[2:6]]
+
+
+def test_what_hurts_comes_first() -> None:
+    lines = shown_of(some())
+    assert lines[0].startswith("shmserve 1.2: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
+    assert names(some()) == ["broken", "failing", "quick", "idle"]
+    assert "broken/1: no file" in lines[-2]
+    assert "q: quit" in lines[-1] and len(lines) <= 24
+
+
+@pytest.mark.parametrize(
+    ("key", "first"), [("n", "broken"), ("r", "quick"), ("f", "failing"), ("h", "broken")]
+)
+def test_a_letter_sorts(key: str, first: str) -> None:
+    top = some()
+    top.key(key)
+    assert names(top)[0] == first
+
+
+def test_arrows_choose_and_enter_opens() -> None:
+    top = some()
+    shown_of(top)
+    top.key("\x1b[A")
+    top.key("j")
+    top.key("\x1b[B")
+    assert top.chosen == "quick/1"
+    top.key("\r")
+    text = "\n".join(shown_of(top))
+    assert "closed by       full 50" in text and "oops" in text
+    top.key("\x1b")
+    assert not top.open and not top.ended
+    top.key("q")
+    assert top.ended
+
+
+def test_models_come_and_go() -> None:
+    top = some()
+    top.take({"server": SERVER, "models": {}, "gone": ["broken/1", "idle/1"], "events": []})
+    assert set(top.models) == {"quick/1", "failing/1"}
+    top.trouble = "it is gone"
+    assert shown_of(top)[0].rstrip() == "it is gone"
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(60, 200),
+    st.integers(6, 60),
+    st.lists(st.sampled_from(("j", "k", "\x1b[6~", "\r", "n", "p")), max_size=20),
+)
+def test_it_fits_any_terminal(count: int, width: int, height: int, keys: list[str]) -> None:
+    _, row = looked(report(0), report(10**6, pending=10**7))
+    top = top_of(**{f"model_with_a_long_name_{n}": row for n in range(count)})
+    for key in keys:
+        top.key(key)
+    lines = shown_of(top, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    if top.chosen:
+        # What is chosen is on the screen, if not all of its name.
+        chosen = top.chosen.removesuffix("/1")
+        assert any(line.startswith(chosen[: width - 56]) for line in lines)
