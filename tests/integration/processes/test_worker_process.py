@@ -339,9 +339,13 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("spoil", "code", "shown"),
     [
-        ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone'"),
-        ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4"),
-        ("raise type('Speechless', (Exception,), {'__str__': None})", "INTERNAL", "Speechless"),
+        ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone' (model.py:1)"),
+        ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4 (model.py:1)"),
+        (
+            "raise type('Speechless', (Exception,), {'__str__': None})",
+            "INTERNAL",
+            "Speechless (model.py:1)",
+        ),
         ("Model = 1", "INVALID_ARG", "'model.py' does not define a class 'Model'"),
     ],
 )
@@ -364,7 +368,8 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     worker.tell(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
     config = worker.expect(m.ConfigCompleted).config
     worker.tell(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
-    assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", "RuntimeError: boom")
+    text = "RuntimeError: boom (model.py:11)"
+    assert worker.expect(m.LoadFailed) == m.LoadFailed("INTERNAL", text)
     assert worker.wait() == 0
 
 
