@@ -85,10 +85,9 @@ class Recovery:
             self._responses.close(request, now_ns)
 
     def served(self, slot: Slot) -> None:
-        """An instance has executed something to its end: the supervisor hears of the first."""
-        if not slot.served:
-            slot.served = True
-            self._control.post(InstanceServed(slot.pid))
+        """An instance has executed something to its end, the first in its process."""
+        slot.served = True
+        self._control.post(InstanceServed(slot.pid))
 
     def overrun(self, slot: Slot, now_ns: int) -> None:
         """A batch passed the limit: its worker is killed, and a request that was alone in it fails.

@@ -157,7 +157,8 @@ class Executions:
     def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """An instance has returned its step, which had so many rows."""
         self._pool.finish(slot, now_ns)
-        self._recovery.served(slot)
+        if not slot.served:
+            self._recovery.served(slot)
         times = (message.gather_ns, message.forward_ns, message.sample_ns)
         timing = Timing(now_ns - sum(times), *times)
         self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
@@ -262,7 +263,7 @@ class Executions:
         if self._settings.decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
-        if message.executed:
+        if message.executed and not slot.served:
             self._recovery.served(slot)
         replies = matched(requests, message.replies)
         if replies is None:
@@ -352,7 +353,8 @@ class Executions:
     ) -> None:
         del slot.requests[request.key]
         self._pool.ended(slot)
-        self._recovery.served(slot)
+        if not slot.served:
+            self._recovery.served(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
             began_ns = now_ns if slot.execution is None else slot.execution.started_ns
