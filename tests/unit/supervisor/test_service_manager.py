@@ -99,7 +99,8 @@ def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
     names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
 
     async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
-        manager, got = ServiceManager(address), []
+        manager = ServiceManager(address)
+        got: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
             os.close(fd)  # the one that waits is another
