@@ -327,6 +327,14 @@ class InstanceRetired:
 
 
 @message
+class InstanceServed:
+    """An instance has executed something to its end, for the first time in its process: if that
+    dies, it is no crash loop. `process`: the number of the process."""
+
+    process: int
+
+
+@message
 class KillInstance:
     """An instance overran its execution limit: kill its process, if it is that one still, and have
     the log say where it hangs."""
@@ -487,7 +495,7 @@ ModelNews = ModelPublished | ModelOnDemand
 LoadRequest = LoadModel | UnloadModel
 AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
 PoolNews = InstanceExpected | InstanceGone | RetireInstance
-PoolRequest = KillInstance | InstanceRetired | AskTicket | TicketReturned
+PoolRequest = InstanceServed | KillInstance | InstanceRetired | AskTicket | TicketReturned
 Loading = CompleteConfig | LoadInstance | Attach  # a worker's
 Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

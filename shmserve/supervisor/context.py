@@ -116,7 +116,8 @@ class SupervisorContext:
         if child is None or not child.alive:
             return
         try:
-            await asyncio.wait_for(child.gone(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await child.gone()
         except TimeoutError:
             child.kill()
             await child.gone()

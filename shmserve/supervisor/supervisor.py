@@ -277,7 +277,8 @@ class Supervisor:
     async def _drain(self, sequences_s: float) -> None:
         """Open sequences have `sequences_s` to end, while all is served as before."""
         try:
-            await asyncio.wait_for(self.models.finish_sequences(), sequences_s)
+            async with asyncio.timeout(sequences_s):
+                await self.models.finish_sequences()
         except TimeoutError:
             logger.warning("not every open sequence has ended")
         self.handover.leave()

@@ -159,6 +159,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common.*", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
     ),
+    # a replica of Ray Serve, which has a server
+    "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
 }
 

@@ -283,6 +283,8 @@ class ModelVersion:
         match message:
             case m.KillInstance(process, reason):
                 self.instances.kill_overrunning(process, reason)
+            case m.InstanceServed(process):
+                self.instances.served(process)
             case m.InstanceRetired(process):
                 self.instances.retired(process)
             case MemoryDropped():  # which an ensemble has kept for workers

@@ -138,8 +138,7 @@ class VersionScheduler:
         hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
-        if not self._lifetime.stopping:
-            await either(ready, hosted.closed, hosted.child.exited)
+        await either(ready, hosted.closed, hosted.child.exited)  # before, it hears nothing
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
