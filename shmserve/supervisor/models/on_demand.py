@@ -27,6 +27,7 @@ from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
+_FOREVER_S = 1e6
 _LOOK_EVERY_S = 1.0
 _REPORT_WITHIN_S = 1.0  # a scheduler that does not say what it has has something
 # A model that leaves finishes what reached it too late, which may wait for the one that comes.
@@ -59,6 +60,7 @@ class OnDemand:
         self._uses: dict[ModelVersion, _Use] = {}
         self._news = asyncio.Event()
         executor.make_room = self.make_room
+        context.local_clients.want = self.want
 
     def changed(self) -> None:
         """A model's state has changed."""
@@ -79,7 +81,7 @@ class OnDemand:
         if over is None:
             over = self._loads[name] = asyncio.get_running_loop().create_future()
             self._context.background(self._load(name, over))
-        await either(over, timeout_s=patience_s or None)
+        await either(over, timeout_s=patience_s if 0 < patience_s < _FOREVER_S else None)
         if not over.done():
             raise Unavailable(f"model '{name}' was not loaded within the time of the request")
         error = over.result()
