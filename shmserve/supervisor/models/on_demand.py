@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import IDLE_UNLOAD
+from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
@@ -109,12 +109,14 @@ class OnDemand:
     async def run(self) -> None:
         """Have models leave when they are to, until this is cancelled."""
         while True:
+            if self._context.config.max_loaded_byte_size:
+                await self._memory.measure(self._registry.live, again=True)
             await self.make_room()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def make_room(self) -> None:
-        """Have models leave that are to; returns when they have ended. Whoever is about to start a
-        model, which is among what is coming, waits for it."""
+        """Have models leave that are to, which leaves room for what is coming; returns when they
+        have ended."""
         async with self._leaving:
             names = await self._to_leave()
             gone = {version for name in names for version in self._registry.models[name].versions}
@@ -164,8 +166,8 @@ class OnDemand:
         )
 
     def _idle_s(self, version: ModelVersion) -> float:
-        given = version.config.parameters.get(IDLE_UNLOAD)
-        return self._context.config.idle_unload_s if given is None else float(given)
+        given = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
+        return self._context.config.idle_unload_s if given is None else given
 
     # --- what schedulers say
 
