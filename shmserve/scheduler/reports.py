@@ -54,7 +54,7 @@ class Reports:
         """Send what is counted to whoever starts our successor: no count that was shown may ever go
         back. `brief` as in `Statistics.snapshot`."""
         gauges = self._count_malformed()
-        now = {name: gauges[name] for name in ("pending", "executing")}
+        now = {name: gauges[name] for name in ("pending", "executing", "instances")}
         statistics = {**self._statistics.snapshot(brief), **now}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 

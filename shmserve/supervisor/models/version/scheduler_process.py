@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ class CarryOver:
     def __init__(self, tell: Callable[[Any], None]) -> None:
         self._tell = tell
         self.snapshot: list[Any] = []  # as SchedulerStart has it
+        self.counted_s = 0.0  # when that came (monotonic)
         self._base: dict[str, Any] = {}
         self._successor: CarryOver | None = None
 
@@ -45,6 +47,7 @@ class CarryOver:
         """The scheduler has counted so much; a key that is not there is as it was."""
         last = self.snapshot[0] if self.snapshot else {}
         self.snapshot = [{**last, **statistics}, metrics]
+        self.counted_s = time.monotonic()
         self._update_successor()
 
     def be_base_of(self, successor: CarryOver | None) -> None:
@@ -215,6 +218,10 @@ class VersionScheduler:
     def publish_counters(self) -> None:
         """Have its counters published as an event."""
         self._publish_counters = True
+        self.count()
+
+    def count(self) -> None:
+        """Have it say what it has counted: `counts` will know."""
         self.tell(m.SnapshotStatistics())
 
     async def drain(self, sequences: bool = False) -> None:
