@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -42,6 +43,7 @@ from shmserve.ipc.processes import end_sooner, name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
+from shmserve.workers.backends.python import threads
 from shmserve.workers.instance import WorkerInstance
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
@@ -63,6 +65,7 @@ def run(data: bytes) -> None:
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
     stacks_fd = _set_signals()
+    threading.excepthook = threads.ended
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
     end_sooner(OOM_SCORE_ADJ)

@@ -106,7 +106,8 @@ class Mixed:
 
     async def _ask(self, door: str, ask: Ask, number: int, due: float) -> None:
         try:
-            await asyncio.wait_for(ask(number), _PATIENCE_S)
+            async with asyncio.timeout(_PATIENCE_S):
+                await ask(number)
         except Exception as error:
             self._failed.append(f"{door}: {error!r}"[:200])
         self._ended.setdefault(door, []).append((time.perf_counter() - due) * 1e3)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+_LOW = 10  # lines: in fewer the models come first
 _SILENT_S = 15.0  # a server that says nothing for so long is gone
 _AGAIN_S = 1.0
 _KEYS = "sort: h hurts n name r rate f fails w waits p p99  arrows, Enter: open  q: quit"
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(2):  # rates are known from the second on
             top.take(next(events))
         events.close()  # type: ignore[attr-defined]
-        console.print(Group(*top.page(len(top.models) + 5)))
+        console.print(Group(*top.page(len(top.models) + 6)))
         return 0
     _Screen(top, request).run(console)
     return 0
@@ -154,12 +155,13 @@ class Top:
         keys = self.order()
         if self.chosen not in keys:
             self.chosen = keys[0] if keys else ""
-        room = max(height - 4, 1)
-        body = self._model(room) if self.open and self.chosen else self._table(keys, room)
+        head = self._head()[: 1 if height < _LOW else 2]
+        room = max(height - len(head) - 3, 1)  # above the chosen one's trouble, the keys, a rest
+        body = self._model(room) if self.open and self.chosen else self._list(keys, room)
         hurts = self.models.get(self.chosen, {}).get("because") or ""
         because = Text(f"{self.chosen}: {hurts}" if hurts else "", "red")
         foot = [because, Text(_KEYS, "dim")]
-        return [*map(_line, self._head()), body, *map(_line, foot)]
+        return [*map(_line, head), *body, *map(_line, foot)]
 
     def _head(self) -> list[Text]:
         from rich.text import Text
@@ -171,15 +173,32 @@ class Top:
         rate, fail, waiting = (
             sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
-        memory = f"{server['memory_used'] / 2**30:.1f}/{server['memory_total'] / 2**30:.0f} GiB"
+        died, sequences = (
+            sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
+        )
         return [
             Text(
-                f"shmserve {server['version']}: {ready} of {len(rows)} ready  {_short(rate)} req/s"
+                f"shmserve: {ready} of {len(rows)} ready  {_short(rate)} req/s"
                 f"  {_short(fail)} fail/s  {_short(waiting)} wait  {server['cpu']:.0%} cpu"
-                f"  {memory}",
+                f"  {_gib(server['memory_used'])}/{_gib(server['memory_total'])} GiB",
                 "bold",
-            )
+            ),
+            Text(
+                f"{server['processes']} processes {_gib(server['resident_bytes'])} GiB  {died} died"
+                f"  {server['regions']} regions {_gib(server['region_bytes'])} GiB"
+                f"  arena {_gib(server['arena_used'])}/{_gib(server['arena_size'])}"
+                f"  {sequences} sequences"
+            ),
         ]
+
+    def _list(self, keys: list[str], room: int) -> list[RenderableType]:
+        """The models, and the newest events where there is room for them."""
+        from rich.text import Text
+
+        left = room - 2 - len(keys)
+        happened = [f"{when}  {text}" for when, text in self._happened("")][: max(left, 0)]
+        events = map(_line, map(Text, ["", *happened])) if happened else ()
+        return [self._table(keys, room), *events]
 
     def _table(self, keys: list[str], room: int) -> Table:
         from rich.table import Table
@@ -200,47 +219,62 @@ class Top:
             table.add_row(key.removesuffix("/1"), *cells, style=style + reverse)
         return table
 
-    def _model(self, room: int) -> Table:
+    def _model(self, room: int) -> list[RenderableType]:
         from rich.table import Table
 
         table = Table.grid(padding=(0, 2, 0, 0), expand=True)
         table.add_column(no_wrap=True, style="bold")
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        lines = [*details(self.models[self.chosen]), *self._happened()]
+        name = self.chosen.rpartition("/")[0]
+        lines = [*details(self.models[self.chosen]), *self._happened(name)]
         for name, text in [(self.chosen, ""), *lines][:room]:
             table.add_row(name, text)
-        return table
+        return [table]
 
-    def _happened(self) -> Iterator[tuple[str, str]]:
+    def _happened(self, name: str) -> Iterator[tuple[str, str]]:
+        """What happened to what has this in its name, the newest first."""
         for event in reversed(self.events):
             about = str(event.get("name") or event.get("title") or "")
-            if self.chosen.rpartition("/")[0] in about:
+            if name in about:
                 when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-                state = event.get("state") or event.get("reason") or ""
-                yield when, f"{event['event']} {about} {state}"
+                said = (event.get("state"), event.get("reason"))
+                yield (
+                    when,
+                    " ".join(f"{event['event']} {about} {' '.join(filter(None, said))}".split()),
+                )
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
     """What there is to say of a model, as lines of a name and a text."""
-    yield "state", f"{row['state']} {row.get('reason') or ''}"
+    yield "state", " ".join([row["state"], *(row.get("reason") or "").split()])
     if "success" not in row:
         return
     recent = row.get("recent", {})
     yield "answered", f"{row['success']}, failed {_counts(row['failures']) or 0}"
-    yield "ms", _counts(dict(zip(("p50", "p90", "p99"), recent.get("ms", ()), strict=False)))
+    yield "ms", _quantiles(recent.get("ms"))
     yield "a request's ms", _counts(recent.get("phases", {}))
     yield "executions", f"{row['execution_count']}, inferences {row['inference_count']}"
     yield "batches up to", _counts(recent.get("sizes", {}))
     yield "closed by", _counts(recent.get("closed", {}))
-    yield "instances", f"{_counts(row['instances'])}  died {row['workers_lost']}"
-    for name in ("sequences", "cache", "steps"):
-        if row.get(name):
-            yield name, _counts(row[name]) if isinstance(row[name], dict) else str(row[name])
+    if row["instances"]:
+        yield "instances", f"{_counts(row['instances'])}  died {row['workers_lost']}"
+    if row["sequences"]:
+        yield "sequences", f"open {row['sequences']}"
+    if row.get("cache"):
+        hits = {"hits": row["cache_hit"], "misses": row["cache_miss"]}
+        yield "cache", _counts(hits | row["cache"])
+    if row.get("steps"):
+        yield "steps", "  ".join(row["steps"])
     for name, found in row.get("generation", {}).items():
         yield name, _counts(found) if isinstance(found, dict) else _short(found)
-    for name in ("tokens_rate", "first_token_ms", "inter_token_ms"):
-        if recent.get(name):
-            yield name.replace("_", " "), str(recent[name])
+    if "tokens_rate" in recent:
+        yield "tokens/s", _short(recent["tokens_rate"])
+        yield "first token ms", _quantiles(recent["first_token_ms"])
+        yield "next token ms", _quantiles(recent["inter_token_ms"])
+
+
+def _quantiles(found: list[float] | None) -> str:
+    return _counts(dict(zip(("p50", "p90", "p99"), found or (), strict=False)))
 
 
 def _counts(counts: dict[str, float]) -> str:
@@ -267,11 +301,17 @@ def _number(row: Row, key: str) -> float:
 
 def _cell(row: Row, key: str) -> str:
     if "success" not in row:
-        return row["state"][:8] if key == "rate" else "-"
+        return row["state"] if key == "rate" else "-"
     if key == "busy":
+        if not row["instances"]:
+            return "-"  # an ensemble
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
     return _short(_number(row, key)) if "recent" in row or key == "pending" else "-"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g}"
 
 
 def _short(number: float) -> str:

@@ -17,6 +17,9 @@ from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)
 
+# Of a snapshot, as it is this moment.
+_NOW = ("pending", "executing", "open_sequences", "live", "instances")
+
 
 @dataclass(eq=False)
 class Reports:
@@ -54,7 +57,7 @@ class Reports:
         """Send what is counted to whoever starts our successor: no count that was shown may ever go
         back. `brief` as in `Statistics.snapshot`."""
         gauges = self._count_malformed()
-        now = {name: gauges[name] for name in ("pending", "executing", "instances")}
+        now = {name: gauges[name] for name in _NOW}
         statistics = {**self._statistics.snapshot(brief), **now}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 

@@ -191,6 +191,8 @@ class Supervisor:
         _give_memory_back()
         self.context.background(self.watchdog.run())
         self.context.background(self.resizer.run())
+        if self.context.config.load_on_demand:
+            self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll":
             self.context.background(self.poller.run())
         if self.reload is not None:
@@ -278,7 +280,8 @@ class Supervisor:
     async def _drain(self, sequences_s: float) -> None:
         """Open sequences have `sequences_s` to end, while all is served as before."""
         try:
-            await asyncio.wait_for(self.models.finish_sequences(), sequences_s)
+            async with asyncio.timeout(sequences_s):
+                await self.models.finish_sequences()
         except TimeoutError:
             logger.warning("not every open sequence has ended")
         self.handover.leave()

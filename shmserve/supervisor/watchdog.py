@@ -33,7 +33,8 @@ class Watchdog:
         while limit_s:
             number = self._control.announce(Ping, "gateway", "host")
             try:
-                await asyncio.wait_for(self._control.known(number), limit_s / 4)
+                async with asyncio.timeout(limit_s / 4):
+                    await self._control.known(number)
             except TimeoutError:
                 logger.error(
                     "no sign of life for the service manager, which ends this server %g s after "

@@ -92,3 +92,42 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         began = time.monotonic()
         assert people.number("once", 1).result().status == 503
         assert time.monotonic() - began < RECOVERY_S
+
+
+@pytest.mark.parametrize("mode", ["explicit", "poll"])
+def test_a_model_that_crashes_whenever_it_is_asked_is_given_up(tmp_path: Path, mode: str) -> None:
+    """After ten ends in a row, with a reason; the others serve. It comes back when it is loaded
+    again, or its files have changed."""
+    repository = tmp_path / "models"
+    repository.mkdir()
+    folder = repositories.add_as(repository, "bad", "simple")
+    code = folder / "1" / "model.py"
+    good = code.read_text()
+    repositories.insert(folder, "    def execute(self, _):\n        os.abort()\n\n    def was(")
+    code.write_text(f"import os\n{code.read_text()}")
+    repositories.add(repository, "simple")
+    row = {"datatype": "INT32", "shape": [1, 16], "data": np.zeros(16, int).tolist()}
+    request = {"inputs": [{**row, "name": "INPUT0"}, {**row, "name": "INPUT1"}]}
+    flags = ["--load-model=*"] if mode == "explicit" else ["--repository-poll-secs=1"]
+    with running(repository, f"--model-control-mode={mode}", *flags) as server:
+        server.gate.close()
+        with server.http() as http:
+            found: list[int] = []
+
+            def given_up() -> bool:
+                found.append(http.infer("bad", request).status)
+                assert http.infer("simple", request).status == 200
+                return found[-1] == 503
+
+            until("it is given up", given_up, 20)
+            assert found == [500] * 5 + [503]  # each request is run twice
+            rows = {row["name"]: row for row in http.post("/v2/repository/index").json()}
+            assert rows["bad"]["state"] == "UNAVAILABLE"
+            why = "its process ended 10 times in a row (signal 6), and has executed nothing"
+            assert why in rows["bad"]["reason"]
+            assert f"instance 'bad_0_0' stays down: {why}" in server.log()
+            assert http.get("/v2/models/bad/ready").status == 400
+            code.write_text(good)
+            if mode == "explicit":
+                http.post("/v2/repository/models/bad/load").ok()
+            until("it serves", lambda: http.infer("bad", request).status == 200, 10)

@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ _FOLDER = Path("/dev/shm")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _numbers = itertools.count()
+_TOKEN = secrets.token_hex(4)  # a run that was killed leaves its objects, and its pids come again
 
 
 class SharedObject:
@@ -23,7 +25,7 @@ class SharedObject:
     """
 
     def __init__(self, byte_size: int) -> None:
-        self.name = f"test-{os.getpid()}-{next(_numbers)}"
+        self.name = f"test-{os.getpid()}-{_TOKEN}-{next(_numbers)}"
         self.byte_size = byte_size
         self.path = _FOLDER / self.name
         self.fd = -1

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.workers.batch.failures import Failures
 from shmserve.workers.batch.request import Request, Response
@@ -29,19 +29,23 @@ from shmserve.workers.links.metrics_reports import MetricsReports
 from shmserve.workers.links.scheduler import InstanceLink, WorkerRequest
 
 MOST_WAIT_S = 30.0
+_LET_GO = Internal(
+    "the model has let go of the request's response sender, and has not sent its final response"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
     """The parts with which the streams of one instance write, all under the link's lock.
-    `abandoned`: those that their model has let go of without an end, for the loop to end."""
+    `abandoned`: those that their model has let go of without an end, for the loop to end, and what
+    was raised there, if that is known."""
 
     link: InstanceLink
     scatterer: Scatterer
     metrics: MetricsReports
     failures: Failures
     context: ModelContext
-    abandoned: deque[ResponseStream] = field(default_factory=deque)
+    abandoned: deque[tuple[ResponseStream, BaseException | None]] = field(default_factory=deque)
 
     def refuse(self, opened: WorkerRequest, error: ShmserveError) -> None:
         """The end of a request that cannot be read."""
@@ -55,7 +59,8 @@ class ResponseWriter:
     def end_abandoned(self) -> None:
         """End what the model has let go of."""
         while self.abandoned:
-            self.abandoned.popleft().send(final=True)
+            stream, error = self.abandoned.popleft()
+            stream.end_abandoned(error)
 
 
 class ResponseStream:
@@ -154,12 +159,19 @@ class ResponseStream:
                 self.rescheduled = True
                 self._end()
 
-    def abandon(self) -> None:
-        """End it: nobody is left who could send. May be called by the garbage collector, at any
-        moment: the end is the loop's to send."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """End it: nobody is left who could send, because of this `error`, if that is known. May be
+        called by the garbage collector, at any moment: the end is the loop's to send."""
         if not self._closed:
-            self._writer.abandoned.append(self)
+            self._writer.abandoned.append((self, error))
             self._writer.context.control.wake(always=True)
+
+    def end_abandoned(self, error: BaseException | None) -> None:
+        """Have it fail, now that the model has let go of it; one that was cancelled just ends."""
+        if self.is_cancelled():
+            self.send(final=True)
+        else:
+            self.fail(_LET_GO if error is None else self.explain(error))
 
     def _overrun(self) -> None:
         with self._writer.link.lock:
@@ -241,15 +253,16 @@ class RehearsedStream(ResponseStream):
     def wait(self) -> None:
         """Return once the model has ended it."""
         self._ended.wait()
+        self._writer.end_abandoned()
 
     def refuse(self, error: ShmserveError) -> Reply | None:
         """As `ResponseStream` says."""
         self.fail(error)
         return None
 
-    def abandon(self) -> None:
-        """As `ResponseStream` says; without the lock, which whoever is collecting may want."""
-        self._closed = True
+    def abandon(self, error: BaseException | None = None) -> None:
+        """As `ResponseStream` says."""
+        super().abandon(error)
         self._ended.set()
 
     def _post(self, response: Response | None, final: bool, given_ns: int, failed: bool) -> None:

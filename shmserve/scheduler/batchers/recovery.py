@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shmserve.ipc.messages.supervision import KillInstance
+from shmserve.ipc.messages.supervision import InstanceServed, KillInstance
 from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot, SlotState
 from shmserve.scheduler.outboxes import ControlLink
@@ -83,6 +83,11 @@ class Recovery:
             self._responses.finish(request, "INTERNAL", text, b"", None, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
+
+    def served(self, slot: Slot) -> None:
+        """An instance has executed something to its end, the first in its process."""
+        slot.served = True
+        self._control.post(InstanceServed(slot.pid))
 
     def overrun(self, slot: Slot, now_ns: int) -> None:
         """A batch passed the limit: its worker is killed, and a request that was alone in it fails.

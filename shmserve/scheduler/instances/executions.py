@@ -157,6 +157,8 @@ class Executions:
     def step_done(self, slot: Slot, message: Stepped, rows: int, now_ns: int) -> None:
         """An instance has returned its step, which had so many rows."""
         self._pool.finish(slot, now_ns)
+        if not slot.served:
+            self._recovery.served(slot)
         times = (message.gather_ns, message.forward_ns, message.sample_ns)
         timing = Timing(now_ns - sum(times), *times)
         self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
@@ -261,6 +263,8 @@ class Executions:
         if self._settings.decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
+        if message.executed and not slot.served:
+            self._recovery.served(slot)
         replies = matched(requests, message.replies)
         if replies is None:
             self.misplaced += 1
@@ -349,6 +353,8 @@ class Executions:
     ) -> None:
         del slot.requests[request.key]
         self._pool.ended(slot)
+        if not slot.served:
+            self._recovery.served(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
             began_ns = now_ns if slot.execution is None else slot.execution.started_ns

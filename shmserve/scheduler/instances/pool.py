@@ -99,6 +99,7 @@ class Slot:
     awaited: int = 0  # the process that was announced
     offer: Worker | None = None  # the last one, as long as it is not taken
     retiring: bool = False
+    served: bool = False  # its process has executed something to its end
     executions: deque[Execution] = field(default_factory=deque)
     requests: dict[int, ScheduledRequest] = field(default_factory=dict)
 
@@ -261,7 +262,7 @@ class Pool:
             self.free.remove(slot)
         if slot.awaited == slot.pid:
             slot.awaited = 0
-        slot.peer, slot.pid = b"", 0
+        slot.peer, slot.pid, slot.served = b"", 0, False
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]

@@ -8,11 +8,11 @@ speak for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Self
 
@@ -32,15 +32,21 @@ _MOST_NAMED = 5
 class ServiceManager:
     """The one that listens at `address`, a path or an abstract name behind "@"; None: there is
     none, and nobody is told anything. It waits `watchdog_s` seconds for a sign of life; 0: it asks
-    for none."""
+    for none.
+
+    What it has no room for (some ten messages) waits until it reads: a descriptor that it is to
+    keep would be missed after the next restart.
+    """
 
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
         self._socket: socket.socket | None = None
         self._said = ""
         self._stopping = False
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self.watchdog_s = watchdog_s if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
             where = f"\0{address[1:]}" if address.startswith("@") else address
             try:
                 self._socket.connect(where)
@@ -73,7 +79,7 @@ class ServiceManager:
 
     def alive(self) -> None:
         """A sign of life."""
-        self._tell("WATCHDOG=1")
+        self._tell_for_now("WATCHDOG=1")
 
     def stopping(self, state: str) -> None:
         """The server ends, and this is its last state."""
@@ -89,7 +95,7 @@ class ServiceManager:
     async def keep_waiting(self) -> None:
         """Have it wait for a start or an end that takes its time, until this is cancelled."""
         while self._socket is not None:
-            self._tell(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
+            self._tell_for_now(f"EXTEND_TIMEOUT_USEC={_EXTENDED_S * 1_000_000}")
             await asyncio.sleep(_SIGN_OF_LIFE_S)
 
     def keep(self, name: str, fds: list[int]) -> None:
@@ -100,17 +106,52 @@ class ServiceManager:
         """Keep those of this name no longer."""
         self._tell("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
 
+    def _tell_for_now(self, line: str) -> None:
+        """Nothing, where others wait: there is another one before long."""
+        if not self._waiting:
+            self._tell(line)
+
     def _tell(self, *lines: str, fds: Sequence[int] = ()) -> None:
-        if self._socket is not None:
-            said = "\n".join(lines).encode()
-            with contextlib.suppress(OSError):  # it has ended, or does not read
-                socket.send_fds(self._socket, [said], fds, socket.MSG_DONTWAIT)
+        said = "\n".join(lines).encode()
+        if self._socket is None or (not self._waiting and self._send(said, fds)):
+            return
+        if not self._waiting:
+            asyncio.get_running_loop().add_writer(self._socket, self._go_on)
+        self._waiting.append((said, [os.dup(fd) for fd in fds]))
+
+    def _send(self, said: bytes, fds: Sequence[int]) -> bool:
+        """Whether there was room for it, or nobody is there to hear it."""
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [said], fds)  # its flags are ignored
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # it has ended
+        return True
+
+    def _go_on(self) -> None:
+        """It has read something."""
+        while self._waiting and self._send(*self._waiting[0]):
+            self._forget()
+        if not self._waiting and self._socket is not None:
+            asyncio.get_running_loop().remove_writer(self._socket)
+
+    def _forget(self) -> None:
+        for fd in self._waiting.popleft()[1]:
+            os.close(fd)
 
     def close(self) -> None:
-        """Tell it nothing any more."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """Tell it nothing any more; what waits still has a last chance."""
+        if self._socket is None:
+            return
+        if self._waiting:
+            self._go_on()
+            asyncio.get_running_loop().remove_writer(self._socket)
+        while self._waiting:
+            self._forget()
+        self._socket.close()
+        self._socket = None
 
 
 def progress_line(progress: Mapping[str, str]) -> str:

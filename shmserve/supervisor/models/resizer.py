@@ -9,6 +9,8 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from shmserve.common import model_settings
@@ -17,6 +19,7 @@ from shmserve.ipc.messages.events import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
+from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.room import Room
 from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, Load, Sizing
@@ -30,11 +33,12 @@ _AGAIN_S = 10.0  # after an instance that could not be started, or that there wa
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One version that serves; `not_before_s`: no change until then."""
+    """One version that serves; `asked` is what its scheduler will say, and there is no change
+    before `not_before_s`."""
 
     sizing: Sizing
     room: Room
-    looked_s: float = 0.0
+    asked: asyncio.Future[dict[str, Any]] | None = None
     not_before_s: float = 0.0
     changing: bool = False
 
@@ -56,27 +60,35 @@ class Resizer:
             self.look()
 
     def look(self) -> None:
-        """Look at each version once. While an order of its model is followed, and changes the
-        instances or ends them, it stays as it is."""
+        """Ask the scheduler of each version, unless it has not answered yet. While an order of its
+        model is followed, and changes the instances or ends them, it stays as it is."""
         for model in self._registry.models.values():
             for version in model.serving.values():
                 bounds = bounds_of(version.config)
-                if bounds is not None and version.ready:
-                    self._look(version, bounds, may_change=not model.orders)
+                if bounds is not None and version.ready and not model.orders:
+                    self._ask(model, version, bounds)
 
-    def _look(self, version: ModelVersion, bounds: Bounds, may_change: bool) -> None:
+    def _ask(self, model: ModelEntry, version: ModelVersion, bounds: Bounds) -> None:
         watch = self._watches.get(version)
         if watch is None:
             watch = self._watches[version] = _watch(version.config, bounds)
-        counts = version.scheduler.counts
-        version.scheduler.count()
-        if not counts.snapshot or counts.counted_s <= watch.looked_s:
-            return  # nothing was said since
-        watch.looked_s = counts.counted_s
-        load = Load.of(counts.snapshot[0], counts.counted_s, version.config.decoupled)
+        if watch.asked is None or watch.asked.done():
+            watch.asked = version.scheduler.snapshot()
+            watch.asked.add_done_callback(partial(self._said, model, version, watch))
+
+    def _said(
+        self,
+        model: ModelEntry,
+        version: ModelVersion,
+        watch: _Watch,
+        said: asyncio.Future[dict[str, Any]],
+    ) -> None:
+        if said.cancelled():
+            return
+        load = Load.of(said.result(), time.monotonic(), version.config.decoupled)
         watch.room.look(version.instances.pids(), load.took_s)
         change = watch.sizing.look(load, version.instances.count)
-        if change is not None and may_change and not watch.changing:
+        if change is not None and not (watch.changing or model.orders):
             self._follow(version, watch, change)
 
     def _follow(self, version: ModelVersion, watch: _Watch, change: Change) -> None:

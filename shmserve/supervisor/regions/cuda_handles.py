@@ -54,7 +54,8 @@ class HandleCheck:
                 pid, CheckMemory(number, handle.raw, handle.device, handle.uuid, memory.byte_size)
             )
         try:
-            response = await asyncio.wait_for(future, _PATIENCE_S)
+            async with asyncio.timeout(_PATIENCE_S):
+                response = await future
         except TimeoutError:
             logger.info("no worker had time to look at a CUDA handle; its first request will")
             return

@@ -294,7 +294,7 @@ def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
         reply = scraper.get("/metrics").ok()
         assert b"nv_inference_count" in reply.body
         assert reply.headers["Content-Type"].startswith("text/plain")
-        for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging", "/"):
+        for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging"):
             reply = scraper.get(path)
             assert (reply.status, reply.body) == (200, b"")
         reply = scraper.post("/v2/models/constant/infer", ASKED)

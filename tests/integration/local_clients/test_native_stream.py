@@ -64,6 +64,10 @@ class TritonPythonModel:
                 while not sender.is_cancelled():
                     time.sleep(0.001)
                 open(rest, "w").close()
+            elif word == "raise":
+                raise ValueError(rest)
+            elif word == "return":
+                return
             elif word == "die":
                 os._exit(1)
         sender.send(flags=FINAL)
@@ -154,6 +158,20 @@ def test_what_is_wrong_is_said_at_once(client: shmserve.client.Server) -> None:
         client.stream("nobody", X=[1])
     with pytest.raises(shmserve.client.InvalidArgument, match="unexpected inference input 'X'"):
         client.stream("steps", STEPS=[b"1"], X=[1])
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(b"raise no third", "ValueError: no third"), (b"return", "has not sent its final response")],
+)
+def test_a_thread_of_the_model_that_ends_between_responses_ends_them(
+    client: shmserve.client.Server, step: bytes, says: str
+) -> None:
+    stream = client.stream("steps", STEPS=[b"1", b"2", step, b"4"], timeout=10)
+    assert [next(stream)["OUT"].tolist() for _ in range(2)] == [[1], [2]]
+    with pytest.raises(shmserve.client.Internal, match=says):
+        next(stream)
+    assert list(stream) == []
 
 
 def test_a_worker_that_dies_between_responses_ends_them(client: shmserve.client.Server) -> None:

@@ -157,6 +157,33 @@ def test_a_browser_shows_what_the_metrics_have(server: Server, page: Page) -> No
 
 
 @needs_chromium
+def test_the_keyboard_is_enough(server: Server, page: Page) -> None:
+    page.go(f"http://127.0.0.1:{server.metrics_port}/")
+    page.wait("it shows figures", "models.size >= 7")
+    page.key("Tab")
+    assert page.run("document.activeElement.textContent") == "To the models"
+    page.key("Enter")
+
+    def to(text: str) -> None:
+        for _ in range(40):
+            page.key("Tab")
+            if page.run("document.activeElement.textContent") == text:
+                return
+        raise AssertionError(f"Tab does not reach {text}")
+
+    to("Model")
+    page.key("Enter")
+    assert page.run("document.querySelector('#rows button').textContent") == "broken"
+    assert page.run("document.querySelector('th[aria-sort]').dataset.key") == "name"
+    to("pipeline")
+    page.key("Enter")
+    assert page.run("$('detail-name').textContent") == "pipeline, version 1"
+    to("Close")
+    page.key("Enter")
+    assert page.run("document.activeElement.textContent") == "pipeline"
+
+
+@needs_chromium
 def test_it_fits_a_phone_and_is_readable_in_the_dark(server: Server, page: Page) -> None:
     for dark in (False, True):
         page.size(390, 844, dark=dark, phone=True)

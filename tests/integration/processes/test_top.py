@@ -97,6 +97,10 @@ def test_it_is_used_by_keys(server: Server) -> None:
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
         assert any("broken/1: " in line and "no such weight" in line for line in screen), screen
+        assert re.search(
+            r"\d+ processes \S+ GiB +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
+        )
+        opened.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
         opened.press("n")
         opened.wait(r"MODEL\*")
         opened.press("\x1b[B" * 2)
@@ -106,6 +110,8 @@ def test_it_is_used_by_keys(server: Server) -> None:
         opened.press("\r")
         screen = opened.wait(r"(?s)closed by +\w+ \d+.*instances")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
+        opened.press("\x1bn" + "k" * 9 + "jjjj\r")
+        opened.wait("(?ms)^pipeline/1 +$.*^steps +half  half")
         opened.press("q")
         assert opened.process.wait(10) == 0
         assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"

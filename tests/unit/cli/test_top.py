@@ -13,7 +13,17 @@ from rich.console import Console, Group
 from shmserve.cli.top import Top
 from tests.unit.gateway.test_figures import looked, report
 
-SERVER = {"version": "1.2", "cpu": 0.5, "memory_used": 2**30, "memory_total": 2**31}
+SERVER = {
+    "cpu": 0.5,
+    "memory_used": 2**30,
+    "memory_total": 2**31,
+    "processes": 5,
+    "resident_bytes": 2**29,
+    "regions": 2,
+    "region_bytes": 2**28,
+    "arena_used": 0,
+    "arena_size": 2**30,
+}
 ENDED = {"event": "ProcessEnded", "time": 0, "pid": 7, "title": "worker quick.0", "reason": "oops"}
 
 
@@ -40,12 +50,14 @@ def some() -> Top:
 
 
 def names(top: Top) -> list[str]:
-    return [line.split()[0] for line in shown_of(top)[2:6]]
+    return [line.split()[0] for line in shown_of(top)[3:7]]
 
 
 def test_what_hurts_comes_first() -> None:
     lines = shown_of(some())
-    assert lines[0].startswith("shmserve 1.2: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
+    assert lines[0].startswith("shmserve: 3 of 4 ready  60 req/s  10 fail/s  0 wait")
+    assert lines[1].startswith("5 processes 0.5 GiB  1 died  2 regions 0.25 GiB  arena 0/1")
+    assert "ProcessEnded worker quick.0 oops" in lines[-3]
     assert names(some()) == ["broken", "failing", "quick", "idle"]
     assert "broken/1: no file" in lines[-2]
     assert "q: quit" in lines[-1] and len(lines) <= 24

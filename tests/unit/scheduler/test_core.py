@@ -15,6 +15,7 @@ from shmserve.ipc.messages.supervision import (
     InstanceExpected,
     InstanceGone,
     InstanceRetired,
+    InstanceServed,
     KillInstance,
     ProcessExited,
     RetireInstance,
@@ -327,6 +328,34 @@ def test_a_failed_pool_refuses_what_waits_and_what_comes() -> None:
     rig.start()
     rig.submit()
     assert rig.execute()
+
+
+def test_the_supervisor_hears_of_the_first_execution_of_each_process() -> None:
+    rig = Rig()
+    for pid in (100, 101):
+        peer = rig.start(0, pid)
+        rig.submit(2)
+        for _ in range(2):
+            rig.finish(peer, rig.execute()[1])
+        assert served(rig) == [InstanceServed(pid)]
+        rig.supervisor(ProcessExited(pid, "signal 11"))
+
+
+def test_what_dies_before_its_stream_has_ended_has_served_nothing() -> None:
+    rig = Rig(decoupled=True)
+    peer = rig.start()
+    rig.submit()
+    _, batch = rig.execute()
+    rig.returned(peer, batch)
+    rig.respond(peer, batch.requests[0].key)
+    assert served(rig) == []
+    rig.supervisor(ProcessExited(100, "signal 11"))
+    assert served(rig) == []
+
+
+def served(rig: Rig) -> list[Any]:
+    """What the supervisor was told of instances that execute."""
+    return [word for _, word in rig.control.take() if isinstance(word, InstanceServed)]
 
 
 def test_many_idle_clients_are_forgotten() -> None:
@@ -708,7 +737,7 @@ def drained(rig: Rig) -> bool:
     """Whether the supervisor has been told so since the last time; what was counted it gets first,
     each time."""
     told = [message for _, message in rig.control.take()]
-    assert {type(message) for message in told[:-1]} <= {StatisticsSnapshot}
+    assert {type(message) for message in told[:-1]} <= {InstanceServed, StatisticsSnapshot}
     return bool(told) and told[-1] == Drained()
 
 

@@ -91,6 +91,40 @@ def test_it_is_asked_to_wait(heard: tuple[str, socket.socket]) -> None:
     assert sock.recv(1000) == b"EXTEND_TIMEOUT_USEC=60000000"
 
 
+def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
+    heard: tuple[str, socket.socket],
+) -> None:
+    address, sock = heard
+    count = 40  # more than the kernel queues: net.unix.max_dgram_qlen, 10 if nobody set it
+    names = [f"FDSTORE=1\nFDNAME=kept-{number}\nFDPOLL=0" for number in range(count)]
+
+    async def fill(files: list[int]) -> list[tuple[str, tuple[int, int]]]:
+        manager = ServiceManager(address)
+        got: list[tuple[str, tuple[int, int]]] = []
+        for number, fd in enumerate(files):
+            manager.keep(str(number), [fd])
+            os.close(fd)  # the one that waits is another
+            manager.alive()
+        while not got or got[-1][0] != names[-1]:
+            await asyncio.sleep(0)
+            try:
+                said, (fd,), _, _ = socket.recv_fds(sock, 1000, 1)
+            except BlockingIOError:
+                continue
+            except ValueError:  # a sign of life, while there was room
+                continue
+            got.append((said.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
+            os.close(fd)
+        manager.alive()
+        manager.close()
+        return got
+
+    files = [os.memfd_create(f"kept-{number}") for number in range(count)]
+    same = [(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in files]
+    assert asyncio.run(fill(files)) == list(zip(names, same, strict=True))
+    assert sock.recv(1000) == b"WATCHDOG=1"
+
+
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
 def test_without_one_nothing_is_said(address: str | None) -> None:
     manager = ServiceManager(address)

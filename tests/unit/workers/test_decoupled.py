@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.python import PythonBackend, threads
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.supervisor import readable
@@ -317,8 +318,13 @@ def test_execute_raises(model: Model) -> None:
         model.backend._model.kept[2].send(flags=1)
 
 
+LET_GO = (
+    "the model has let go of the request's response sender, and has not sent its final response"
+)
+
+
 def test_a_sender_that_nobody_has_any_more(model: Model) -> None:
-    """Nobody can send any more, so it is the end: after none, or after some responses."""
+    """Nobody can send any more, so it has failed: after none, or after some responses."""
     model.serve(
         """
         def execute(self, requests):
@@ -327,8 +333,58 @@ def test_a_sender_that_nobody_has_any_more(model: Model) -> None:
     )
     model.begin(0, 0)
     model.rig.instance._writer.end_abandoned()
+    assert model.responses(1) == [LET_GO, "end"]
+    assert model.responses(2) == [[5], LET_GO, "end"]
+
+
+def test_a_sender_that_is_let_go_of_once_nobody_waits(model: Model) -> None:
+    model.serve(
+        """
+        def execute(self, requests):
+            self.kept = requests
+        """
+    )
+    model.begin(0)
+    model.cancel(1)
+    model.backend._model.kept.clear()
+    model.rig.instance._writer.end_abandoned()
     assert model.responses(1) == ["end"]
-    assert model.responses(2) == [[5], "end"]
+
+
+@pytest.mark.parametrize("keeps", ["", "why = "])
+def test_a_thread_that_raises(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps: str
+) -> None:
+    """Its requests fail with what it raised, at once, also where a variable of it has that."""
+    monkeypatch.setattr(threading, "excepthook", threads.ended)
+    model.serve(
+        f"""
+        def execute(self, requests):
+            for request in requests:
+                thread = threading.Thread(target=self.respond, args=(request,), name="mine")
+                thread.start()
+                thread.join()
+            self.thread = thread
+
+        def respond(self, request):
+            sender = request.get_response_sender()
+            sender.send(response(1))
+            try:
+                raise ValueError("mine")
+            except ValueError as error:
+                {keeps}error
+                raise
+        """
+    )
+    gc.disable()
+    try:
+        model.begin(0, 0)
+        model.rig.instance._writer.end_abandoned()
+    finally:
+        gc.enable()
+    for key in (1, 2):
+        assert model.responses(key) == [[1], f"{FAILED}ValueError: mine", "end"]
+    assert "thread 'mine' of the model failed" in caplog.text
 
 
 def test_a_kept_request_keeps_its_sender(model: Model) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
-from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.python import PythonBackend, threads
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -511,6 +512,27 @@ def test_a_response_from_a_thread(model: Model) -> None:
         """
     )
     assert model.ask(1) == [[2]]
+
+
+def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request fails with what it has raised, unless it was answered."""
+    monkeypatch.setattr(threading, "excepthook", threads.ended)
+    model.serve(
+        """
+        def execute(self, requests):
+            for request in requests:
+                args = (given(request), request.get_response_sender())
+                threading.Thread(target=self.respond, args=args).start()
+
+        def respond(self, array, sender):
+            if array[0] == 1:
+                sender.send(response(array))
+            raise ValueError("mine")
+        """
+    )
+    one, two = model.ask(1, 2)
+    assert one == [1]
+    assert isinstance(two, str) and two.endswith("message: ValueError: mine")
 
 
 def test_responses_from_tasks(model: Model) -> None:

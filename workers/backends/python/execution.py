@@ -84,6 +84,9 @@ class PythonExecution:
         awaited = [request.outbox for request, item in pairs if item is None and request.outbox]
         if awaited:
             self._await_senders(awaited)
+            for outbox in awaited:
+                if outbox.response is None and outbox.error is not None:
+                    raise outbox.error
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
         return [self._response(*pair) for pair in pairs]
 

@@ -137,12 +137,13 @@ RESPONSE_COMPLETE_FINAL = 1
 class SingleResponse:
     """Where the one response to a request is put that does not come back from `execute`.
 
-    `done` is set when it is there, or when nobody is left who could put it; `listener` is called
-    then too.
+    `done` is set when it is there, or when nobody is left who could put it, because of `error`, if
+    that is known; `listener` is called then too.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
         self.response: Response | None = None
+        self.error: BaseException | None = None
         self.done = threading.Event()
         self.listener: Callable[[], None] | None = None
         self._closed = False
@@ -171,8 +172,9 @@ class SingleResponse:
         """Whether nobody waits for the response any more."""
         return self._is_cancelled()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """Nothing more comes."""
+        self.error = error
         self.done.set()
         if self.listener is not None:
             self.listener()
@@ -194,18 +196,19 @@ class StreamedResponses:
         """Whether nobody waits for more responses."""
         return self._stream.is_cancelled()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException | None = None) -> None:
         """The request ends here, whether or not the model has said so."""
-        self._stream.abandon()
+        self._stream.abandon(error)
 
 
 class InferenceResponseSender:
     """Sends the responses to one request, from any thread, also after `execute` has returned."""
 
-    __slots__ = ("__weakref__", "_channel")
+    __slots__ = ("__weakref__", "_channel", "_raised")
 
     def __init__(self, channel: SingleResponse | StreamedResponses) -> None:
         self._channel = channel
+        self._raised: BaseException | None = None  # by a thread that had it
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Send a response; with TRITONSERVER_RESPONSE_COMPLETE_FINAL it is the last, and the flag
@@ -235,7 +238,7 @@ class InferenceResponseSender:
         return self._channel.is_cancelled()
 
     def __del__(self) -> None:
-        self._channel.abandon()
+        self._channel.abandon(self._raised)
 
 
 def _closed() -> TritonModelException:

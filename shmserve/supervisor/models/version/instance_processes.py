@@ -1,6 +1,6 @@
 """The worker processes of a model version: loaded together, restarted with backoff when they die,
-given up after too many failures in a row, stopped. For another `instance_group` some are added and
-others retire, while the version serves.
+given up after too many failed loads or crashes in a row, stopped. For another `instance_group` some
+are added and others retire, while the version serves.
 
 supervisor                        worker
    spawn          ------------>   WorkerStarted
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 _ENTRY = "shmserve.workers.main:run"
 _STOP_PATIENCE_S = 5.0
 _MOST_FAILED_LOADS = 5
+# Ends in a row, with nothing executed meanwhile, after which an instance stays down: some 5 s of a
+# model that loads at once.
+_MOST_CRASHES = 10
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
@@ -390,16 +393,26 @@ class Instances:
         logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
-            self._context.background(self._restart(instance))
+            self._context.background(self._restart(instance, child.reason))
 
     def _wanted(self, instance: Instance) -> bool:
         return not self._lifetime.stopping and instance in self._all
 
-    async def _restart(self, instance: Instance) -> None:
-        lived_s = time.monotonic() - instance.ready_at
+    def served(self, process: int) -> None:
+        """An instance has executed something: it is none that does nothing but crash."""
+        instance = self._of(process)
+        if instance is not None:
+            instance.crashes = 0
+
+    async def _restart(self, instance: Instance, why: str) -> None:
+        pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
+        # A long life ends the row, too.
+        instance.crashes = min(instance.crashes + 1, instance.backoff.deaths)
+        if instance.crashes == _MOST_CRASHES and self._wanted(instance):
+            ended = f"its process ended {_MOST_CRASHES} times in a row ({why})"
+            self._give_up(instance, f"{ended}, and has executed nothing meanwhile")
+            return
         while self._wanted(instance):
-            pause = instance.backoff.pause_s(lived_s)
-            lived_s = 0.0  # of what does not load
             if pause:
                 await asyncio.sleep(pause)
             if not self._wanted(instance):
@@ -415,6 +428,7 @@ class Instances:
                 instance.failed_loads += 1
                 logger.error("instance '%s' did not start again: %s", instance.name, error.message)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
+                    pause = instance.backoff.pause_s(0)
                     continue
                 self._give_up(instance, error.message)
             return
@@ -429,16 +443,14 @@ class Instances:
 
     def _give_up(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")
-        logger.error(
-            "instance '%s' stays down after %d failed starts", instance.name, _MOST_FAILED_LOADS
-        )
+        logger.error("instance '%s' stays down: %s", instance.name, reason)
         self._tell_gone(instance)
         if all(other.state in _DOWN for other in self._all):
             self.failure = reason
         self._on_change()
 
     def _tell_gone(self, instance: Instance) -> None:
-        reason = f"model '{self._spec.name}' failed: no instance could be started"
+        reason = f"model '{self._spec.name}' failed: its instances stay down"
         self._scheduler.tell(m.InstanceGone(instance.index, reason))
 
     # --- end

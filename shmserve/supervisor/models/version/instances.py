@@ -88,6 +88,7 @@ class Instance:
     inbox: asyncio.Queue[Any] = field(default_factory=inbox)
     ready_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
+    crashes: int = 0  # since one that lived had executed anything
     failed_loads: int = 0
     checks_ready: bool = False
 

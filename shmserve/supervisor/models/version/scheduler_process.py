@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -39,7 +38,6 @@ class CarryOver:
     def __init__(self, tell: Callable[[Any], None]) -> None:
         self._tell = tell
         self.snapshot: list[Any] = []  # as SchedulerStart has it
-        self.counted_s = 0.0  # when that came (monotonic)
         self._base: dict[str, Any] = {}
         self._successor: CarryOver | None = None
 
@@ -47,7 +45,6 @@ class CarryOver:
         """The scheduler has counted so much; a key that is not there is as it was."""
         last = self.snapshot[0] if self.snapshot else {}
         self.snapshot = [{**last, **statistics}, metrics]
-        self.counted_s = time.monotonic()
         self._update_successor()
 
     def be_base_of(self, successor: CarryOver | None) -> None:
@@ -103,6 +100,7 @@ class VersionScheduler:
         self._drained: asyncio.Future[None] = loop.create_future()
         self.counts = CarryOver(self.tell)
         self._publish_counters = False
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # for a snapshot
         self._rate_limited = False
 
     @property
@@ -140,8 +138,7 @@ class VersionScheduler:
         hosted = self._last = await context.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
-        if not self._lifetime.stopping:
-            await either(ready, hosted.closed, hosted.child.exited)
+        await either(ready, hosted.closed, hosted.child.exited)  # before, it hears nothing
         if self._lifetime.stopping:
             await context.hosts.close(hosted)
             raise Unavailable("the model is unloaded")
@@ -203,6 +200,7 @@ class VersionScheduler:
                 settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counts.update(statistics, metrics)
+                settle(self._asked, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
                     event = counted(self._spec.name, self._spec.version, statistics)
@@ -218,11 +216,15 @@ class VersionScheduler:
     def publish_counters(self) -> None:
         """Have its counters published as an event."""
         self._publish_counters = True
-        self.count()
-
-    def count(self) -> None:
-        """Have it say what it has counted: `counts` will know."""
         self.tell(m.SnapshotStatistics())
+
+    def snapshot(self) -> asyncio.Future[dict[str, Any]]:
+        """Ask for what it has counted, as `StatisticsSnapshot` has it; one that does not run gives
+        none."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            self.tell(m.SnapshotStatistics())
+        return self._asked
 
     async def drain(self, sequences: bool = False) -> None:
         """Have it finish what it has, with `sequences` those that are open, too; returns when it

@@ -440,7 +440,7 @@ def test_what_flaps_while_it_is_announced_takes_over_in_the_end() -> None:
         (version,) = server.registry.model("s").coming.values()
         for _ in range(10):
             (instance,) = version.instances._all
-            instance.backoff = MagicMock(**{"pause_s.return_value": 0.0})
+            instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
             server.worker("s").kill()
             await until(lambda: version.ready)
         assert not load.done()
@@ -490,7 +490,7 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._all
         instance.ready_at -= 3600
-        backoff = MagicMock(**{"pause_s.return_value": 0.0})
+        backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff
         server.at_start = lambda child: child.kill()
         server.worker("s").kill()

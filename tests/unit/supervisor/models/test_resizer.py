@@ -59,10 +59,14 @@ class Rig:
         step = (self.wanted > count) - (self.wanted < count)
         return Change(count + step, "it is wanted") if step else None
 
-    async def look(self) -> int:
-        """Look once, after the scheduler has counted; how many instances there are then."""
-        self.version.scheduler.counts.update(STATISTICS, [])
+    async def look(self, answers: bool = True) -> int:
+        """Look once, and have the scheduler answer; how many instances there are then."""
         self.resizer.look()
+        asked = self.told.count(m.SnapshotStatistics())
+        if answers and asked:
+            self.version.scheduler._on_scheduler(
+                self.version.scheduler.counts, m.StatisticsSnapshot(STATISTICS, [])
+            )
         await turns()
         return self.version.instances.count
 
@@ -113,17 +117,20 @@ def test_one_at_a_time_and_every_change_is_told(
     played(monkeypatch, play)
 
 
-def test_not_while_an_order_is_followed_or_nothing_new_was_said(
+def test_not_while_an_order_is_followed_or_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 3
         rig.model.orders.append(Order(rig.model, Kind.LOAD))
         assert await rig.look() == 1
+        assert rig.told.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
-        rig.resizer.look()
-        await turns()
-        assert rig.version.instances.count == 1
+        assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
+        assert rig.told.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
+        rig.model.orders.append(Order(rig.model, Kind.LOAD))
+        assert await rig.look() == 1
+        rig.model.orders.clear()
         assert await rig.look() == 2
 
     played(monkeypatch, play)

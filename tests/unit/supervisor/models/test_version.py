@@ -99,7 +99,7 @@ def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_non
         processes.at_start = lambda child: child.kill()
         second.kill()
         await turns()
-        text = "model 'm' failed: no instance could be started"
+        text = "model 'm' failed: its instances stay down"
         assert told == [m.InstanceGone(0, text)] and model.instances.failure
         told.clear()
         model.instances.introduce([second.pid])
@@ -107,6 +107,54 @@ def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_non
         await processes.end()
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_an_instance_that_does_nothing_but_crash_stays_down(
+    monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    """Not one that has executed something in between; each is started again with pauses."""
+    most = instance_processes._MOST_CRASHES
+    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
+
+    async def live() -> tuple[int, str]:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        for death in range(most):
+            async with asyncio.timeout(10):
+                await model.until_ready()
+            worker = processes.started[-1] if death else processes.started[0]
+            if serves and death == most // 2:
+                model._scheduler_said(m.InstanceServed(worker.pid))
+            worker.kill()
+            await turns(1)
+        await turns()
+        await processes.end()
+        return len(processes.started) - 1, model.problem
+
+    text = "its process ended 10 times in a row (signal 9), and has executed nothing meanwhile"
+    assert asyncio.run(live()) == ((most + 1, "") if serves else (most, text))
+
+
+def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is any number of ends that are far apart, of a model that nobody asks."""
+    monkeypatch.setattr("shmserve.supervisor.processes.table._HEALTHY_S", -1.0)
+
+    async def live() -> str:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        for death in range(instance_processes._MOST_CRASHES + 1):
+            async with asyncio.timeout(10):
+                await model.until_ready()
+            (processes.started[-1] if death else processes.started[0]).kill()
+            await turns(1)
+        await turns()
+        await processes.end()
+        return model.problem
+
+    assert asyncio.run(live()) == ""
 
 
 def test_a_new_scheduler_knows_its_instances_before_anybody_submits_to_it(
