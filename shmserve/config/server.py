@@ -61,6 +61,9 @@ class ServerConfig:
     class_settings: Mapping[str, str]
     model_control_mode: str
     load_models: tuple[str, ...]
+    load_on_demand: bool
+    idle_unload_s: float
+    max_loaded_byte_size: int
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
@@ -131,6 +134,7 @@ _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
     *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
+    *("load-on-demand", "max-loaded-byte-size"),
 )
 
 
@@ -159,6 +163,7 @@ def _from_flags(
         model_files=tuple(files),
         class_settings=wrong(_class_settings, parsed.repeated["set"], files),
         load_models=wrong(_load_models, parsed),
+        idle_unload_s=value["idle-unload-secs"],
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=wrong(_config_name, value["model-config-name"] or ""),

@@ -27,6 +27,7 @@ A gRPC request:
 
     process.py, settings.py         a gateway's process, and what it is told at its start
     context.py                      what it holds (model_table.py, region_table.py)
+    on_demand.py                    a request for a model that is loaded for it waits
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     client_identity.py              who a client is, and what it may; connection_limits.py: how
                                     many connections there may be

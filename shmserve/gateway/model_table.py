@@ -59,13 +59,14 @@ _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of e
 
 
 class ModelTable:
-    """name -> version -> `GatewayModel`."""
+    """name -> version -> `GatewayModel`; and the names of those on demand, loaded or not."""
 
     def __init__(self, dispatcher: RequestDispatcher) -> None:
         self._dispatcher = dispatcher
         self._models: dict[str, dict[str, GatewayModel]] = {}
         self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
+        self.on_demand: set[str] = set()
 
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
@@ -92,7 +93,9 @@ class ModelTable:
 
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; what is in flight on it finishes. Version "" says that there is such a
-        model, without any."""
+        model, without any, and not on demand."""
+        if not version:
+            self.on_demand.discard(name)
         versions = self._models.get(name, {})
         model = versions.pop(version, None)
         if not versions:

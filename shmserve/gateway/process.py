@@ -201,6 +201,9 @@ class _Process:
             case m.ModelPublished():
                 gateway.models.publish(message)
                 self._acknowledge(message.acknowledge)
+            case m.ModelOnDemand(name, acknowledge):
+                gateway.models.on_demand.add(name)
+                self._acknowledge(acknowledge)
             case m.ReadinessChanged(name, version, ready):
                 gateway.models.set_ready(name, version, ready)
             case m.ModelWithdrawn(name, version, acknowledge):

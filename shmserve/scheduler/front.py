@@ -283,6 +283,7 @@ class Front(Generic[R]):
 
     def _gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
+        gauges["live"] = self._core.live
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()
         gauges["malformed"] += self._links.malformed + self._control.malformed
         return gauges

@@ -17,6 +17,8 @@ from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)
 
+_NOW = ("pending", "executing", "open_sequences", "live")  # of a snapshot, as it is this moment
+
 
 @dataclass(eq=False)
 class Reports:
@@ -54,7 +56,7 @@ class Reports:
         """Send what is counted to whoever starts our successor: no count that was shown may ever go
         back. `brief` as in `Statistics.snapshot`."""
         gauges = self._count_malformed()
-        now = {name: gauges[name] for name in ("pending", "executing")}
+        now = {name: gauges[name] for name in _NOW}
         statistics = {**self._statistics.snapshot(brief), **now}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 

@@ -15,7 +15,12 @@ from typing import Any
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
 from shmserve.ipc.capabilities import Capabilities
-from shmserve.ipc.messages.supervision import ModelPublished, ModelWithdrawn, ReadinessChanged
+from shmserve.ipc.messages.supervision import (
+    ModelNews,
+    ModelPublished,
+    ModelWithdrawn,
+    ReadinessChanged,
+)
 from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
@@ -80,7 +85,7 @@ class SupervisorContext:
             self.local_clients.tell(message)
         self.control.broadcast(message, *roles)
 
-    def announce(self, news: ModelPublished | ModelWithdrawn) -> int:
+    def announce(self, news: ModelNews | ModelWithdrawn) -> int:
         """Send news of a model to every gateway and local client; the number that these are to
         acknowledge, unless they are stopped. Ensembles hear of models that serve, too, but not of
         the end of one: they finish what they have begun there. Workers, which call models, need
@@ -90,7 +95,7 @@ class SupervisorContext:
         numbered = partial(_numbered, news)
         number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
-        if not serves:
+        if isinstance(news, ModelWithdrawn):
             self.control.broadcast(news, "worker")
         return number
 
@@ -118,7 +123,5 @@ class SupervisorContext:
             await child.gone()
 
 
-def _numbered(
-    news: ModelPublished | ModelWithdrawn, number: int
-) -> ModelPublished | ModelWithdrawn:
+def _numbered(news: ModelNews | ModelWithdrawn, number: int) -> ModelNews | ModelWithdrawn:
     return replace(news, acknowledge=number)

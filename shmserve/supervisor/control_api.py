@@ -41,6 +41,7 @@ _Requests = (
     | m.ChangeLogging
     | m.ChangeTracing
     | m.FindModel
+    | m.WantModel
     | m.AskReady
 )
 _Workspace = m.LeaseWorkspace | m.ReturnWorkspace
@@ -103,7 +104,10 @@ class ControlApi:
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
-            case m.FindModel(name=name, version=version):
+            case m.WantModel(name=name, patience_s=patience_s):
+                await self._models.on_demand.want(name, patience_s)
+            case m.FindModel(name=name, version=version, patience_s=patience_s):
+                await self._models.on_demand.want(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
                 pids = self._registry.asked_whether_ready(name, version)

@@ -188,6 +188,8 @@ class Supervisor:
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         self.context.background(self.watchdog.run())
+        if self.context.config.load_on_demand:
+            self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll":
             self.context.background(self.poller.run())
         if self.reload is not None:

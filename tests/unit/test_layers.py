@@ -152,6 +152,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("ipc.*", "client.*"),
     "cli.transports": ("ipc.*", "proto", "client.*", "cli"),
     "cli.grafana": (),
+    "cli.kserve": (),
     "cli.systemd": ("config",),
     "perf.doors": (*("ipc.*", "client.*", "cli", "cli.transports", "gateway.http2", "perf"),),
     "perf": ("ipc.*", "common", "client.*", "cli", "cli.transports", "perf.doors"),
@@ -159,6 +160,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common.*", "config", "client", "client.server"),
         *("supervisor", "supervisor.checks", "supervisor.host", "cli.*", "perf.*"),
     ),
+    # a replica of Ray Serve, which has a server
+    "ray": ("ipc", "config", "cli"),
     "__main__": ("cli",),
 }
 

@@ -12,6 +12,7 @@ import shmserve
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import describe
+from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.messages.supervision import AskReady, ChangeLogging
 
 EXTENSIONS = (
@@ -42,8 +43,10 @@ def is_leaving(gateway: Gateway) -> bool:
 
 
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
-    """Whether a model's version is ready, and says so itself where it defines `is_ready`; raises
-    InvalidArgument for what is no version."""
+    """Whether a model's version is ready, and says so itself where it defines `is_ready`; one on
+    demand that is not loaded is. Raises InvalidArgument for what is no version."""
+    if name in gateway.models.on_demand and not gateway.models.versions(name):
+        return True
     try:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
@@ -64,18 +67,18 @@ def server(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
+async def model(gateway: Gateway, name: str, version: str) -> dict[str, Any]:
     """A model's metadata; a `version` that is asked for is the only one listed.
 
-    Raises NotFound or Unavailable.
+    Raises as `loaded` does, for which it waits.
     """
-    found = gateway.models.resolve(name, version)
+    found = await loaded(gateway, name, version)
     return describe(found, [found.version] if version else gateway.models.versions(name))
 
 
-def model_config(gateway: Gateway, name: str, version: str) -> bytes:
-    """A model's configuration as JSON; raises NotFound or Unavailable."""
-    return gateway.models.resolve(name, version).config
+async def model_config(gateway: Gateway, name: str, version: str) -> bytes:
+    """A model's configuration as JSON; raises as `loaded` does, for which it waits."""
+    return (await loaded(gateway, name, version)).config
 
 
 SWITCHES = ("log_info", "log_warning", "log_error")

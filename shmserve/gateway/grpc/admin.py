@@ -83,12 +83,15 @@ class AdminCall:
 
     async def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """ModelMetadata; a version in the request is the only one listed."""
-        described = metadata.model(self.gateway, request.name, checked_version(request.version))
+        described = await metadata.model(
+            self.gateway, request.name, checked_version(request.version)
+        )
         return ParseDict(described, pb.ModelMetadataResponse())
 
     async def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """ModelConfig."""
-        config = metadata.model_config(self.gateway, request.name, checked_version(request.version))
+        version = checked_version(request.version)
+        config = await metadata.model_config(self.gateway, request.name, version)
         return ParseDict({"config": orjson.loads(config)}, pb.ModelConfigResponse())
 
     async def model_statistics(

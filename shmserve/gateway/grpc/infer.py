@@ -11,11 +11,11 @@ from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.calls.messages import Sink
+from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
@@ -28,6 +28,7 @@ from shmserve.gateway.inference.streaming_request import Message, StreamingReque
 from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
 from shmserve.gateway.links.schedulers import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
+from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.gateway.process import ActiveCount
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
@@ -37,6 +38,7 @@ from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 logger = logging.getLogger(__name__)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_UNLOADED = "the model was unloaded while the request arrived"
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
@@ -227,6 +229,38 @@ class Inferences(ActiveCount):
             contents.append(output_bytes(self.gateway, tensor))
         return self.encoder.encode(model, request.id, inferred, contents)
 
+    def awaits_load(self, raw: bytes | PlacedRequest) -> bool:
+        """Whether a request that was refused is for a model that is to be loaded for it, with
+        `load`."""
+        if not isinstance(raw, bytes):
+            return awaits_load(self.gateway, raw.model.name, raw.model.version)
+        try:
+            message = _parsed(raw)
+            version = checked_version(message.model_version)
+        except ShmserveError:
+            return False
+        return awaits_load(self.gateway, message.model_name, version)
+
+    async def load(self, raw: bytes | PlacedRequest, remaining_s: float | None) -> None:
+        """Wait until the model of a request is loaded, at most for `remaining_s` seconds, and as
+        long as the request may take. Raises `RequestRefused`."""
+        if isinstance(raw, bytes):
+            message = _parsed(raw)
+            asked, name, version = infer_request(message), message.model_name, message.model_version
+        else:
+            asked, name, version = raw.built.infer_request, raw.model.name, raw.model.version
+        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+        self.active += 1
+        try:
+            await loaded(self.gateway, name, version, asked.timeout_us, limit_us)
+        except BaseException as error:
+            release(raw)
+            if isinstance(error, ShmserveError):
+                raise RequestRefused(error, asked.id) from None
+            raise
+        finally:
+            self.left()
+
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
         pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
         self.active += 1
@@ -257,6 +291,8 @@ class Inferences(ActiveCount):
         self, raw: bytes | PlacedRequest, headers: Mapping[str, str], streamed: bool
     ) -> tuple[GatewayModel, BuiltRequest]:
         if not isinstance(raw, bytes):
+            if not raw.model.published and self.awaits_load(raw):
+                raise RequestRefused(Unavailable(_UNLOADED), raw.built.infer_request.id)
             if raw.model.decoupled and not streamed:
                 raw.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from functools import partial
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
@@ -45,6 +47,10 @@ class InferenceCalls:
                 raw, call.client, call.time_remaining(), headers, call.head.traceparent
             )
         except Exception as error:
+            if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
+                waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))
+                call.on_gone = partial(_cancel, waiting)
+                return
             call.fail(*_ending_of_inference(error, call))
             return
         finally:
@@ -54,6 +60,15 @@ class InferenceCalls:
         call.on_over = submitted.leave
         submitted.taken_by(responded)
 
+    async def _infer_once_loaded(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
+        try:
+            await self._inferences.load(raw, call.time_remaining())
+        except Exception as error:
+            call.fail(*_ending_of_inference(error, call))
+        else:
+            call.on_gone = None
+            self.infer(raw, call)
+
     async def stream(self, call: StreamingCall) -> Ending | None:
         """Handle a ModelStreamInfer."""
         try:
@@ -61,6 +76,10 @@ class InferenceCalls:
         except ShmserveError as error:
             return ending_of(error)
         return None
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:

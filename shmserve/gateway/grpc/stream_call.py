@@ -177,22 +177,22 @@ class _Stream:
                 except BaseException:
                     release(raw)
                     raise
-                self._take(raw, size)
+                await self._take(raw, size)
                 self.total += len(raw)
                 self.trim.soon(len(raw))
         finally:
             self._ended = True
             self._news.set()
 
-    def _take(self, raw: bytes | PlacedRequest, size: int) -> None:
-        inferences, call = self._inferences, self._call
-        try:
-            how = (self._responded, self._headers, call.head.traceparent)
-            item: Submitted | StreamingRequest | RequestRefused = inferences.stream(
-                raw, call.client, call.time_remaining(), *how
-            )
-        except RequestRefused as refused:
-            item = refused.bare()
+    async def _take(self, raw: bytes | PlacedRequest, size: int) -> None:
+        inferences, item = self._inferences, self._submitted(raw)
+        if isinstance(item, RequestRefused) and inferences.awaits_load(raw):
+            try:
+                await inferences.load(raw, self._call.time_remaining())
+            except RequestRefused as refused:
+                item = refused.bare()
+            else:
+                item = self._submitted(raw)
         if isinstance(item, StreamingRequest):
             self._open[item] = StreamEntry(inferences, item, size)
             return
@@ -201,6 +201,16 @@ class _Stream:
             item.when_done(lambda _: self._news.set())
         else:
             self._news.set()
+
+    def _submitted(
+        self, raw: bytes | PlacedRequest
+    ) -> Submitted | StreamingRequest | RequestRefused:
+        call = self._call
+        how = (self._responded, self._headers, call.head.traceparent)
+        try:
+            return self._inferences.stream(raw, call.client, call.time_remaining(), *how)
+        except RequestRefused as refused:
+            return refused.bare()
 
     def _responded(self, request: StreamingRequest, message: Message) -> None:
         self._outbox.append((request, message))

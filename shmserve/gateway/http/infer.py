@@ -11,7 +11,7 @@ from functools import partial
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.read_request import read_request
+from shmserve.gateway.http.body.read_request import own_timeout_us, read_request
 from shmserve.gateway.http.json.events import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
 from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, TRACEPARENT, HttpRequest
@@ -20,9 +20,10 @@ from shmserve.gateway.http.streaming.infer import infer_stream
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, unpack
-from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
+from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
 from shmserve.gateway.links.schedulers import SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inferred
@@ -38,13 +39,17 @@ async def infer(
 ) -> HttpResponse:
     """Run one inference."""
     arrived_ns = time.monotonic_ns()
-    model = gateway.models.resolve(name, version or "")
+    model = gateway.models.find(name, version or "")
+    if model is None:
+        model = await _loaded(gateway, request, name, version or "")
     if ACCEPT in request.headers and (framing := accepted(request.headers[ACCEPT])) is not None:
         return await infer_stream(gateway, request, model, framing, arrived_ns)
     if model.decoupled:
         raise Unsupported(_DECOUPLED)
     built = await read_request(gateway, model, request)
     try:
+        if not model.published:
+            await still(gateway, model, built)
         client = request.connection.client
         traceparent = ""
         if TRACEPARENT in request.headers:
@@ -81,6 +86,13 @@ async def infer(
         extra = {"request_id": built.infer_request.id}
         logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
     return response
+
+
+async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
+    limit_us = 0
+    if awaits_load(gateway, name, version):
+        limit_us = await own_timeout_us(gateway, request)
+    return await loaded(gateway, name, version, limit_us)
 
 
 async def _respond(

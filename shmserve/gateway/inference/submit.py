@@ -10,6 +10,7 @@ from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.on_demand import loaded
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.inflight import make_submit, stopping
@@ -73,6 +74,16 @@ def prepare_submit(
         trace=trace,
     )
     return model, submit
+
+
+async def still(gateway: Gateway, model: GatewayModel, built: BuiltRequest) -> None:
+    """Have a model loaded again that was unloaded while a request for it arrived. Raises what
+    `loaded` does; the resources of the request are released then."""
+    try:
+        await loaded(gateway, model.name, model.version)
+    except BaseException:
+        built.release()
+        raise
 
 
 def failure(message: m.Failed) -> ShmserveError:

@@ -35,6 +35,7 @@ replaces had counted (its base), and what is so now:
 
     pending         requests in the queue now
     executing       requests at workers now
+    live            requests that have not ended
     open_sequences  sequences that have begun and not ended
     quantiles       {"request" | "queue" | "compute_input" | "compute_infer" | "compute_output":
                     [[quantile, µs or None], ...]} of the last minute, one observation a success;

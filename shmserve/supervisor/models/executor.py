@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -40,6 +40,10 @@ def _in_background(
     return begin
 
 
+async def _no_bound() -> None:
+    """There is room for all models."""
+
+
 class LifecycleExecutor:
     """Carries out what its `lifecycle` decides about a registry's models. `on_change` is called
     when a status may have changed."""
@@ -56,6 +60,7 @@ class LifecycleExecutor:
         self._registry = registry
         self.changed = on_change
         self._over: dict[Order, asyncio.Event] = {}
+        self.make_room: Callable[[], Awaitable[None]] = _no_bound  # before a version is started
         self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         registry.audience = context
@@ -147,6 +152,7 @@ class LifecycleExecutor:
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
         try:
+            await self.make_room()
             await version.start()
         except Exception as raised:
             error = raised

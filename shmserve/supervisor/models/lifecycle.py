@@ -10,7 +10,7 @@ unload:  loads before it are given up -> ensembles that need it are unloaded -> 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.loads import UPDATES, LifecycleActions, Loads, keep_wish, refusal
@@ -62,19 +62,38 @@ class Lifecycle:
             model = self._registry.model(name)
             model.needs, model.expected = needs, True
 
-    def load(self, name: str, source: LoadSource = FOLDER, asked: bool = True) -> Order:
-        """Have a model loaded, or loaded again. `asked`: somebody wants it for itself."""
-        order = self._load(self._registry.model(name), source, asked)
-        if asked:
-            order.model.for_others = False
+    def offer(self, names: Iterable[str]) -> None:
+        """Have everybody know that these models are on demand."""
+        for name in names:
+            model = self._registry.model(name)
+            model.on_demand = True
+            self._publish(model)
+        self._run()
+
+    def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> Order:
+        """Have a model loaded, or loaded again. `pins`: it is not on demand any more once it is."""
+        order = self._load(self._registry.model(name), source)
+        order.pins |= pins
+        order.model.for_others = False
         self._run()
         return order
 
-    def unload(self, name: str) -> Order:
-        """Give up all loads of a model that are open, and have what serves end; ensembles that need
-        it before that, until it is loaded again."""
+    def want(self, name: str) -> Order | None:
+        """Have a model on demand loaded; None where it serves. Where it loads already, that is the
+        order."""
         model = self._registry.model(name)
-        order = self._unload(model, {})
+        last = next((o for o in reversed(model.orders) if o.kind is not Kind.MOVE), None)
+        if last is not None and last.may_come:
+            return last
+        if last is None and model.serving:
+            return None
+        return self.load(name, pins=False)
+
+    def unload(self, name: str, on_demand: bool = False) -> Order:
+        """Give up all loads of a model that are open, and have what serves end; ensembles that need
+        it before that, until it is loaded again. `on_demand`: it is loaded when it is asked for."""
+        model = self._registry.model(name)
+        order = self._unload(model, {}, on_demand)
         group = self._group(name)
         model.for_others, model.source, model.needs = False, FOLDER, []
         self._regroup(group)
@@ -111,9 +130,15 @@ class Lifecycle:
         self._open.append(order)
         return order
 
-    def _unload(self, model: ModelEntry, entered: dict[ModelEntry, Order | None]) -> Order:
+    def _unload(
+        self,
+        model: ModelEntry,
+        entered: dict[ModelEntry, Order | None],
+        on_demand: bool = False,
+    ) -> Order:
         again = bool(entered)
         entered[model] = None
+        model.on_demand = on_demand
         model.outdated = False  # what serves is not to be loaded again
         for order in [*model.orders, *self._waiting_for(model)]:
             if order.kind is Kind.LOAD:
@@ -121,7 +146,7 @@ class Lifecycle:
         before = []
         for user in self._users(model):
             if user not in entered:
-                entered[user] = self._unload(user, entered)
+                entered[user] = self._unload(user, entered, on_demand)
             before.append(entered[user])
         ends = [order for order in before if order is not None]
         order = entered[model] = self._enter(
@@ -192,6 +217,7 @@ class Lifecycle:
             coming = last if last is not None and last.may_come else None
             if coming is None and (not step.serving or last is not None):
                 step.for_others = True
+                step.on_demand |= order.model.on_demand
                 coming = self._load(step, FOLDER, asked=False)
             if coming is not None:
                 order.before.append(coming)
@@ -357,7 +383,8 @@ class Lifecycle:
                 user.outdated |= any(version.uses(name) for version in user.serving.values())
                 for each in loads:
                     each.outdated |= not each.waits and name in each.needs
-            needed = name in user.wanted_steps
+            asleep = user.on_demand and not (user.serving or loads)
+            needed = name in user.wanted_steps and not asleep
             if not needed or any(each.waits for each in loads):
                 continue
             if other_shape or not (user.serving or loads):
@@ -381,7 +408,7 @@ class Lifecycle:
         if error is not None and order.again and order.kind is Kind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # else there is nothing to unload, and why it failed is to be known
-                order.after.append(self._unload(model, {model: None}))
+                order.after.append(self._unload(model, {model: None}, model.on_demand))
         elif error is not None and order.kind is Kind.LOAD:
             self._load_outdated(order)
         self._news = self._published = True

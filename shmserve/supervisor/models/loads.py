@@ -120,6 +120,7 @@ class Loads:
             new[number].commit(update)
         old, model.serving = model.serving, new
         model.coming, model.outdated = {}, order.outdated
+        model.on_demand &= not order.pins
         # What failed and is not wanted any more is nobody's concern.
         model.outcomes = {
             number: outcome

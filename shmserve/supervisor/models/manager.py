@@ -15,7 +15,8 @@ from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.orders import LoadSource
+from shmserve.supervisor.models.on_demand import OnDemand
+from shmserve.supervisor.models.orders import FOLDER, LoadSource
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE
 from shmserve.supervisor.models.version.model_version import ModelVersion
@@ -36,13 +37,19 @@ class ModelManager:
         self._context = context
         self._planner = planner
         self._registry = registry
-        self._executor = LifecycleExecutor(context, planner, registry, on_change)
+        self._on_change = on_change
+        self._executor = LifecycleExecutor(context, planner, registry, self._changed)
         self._lifecycle = self._executor.lifecycle
+        self.on_demand = OnDemand(context, registry, self._executor)
+
+    def _changed(self) -> None:
+        self.on_demand.changed()
+        self._on_change()
 
     # --- requests
 
     async def start(self) -> bool:
-        """Load what the control mode says; whether all of it could be loaded."""
+        """Load what the control mode says, or have it on demand; whether all could be loaded."""
         config = self._context.config
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
@@ -57,6 +64,9 @@ class ModelManager:
             )
         if config.model_control_mode == "explicit":
             wanted = list(found) if config.load_models == ("*",) else list(config.load_models)
+        if config.load_on_demand:
+            wanted = wanted if config.model_control_mode == "explicit" else []
+            self._lifecycle.offer(found.keys() - set(wanted))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, wanted))
         # All at once: whoever needs one of them waits for it.
         orders = [self._lifecycle.load(name) for name in wanted]
@@ -74,7 +84,7 @@ class ModelManager:
         self._require_explicit()
         check_model_name(name)
         try:
-            await self.load(name, config, files)
+            await self.load(name, LoadSource(config, files or {}))
         except ShmserveError as error:
             logger.error("model %s: %s", name, error.message.rstrip("; \n"))
             raise
@@ -105,15 +115,17 @@ class ModelManager:
 
     # --- load and unload
 
-    async def load(
-        self, name: str, config: str = "", files: dict[str, bytes] | None = None
-    ) -> None:
-        """Load or reload a model as its folder, or a request's `config` and `files`, has it.
+    def offer(self, name: str) -> None:
+        """Have a model be one on demand."""
+        self._lifecycle.offer([name])
+
+    async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:
+        """Load or reload a model, which is not on demand any more then, if that `pins` it.
 
         What it needs is loaded before it, and ensembles that lacked it, or know it in another
         shape, after it. Raises ShmserveError with Triton's texts; what served goes on serving then.
         """
-        await self._executor.over(self._lifecycle.load(name, LoadSource(config, files or {})))
+        await self._executor.over(self._lifecycle.load(name, source, pins))
 
     async def unload(self, name: str) -> None:
         """Give up what loads, and have what serves finish what it has; an unknown model is fine.

@@ -91,9 +91,10 @@ class Order:
     """An order about one model; orders have the numbers of their arrival.
 
     `asked`: somebody wants just this, and not an ensemble of which it is a step. `again`: an
-    ensemble is loaded because a step was, or (an unload) is to be when one is. `before` are orders
-    that are to be settled before it goes on, `after` those that are part of its answer. `outdated`:
-    a step has got another shape since it looked.
+    ensemble is loaded because a step was, or (an unload) is to be when one is. `pins`: the model is
+    not on demand any more once it is loaded. `before` are orders that are to be settled before it
+    goes on, `after` those that are part of its answer. `outdated`: a step has got another shape
+    since it looked.
     """
 
     model: ModelEntry
@@ -101,6 +102,7 @@ class Order:
     source: LoadSource = FOLDER
     asked: bool = True
     again: bool = False
+    pins: bool = False
     before: list[Order] = field(default_factory=list)
     after: list[Order] = field(default_factory=list)
     number: int = field(init=False, default_factory=partial(next, _numbers))
@@ -145,8 +147,9 @@ class ModelEntry:
     `source`, `needs` (the models of an ensemble's steps) are of what serves, or is to when it can;
     `loaded_of`: the files' fingerprint and the sent configuration of the last load. `for_others`:
     nobody asked for it but ensembles. `expected`: it is loaded at the start, and to be ready from
-    then on. `outdated`: a step of what serves has another shape by now,
-    and an open load was to know it.
+    then on. `on_demand`: it is loaded when it is asked for, and unloaded where others need its
+    memory; what an operator loads or unloads is not, from then on. `outdated`: a step of what
+    serves has another shape by now, and an open load was to know it.
     """
 
     name: str
@@ -163,6 +166,7 @@ class ModelEntry:
     needs: list[str] = field(default_factory=list)
     for_others: bool = False
     expected: bool = False
+    on_demand: bool = False
     outdated: bool = False
     may_pass: bool = False  # the reason for which the last load failed: another may succeed
 

@@ -82,9 +82,16 @@ class Poller:
         model = self._registry.models.get(name)
         if not present:
             self._again.pop(name, None)
-            if model is not None and (model.serving or model.orders or model.failed):
+            if model is not None and (
+                model.serving or model.orders or model.failed or model.on_demand
+            ):
                 await self._models.unload(name)
             return
+        if self._context.config.load_on_demand and model is None:
+            self._models.offer(name)
+            return
+        if model is not None and model.on_demand and not model.serving:
+            return  # whoever asks for it has its files as they are then
         fingerprint = await asyncio.to_thread(self._planner.fingerprint, name)
         again_at, pause_s = self._again.get(name, (0.0, _FIRST_PAUSE_S))
         if model is None or model.fingerprint != fingerprint:  # one that failed, too
@@ -92,5 +99,5 @@ class Poller:
         elif not model.may_pass or time.monotonic() < again_at:
             return
         self._again[name] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
-        await self._models.load(name)
+        await self._models.load(name, pins=False)
         self._again.pop(name, None)

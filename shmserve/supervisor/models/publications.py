@@ -12,9 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from shmserve.ipc.messages.supervision import ModelPublished, ModelWithdrawn, ReadinessChanged
+from shmserve.ipc.messages.supervision import (
+    ModelNews,
+    ModelPublished,
+    ModelWithdrawn,
+    ReadinessChanged,
+)
 
-News = ModelPublished | ModelWithdrawn
+News = ModelNews | ModelWithdrawn
 
 
 class Audience(Protocol):
@@ -45,11 +50,11 @@ class Publications:
         self,
         audience: Audience,
         name: str,
-        published: Mapping[str, ModelPublished],
+        published: Mapping[str, ModelNews],
         absent: Iterable[str],
     ) -> None:
         """Have everybody know these versions of a model, and that those which are `absent`, or were
-        published before, do not serve."""
+        published before, do not serve. Version "" is that it is on demand."""
         sent = self._sent.setdefault(name, {})
         for version, news in published.items():
             last = sent.get(version)
@@ -57,7 +62,7 @@ class Publications:
                 sent[version] = _publish(audience, last, news)
         # After those: whoever asks for the latest version always finds one.
         for version in sorted({*sent, *absent} - published.keys()):
-            if version not in sent or isinstance(sent[version].news, ModelPublished):
+            if version not in sent or not isinstance(sent[version].news, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _Sent(withdrawn, audience.announce(withdrawn))
         if not sent:
@@ -75,9 +80,10 @@ class Publications:
                 yield news
 
 
-def _publish(audience: Audience, last: _Sent | None, news: ModelPublished) -> _Sent:
+def _publish(audience: Audience, last: _Sent | None, news: ModelNews) -> _Sent:
     if (
         last is not None
+        and isinstance(news, ModelPublished)
         and isinstance(last.news, ModelPublished)
         and (news == replace(last.news, ready=news.ready))
     ):

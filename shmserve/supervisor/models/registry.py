@@ -184,7 +184,11 @@ class ModelRegistry:
 
     def publish(self, model: ModelEntry) -> None:
         """Have everybody know what serves of a model, where that differs from what they know."""
-        published = {number: _publication(model, each) for number, each in model.shown.items()}
+        published: dict[str, m.ModelNews] = {
+            number: _publication(model, each) for number, each in model.shown.items()
+        }
+        if model.on_demand:
+            published[""] = m.ModelOnDemand(model.name, 0)
         absent = [
             number
             for number, status in statuses(model).items()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.supervisor.models.orders import UNLOADED, ModelEntry
+from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry
 from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
@@ -22,6 +22,7 @@ class ModelState(StrEnum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
+    ON_DEMAND = "ON_DEMAND"  # is loaded when it is asked for
 
 
 class Status(NamedTuple):
@@ -32,15 +33,21 @@ class Status(NamedTuple):
 
 
 def statuses(model: ModelEntry) -> dict[str, Status]:
-    """The status of each version of a model, as it is this moment."""
-    return {
-        **{
-            number: Status(ModelState.UNAVAILABLE, o.reason) for number, o in model.outcomes.items()
-        },
+    """The status of each version of a model, as it is this moment. One on demand that was not
+    loaded yet has the version ""."""
+    found = {
+        **{number: _ended(model, outcome) for number, outcome in model.outcomes.items()},
         **dict.fromkeys(model.leaving, Status(ModelState.UNLOADING)),
         **dict.fromkeys(model.coming, Status(ModelState.LOADING)),
         **{number: _of(model.shown[number]) for number in model.serving},
     }
+    return found or ({"": Status(ModelState.ON_DEMAND)} if model.on_demand else {})
+
+
+def _ended(model: ModelEntry, outcome: LoadOutcome) -> Status:
+    if model.on_demand and outcome == UNLOADED and not model.serving:
+        return Status(ModelState.ON_DEMAND)
+    return Status(ModelState.UNAVAILABLE, outcome.reason)
 
 
 def _of(version: ModelVersion) -> Status:
@@ -50,8 +57,8 @@ def _of(version: ModelVersion) -> Status:
 
 
 def is_ready(model: ModelEntry) -> bool:
-    """Whether all of a model serves that should."""
-    return not any(
+    """Whether all of a model serves that should; one on demand is loaded if it does not."""
+    return model.on_demand or not any(
         status.state is ModelState.LOADING
         or (status.state is ModelState.UNAVAILABLE and _should_serve(model, number))
         for number, status in statuses(model).items()
@@ -90,7 +97,7 @@ def index_rows(
     return [
         _row(name, version, known[version])
         for version in sorted(known, key=_number)
-        if not ready or known[version].state is ModelState.READY
+        if not ready or known[version].state in (ModelState.READY, ModelState.ON_DEMAND)
     ]
 
 

@@ -7,12 +7,13 @@ into one arena block, after its header was checked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
@@ -95,6 +96,20 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     if prepared is not None and (itself is None or itself.is_of(infer_request)):
         remember(model.prepared, key, infer_request, prepared, len(arrays))
     return built
+
+
+async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:
+    """How long a request may take, as its body says, in microseconds, 0: any time. The body is
+    all here then; what is wrong with it is said when it is read. Raises as `Body.read` does."""
+    if CONTENT_ENCODING in request.headers:
+        return 0
+    body = Body(request, gateway.settings, gateway.body_budget)
+    whole = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
+    request.content = WholeBody(whole)
+    with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
+        said = loads(whole[: header_size(request.headers.get(HEADER_LENGTH), len(whole))])
+        return int(said.get("parameters", {}).get("timeout", 0))
+    return 0
 
 
 def _raw(gateway: Gateway, model: GatewayModel, body: bytes, extra: dict[str, str]) -> BuiltRequest:

@@ -48,14 +48,14 @@ async def model(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME; a version in the URL is the only one listed."""
-    return json_response(metadata.model(gateway, name, version or ""))
+    return json_response(await metadata.model(gateway, name, version or ""))
 
 
 async def model_config(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> HttpResponse:
     """GET /v2/models/NAME/config."""
-    return HttpResponse(200, (metadata.model_config(gateway, name, version or ""),), JSON)
+    return HttpResponse(200, (await metadata.model_config(gateway, name, version or ""),), JSON)
 
 
 async def all_statistics(gateway: Gateway, request: HttpRequest) -> HttpResponse:

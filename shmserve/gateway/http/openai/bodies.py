@@ -15,6 +15,7 @@ from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.on_demand import loaded
 
 # An input and an output that tell a model which generates text.
 PARAMETERS = "sampling_parameters"
@@ -80,12 +81,12 @@ async def read(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
     return body
 
 
-def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
+async def model_of(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
     """The model that a body names. Raises InvalidArgument or NotFound."""
     name = checked(body, "model", str, "")
     if not name:
         raise InvalidArgument("model: it is missing; the name of a model is needed")
-    return gateway.models.resolve(name, "")
+    return await loaded(gateway, name, "")
 
 
 def generates(model: GatewayModel) -> bool:
@@ -107,17 +108,17 @@ def checked(body: dict[str, Any], name: str, kind: type[Any], default: Any) -> A
     return value
 
 
-def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
+async def completion(gateway: Gateway, body: dict[str, Any]) -> Asked:
     """The request that the body of a completion makes."""
-    model = _generating(gateway, body)
+    model = await _generating(gateway, body)
     prompts = _prompts(body.get("prompt"))
     parameters = {**body, "echo": checked(body, "echo", bool, False)}
     return _asked(model, prompts, parameters)
 
 
-def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
+async def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
     """The request that the body of a chat makes."""
-    model = _generating(gateway, body)
+    model = await _generating(gateway, body)
     messages = checked(body, "messages", list, [])
     if not messages:
         raise InvalidArgument("messages: there are none; a list of messages is needed")
@@ -129,8 +130,8 @@ def chat(gateway: Gateway, body: dict[str, Any]) -> Asked:
     return _asked(model, [prompt], parameters)
 
 
-def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
-    model = model_of(gateway, body)
+async def _generating(gateway: Gateway, body: dict[str, Any]) -> GatewayModel:
+    model = await model_of(gateway, body)
     if not generates(model):
         raise NotFound(f"model '{model.name}' does not generate text")
     return model

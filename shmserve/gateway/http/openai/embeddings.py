@@ -53,7 +53,7 @@ def embeds(model: GatewayModel) -> Embedder | None:
 async def embeddings(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """A vector for each text."""
     body = await bodies.read(gateway, request)
-    model = bodies.model_of(gateway, body)
+    model = await bodies.model_of(gateway, body)
     embedder = embeds(model)
     if embedder is None:
         raise NotFound(f"model '{model.name}' makes no embeddings of texts")

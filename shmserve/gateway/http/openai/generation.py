@@ -33,13 +33,13 @@ _DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")
 async def completions(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """The continuations of prompts."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, bodies.completion(gateway, body), COMPLETION)
+    return await _respond(gateway, request, await bodies.completion(gateway, body), COMPLETION)
 
 
 async def chats(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """The next message of a chat."""
     body = await bodies.read(gateway, request)
-    return await _respond(gateway, request, bodies.chat(gateway, body), CHAT)
+    return await _respond(gateway, request, await bodies.chat(gateway, body), CHAT)
 
 
 async def _respond(

@@ -12,6 +12,7 @@ from shmserve.gateway.http.openai.embeddings import embeds
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.on_demand import loaded
 
 _STARTED = int(time.time())
 
@@ -24,7 +25,7 @@ async def all_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def one_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """One of them."""
-    model = gateway.models.resolve(name, "")
+    model = await loaded(gateway, name, "")
     if not _serves(model):
         raise NotFound(f"model '{name}' neither generates text nor makes embeddings of it")
     return json_response(_shown(model))

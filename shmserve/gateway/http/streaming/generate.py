@@ -37,7 +37,9 @@ from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
 from shmserve.gateway.inference.streaming_request import error_of
+from shmserve.gateway.inference.submit import still
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -90,7 +92,7 @@ async def _begin(
     gateway: Gateway, request: HttpRequest, name: str, version: str | None
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
-    model = gateway.models.resolve(name, version or "")
+    model = await loaded(gateway, name, version or "")
     encodings = request.headers.getall(CONTENT_ENCODING, ())
     if any(encoding != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
@@ -107,6 +109,8 @@ async def _begin(
             raise InvalidArgument(_DOUBLED.format(name=fault.name)) from None
         raise
     built, _ = build(gateway, model, infer_request, b"", 0)
+    if not model.published:
+        await still(gateway, model, built)
     return _Generation(gateway, model, ResponseQueue(gateway, request, model, built, arrived_ns))
 
 

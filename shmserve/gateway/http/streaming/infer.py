@@ -16,7 +16,7 @@ from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_r
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested
 from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
-from shmserve.gateway.inference.submit import log_failure
+from shmserve.gateway.inference.submit import log_failure, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
@@ -31,6 +31,8 @@ async def infer_stream(
     """Run one inference. Raises what is wrong before the first response, and what the first one
     fails with where none follows."""
     built = await read_request(gateway, model, request)
+    if not model.published:
+        await still(gateway, model, built)
     responses = ResponseQueue(gateway, request, model, built, arrived_ns)
     first = await responses.begun()
     error = error_of(first)

@@ -69,6 +69,7 @@ class ModelVersion:
         self.spec = spec
         self.loaded = False
         self.load_seconds = 0.0
+        self.loaded_ns = 0  # when, by the monotonic clock
         self._context = context
         self._on_change = on_change
         self._news = asyncio.Event()
@@ -118,6 +119,11 @@ class ModelVersion:
             self._news.clear()
             await self._news.wait()
 
+    def pids(self) -> list[int]:
+        """The processes that run for it, of which the scheduler's may run for others, too."""
+        scheduler = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
+        return [*self.instances.pids(), *scheduler]
+
     def uses(self, name: str) -> bool:
         """Whether it is an ensemble of which the model of this name is a step."""
         return any(step.name == name for step in self.spec.steps)
@@ -139,7 +145,7 @@ class ModelVersion:
             await self._start_scheduler(first=True)
             self._keeping = self._context.background(self._keep())
             await self.instances.load()
-            self.loaded = True
+            self.loaded, self.loaded_ns = True, time.monotonic_ns()
             await self.until_ready()
         except (ShmserveError, ExceptionGroup) as error:
             # Not `except*`: what is raised there becomes a group itself, whose text nobody knows.

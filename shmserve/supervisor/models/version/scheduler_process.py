@@ -100,6 +100,7 @@ class VersionScheduler:
         self._drained: asyncio.Future[None] = loop.create_future()
         self.counts = CarryOver(self.tell)
         self._publish_counters = False
+        self._asked: asyncio.Future[dict[str, Any]] | None = None  # for a snapshot
         self._rate_limited = False
 
     @property
@@ -199,6 +200,7 @@ class VersionScheduler:
                 settle(self._drained, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counts.update(statistics, metrics)
+                settle(self._asked, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
                     event = counted(self._spec.name, self._spec.version, statistics)
@@ -215,6 +217,14 @@ class VersionScheduler:
         """Have its counters published as an event."""
         self._publish_counters = True
         self.tell(m.SnapshotStatistics())
+
+    def snapshot(self) -> asyncio.Future[dict[str, Any]]:
+        """Ask for what it has counted, as `StatisticsSnapshot` has it; one that does not run gives
+        none."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            self.tell(m.SnapshotStatistics())
+        return self._asked
 
     async def drain(self, sequences: bool = False) -> None:
         """Have it finish what it has, with `sequences` those that are open, too; returns when it

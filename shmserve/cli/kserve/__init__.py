@@ -1,0 +1,25 @@
+"""`shmserve kserve`: the manifest of a ServingRuntime, by which KServe runs servers
+(runtime.yaml)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shmserve import __version__
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags to its parser."""
+    parser.add_argument(
+        "--image",
+        default=f"shmserve:{__version__}",
+        help="the container's image, which has shmserve [%(default)s]",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the manifest; returns 0."""
+    manifest = Path(__file__).with_name("runtime.yaml").read_text()
+    print(manifest.replace("IMAGE", args.image), end="")
+    return 0

@@ -1,0 +1,65 @@
+"""The memory of models: what their processes have for themselves, which comes back when they
+end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.version.model_version import ModelVersion
+
+_MEASURE_EVERY_S = 10.0
+_PRIVATE = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
+
+
+def private_bytes(pid: int) -> int:
+    """The bytes of memory that no other process shares with this one, swapped or not; 0 when it is
+    gone (/proc/PID/smaps_rollup)."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if name in _PRIVATE:
+                found += int(rest.split()[0]) * 1024
+    return found
+
+
+class MemoryUse:
+    """The bytes that each version has, as measured within the last seconds."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[ModelVersion, int] = {}
+        self._measured: dict[ModelVersion, float] = {}
+        self._usual: dict[str, int] = {}  # of a version by its name, of what was unloaded, too
+
+    async def measure(self, live: Iterable[ModelVersion]) -> None:
+        """Look at those of the versions that have loaded, and were not looked at lately."""
+        now = time.monotonic()
+        loaded = [version for version in live if version.loaded]
+        last = {each: self._measured.get(each, -_MEASURE_EVERY_S) for each in loaded}
+        wanted = {each for each in loaded if now - last[each] >= _MEASURE_EVERY_S}
+        pids = {each: each.pids() for each in loaded}
+        shared = Counter(pid for each in loaded for pid in pids[each])
+        found = await asyncio.to_thread(_measured, {pid for each in wanted for pid in pids[each]})
+        self._measured = last | dict.fromkeys(wanted, now)
+        self._sizes = {each: self._sizes.get(each, 0) for each in loaded}
+        for each in wanted:
+            # A process that hosts several schedulers counts for each with its part.
+            size = sum(found[pid] // shared[pid] for pid in pids[each])
+            self._sizes[each] = self._usual[each.spec.name] = size
+
+    def byte_size(self, model: ModelEntry) -> int:
+        """The bytes of all its versions: one that was not measured will have as many as before, or
+        as others have."""
+        known = self._usual.values()
+        expected = self._usual.get(model.name, sum(known) // (len(known) or 1))
+        return sum(self._sizes.get(version, expected) for version in model.versions)
+
+
+def _measured(pids: Iterable[int]) -> dict[int, int]:
+    return {pid: private_bytes(pid) for pid in pids}

@@ -1,0 +1,237 @@
+"""Models on demand: loaded by the first request at every door, unloaded when idle or beyond the
+bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http, json_input
+
+ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+SLOW = {"inputs": [json_input("INPUT0", np.zeros((1, 1), np.int32))]}
+ON_DEMAND = "ON_DEMAND"
+
+
+def states(http: Http, **body: bool) -> dict[str, str]:
+    """The state of each model by the repository index."""
+    listed = http.post("/v2/repository/index", body or None).ok().json()
+    return {item["name"]: item["state"] for item in listed}
+
+
+def answer(http: Http, name: str) -> int:
+    """What a model answers."""
+    return int(http.infer(name, ASK).tensors()["OUTPUT0"][0])
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model for each test, "slow", which loads at the gate, and "broken"."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("http", "grpc", "stream", "native", "index", "metadata", "told"):
+        repositories.add_as(folder, name, "constant")
+    repositories.add_slow(folder, "slow")
+    broken = repositories.add_as(folder, "broken", "constant")
+    (broken / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(repository: Path) -> Iterator[Server]:
+    """A server of it, with all of it on demand."""
+    with running(
+        repository, "--load-on-demand", "--model-control-mode=explicit", grpc=True
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    """That server; what a test has had it load is unloaded then."""
+    yield shared
+    with shared.http() as http:
+        for name, state in states(http).items():
+            if state != ON_DEMAND:
+                http.post(f"/v2/repository/models/{name}/unload").ok()
+    until("all have ended", lambda: not shared.find("scheduler"))
+
+
+def loads(server: Server, name: str) -> int:
+    """How often a model was loaded."""
+    return server.log().count(f"loading: {name}:1")
+
+
+def grpc_input() -> list[triton_grpc.InferInput]:
+    """The input of "constant"."""
+    given = triton_grpc.InferInput("INPUT0", [1], "INT32")
+    given.set_data_from_numpy(np.zeros(1, np.int32))
+    return [given]
+
+
+def test_what_is_not_loaded_is_ready(server: Server) -> None:
+    """The server, and the model, whose row of the index says so; neither has it loaded."""
+    with (
+        server.http() as http,
+        triton_grpc.InferenceServerClient(server.grpc_url) as client,
+    ):
+        assert http.get("/v2/health/ready").status == 200
+        assert http.get("/v2/models/index/ready").status == 200
+        assert client.is_model_ready("index")
+        assert states(http)["index"] == states(http, ready=True)["index"] == ON_DEMAND
+        rows = client.get_model_repository_index().models
+        assert {row.state for row in rows if row.name == "index"} == {ON_DEMAND}
+        assert http.get("/v2/models/unknown/ready").status == 400
+    assert not loads(server, "index")
+
+
+def test_the_first_request_loads_it(server: Server) -> None:
+    client = triton_http.InferenceServerClient(server.url)
+    given = triton_http.InferInput("INPUT0", [1], "INT32")
+    given.set_data_from_numpy(np.zeros(1, np.int32))
+    assert client.infer("http", [given]).as_numpy("OUTPUT0") == [1]
+    client.close()
+    with (
+        server.http() as http,
+        triton_grpc.InferenceServerClient(server.grpc_url) as grpc_client,
+    ):
+        assert grpc_client.infer("grpc", grpc_input()).as_numpy("OUTPUT0") == [1]
+        assert states(http)["http"] == states(http)["grpc"] == "READY"
+        assert http.infer("grpc/versions/7", ASK).status == 404
+        with pytest.raises(InferenceServerException, match="version 7 is not found"):
+            grpc_client.infer("grpc", grpc_input(), "7")
+
+
+def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
+    answers: list[tuple[str, str]] = []
+
+    def take(result: triton_grpc.InferResult | None, error: object) -> None:
+        response = result.get_response() if result is not None else None
+        answers.append(("failed", str(error)) if response is None else (response.id, ""))
+
+    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(take)
+        for number, name in enumerate(("stream", "unknown", "stream")):
+            client.async_stream_infer(name, grpc_input(), request_id=str(number))
+        until("all are answered", lambda: len(answers) == 3)
+        client.stop_stream()
+    assert [answer for answer, _ in answers] == ["0", "failed", "2"]
+
+
+def test_its_metadata_and_configuration_load_it(server: Server) -> None:
+    with server.http() as http:
+        assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
+        assert http.get("/v2/models/metadata/config").json()["name"] == "metadata"
+        assert states(http)["metadata"] == "READY"
+
+
+def test_those_who_come_while_it_loads_wait_for_the_same_load(server: Server) -> None:
+    """Whose own time is over before that is told so; the load goes on."""
+    late = {**SLOW, "parameters": {"timeout": 200_000}}
+    with server.http() as http, ThreadPoolExecutor(4) as threads:
+        began = time.monotonic()
+        reply = http.infer("slow", late)
+        assert time.monotonic() - began < 5
+        assert reply.status == 503
+        assert reply.error == "model 'slow' was not loaded within the time of the request"
+
+        def ask(_: int) -> int:
+            with server.http() as own:
+                return own.infer("slow", SLOW).status
+
+        def ask_late() -> str:
+            with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+                given = triton_grpc.InferInput("INPUT0", [1, 1], "INT32")
+                given.set_data_from_numpy(np.zeros((1, 1), np.int32))
+                with pytest.raises(InferenceServerException) as raised:
+                    client.infer("slow", [given], timeout=200_000)
+                return str(raised.value.message())
+
+        assert threads.submit(ask_late).result() == reply.error
+        waiting = [threads.submit(ask, number) for number in range(3)]
+        assert states(http)["slow"] == "LOADING"
+        assert http.get("/v2/health/ready").status == 200
+        server.gate.next().release()
+        server.gate.close()
+        assert [each.result() for each in waiting] == [200] * 3
+    assert loads(server, "slow") == 1
+
+
+def test_a_load_that_fails_is_the_answer_and_is_tried_again(
+    server: Server, repository: Path
+) -> None:
+    with server.http() as http:
+        for _ in range(2):
+            reply = http.infer("broken", ASK)
+            assert reply.status == 400
+            assert "broken on purpose" in reply.error
+        assert loads(server, "broken") == 2
+        assert states(http)["broken"] == "UNAVAILABLE"
+        assert http.get("/v2/health/ready").status == 200
+        good = (repository / "http" / "1" / "model.py").read_text()
+        (repository / "broken" / "1" / "model.py").write_text(good)
+        assert answer(http, "broken") == 1
+
+
+def test_what_an_operator_unloads_stays_away(server: Server) -> None:
+    with server.http() as http:
+        assert answer(http, "told") == 1
+        http.post("/v2/repository/models/told/unload").ok()
+        assert http.infer("told", ASK).status == 404
+        until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
+        assert http.get("/v2/models/told/ready").status == 400
+        http.post("/v2/repository/models/told/load").ok()
+        assert answer(http, "told") == 1
+
+
+def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
+    """By the server's flag or the model's parameter; not one that an operator has loaded."""
+    stays = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
+    for name, config in (("goes", ""), ("stays", stays), ("kept", ""), ("first", "")):
+        repositories.add_as(tmp_path, name, "constant", config)
+    flags = ("--load-on-demand", "--idle-unload-secs=1", "--model-control-mode=explicit")
+    with running(tmp_path, *flags, "--load-model=first") as server, server.http() as http:
+        assert states(http)["first"] == "READY"
+        http.post("/v2/repository/models/kept/load").ok()
+        for _ in range(2):
+            assert answer(http, "goes") == answer(http, "stays") == 1
+            until("it is unloaded", lambda: states(http)["goes"] == ON_DEMAND)
+        wanted = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
+        assert states(http) == wanted
+        assert loads(server, "goes") == 2 and loads(server, "stays") == 1
+
+
+HEAVY = """\
+    def initialize(self, args):
+        self.held = np.ones(64 << 20, np.uint8)
+
+    def execute("""
+
+
+def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> None:
+    """Of models that have 64 MB and more each, two have room in 200 MB."""
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        repositories.insert(repositories.add_as(tmp_path, name, "constant"), HEAVY)
+    flags = ("--load-on-demand", f"--max-loaded-byte-size={220 << 20}")
+    with running(tmp_path, *flags) as server, server.http() as http:
+        for name in [*names, *names]:
+            assert answer(http, name) == 1
+            found = states(http)
+            assert found[name] == "READY"
+            assert 1 <= list(found.values()).count("READY") <= 2
+        assert answer(http, "c") == 1
+        assert answer(http, "a") == 1
+        until("d has left", lambda: states(http)["d"] == ON_DEMAND)
+        assert states(http)["c"] == states(http)["a"] == "READY"
+        assert loads(server, "c") == 2 and loads(server, "a") == 3

@@ -1,0 +1,336 @@
+"""`shmserve.ray`: one server a node of a real Ray cluster, of which a node is killed; and the
+server of a node by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from shmserve.ray.server import NodeServer
+from tests.support.servers import ROOT, Server, hold_ports, kill_together, port_of, runs, tree
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Http
+
+FLAGS = {"allow-grpc": False, "allow-metrics": False, "model-repository": "models"}
+AT_ONCE = 64
+NAMED = """
+import os
+import threading
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+NODE = np.array([os.environ["NODE"].encode()], object)
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,), daemon=True).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        for _ in range(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0]):
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("NODE", NODE)]))
+            time.sleep(0.1)
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+NAMED_CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input { name: "COUNT" data_type: TYPE_INT32 dims: 1 }
+output { name: "NODE" data_type: TYPE_STRING dims: 1 }
+"""
+ROWS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        rows = np.full((1, 1), len(requests), np.int32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("ROWS", rows)]) for _ in requests]
+"""
+ROWS_CONFIG = """
+backend: "python"
+max_batch_size: 64
+dynamic_batching { max_queue_delay_microseconds: 500000 preferred_batch_size: 64 }
+input { name: "X" data_type: TYPE_INT32 dims: 1 }
+output { name: "ROWS" data_type: TYPE_INT32 dims: 1 }
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short one, with a repository: `named` says on which node it is, as often as it is asked
+    to; `rows` how many requests were executed together."""
+    path = Path(tempfile.mkdtemp(prefix="st-"))
+    for name, model, config in (("named", NAMED, NAMED_CONFIG), ("rows", ROWS, ROWS_CONFIG)):
+        (path / "models" / name / "1").mkdir(parents=True)
+        (path / "models" / name / "1" / "model.py").write_text(model)
+        (path / "models" / name / "config.pbtxt").write_text(config)
+    yield path
+    shutil.rmtree(path)
+
+
+def of(folder: Path) -> list[psutil.Process]:
+    """The processes whose temporary files are in a folder; a supervisor shows no environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return list(filter(runs, found))
+
+
+def until_nothing_is_left(folder: Path) -> None:
+    """Neither processes nor their files."""
+    until(f"nothing is left of {folder}", lambda: not of(folder) and not os.listdir(folder), 20)
+
+
+@pytest.fixture
+def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files and run directories of what a test starts."""
+    path = folder / "own"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(path))
+    monkeypatch.setenv("NODE", "own")
+    return path
+
+
+class Cluster:
+    """The cluster of tests/rigs/ray_cluster.py, and its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (held,) = hold_ports(1)
+        self.port = port_of(held)
+        held.close()
+        flags = {**FLAGS, "model-repository": str(folder / "models")}
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, ROOT / "tests" / "rigs" / "ray_cluster.py"),
+                    *(folder, str(self.port), json.dumps(flags)),
+                ],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._wait("ready")
+
+    def _wait(self, word: str) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:  # Ray prints, too
+            if line.strip() == word:
+                return
+        raise AssertionError((self.folder / "log").read_text()[-6000:])
+
+    def kill_second(self) -> None:
+        """Kill the second node."""
+        assert self._process.stdin
+        self._process.stdin.write("kill\n")
+        self._process.stdin.flush()
+        self._wait("killed")
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.communicate(timeout=60)
+        assert self._process.returncode == 0
+
+
+class Stream:
+    """A stream of `count` responses of `named`, of which the first is there."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        body = json.dumps({"COUNT": count})
+        self._connection.request("POST", "/v2/models/named/generate_stream", body)
+        self._response = self._connection.getresponse()
+        assert self._response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        (self.node,) = self._nodes(self._response.readline())
+
+    @staticmethod
+    def _nodes(lines: bytes) -> list[str]:
+        found = [line[6:] for line in lines.splitlines() if line.startswith(b"data: ")]
+        return [str(json.loads(event)["NODE"]) for event in found]
+
+    def rest(self) -> list[str]:
+        """What comes after the first. Raises http.client.IncompleteRead if it is cut off."""
+        with contextlib.closing(self._connection):
+            return self._nodes(self._response.read())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs what `make ray` installs"
+)
+def test_a_node_is_killed(folder: Path) -> None:
+    cluster = Cluster(folder)
+    try:
+        _batches_are_made(cluster.port)
+        _what_only_a_node_can_answer_is_refused(cluster.port)
+        streams: dict[str, Stream] = {}
+        while streams.keys() != {"first", "second"}:
+            stream = Stream(cluster.port, 30)
+            streams[stream.node] = stream
+        assert of(folder / "second")
+        cluster.kill_second()
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            streams["second"].rest()
+        assert streams["first"].rest() == ["first"] * 29
+        for _ in range(20):
+            assert Stream(cluster.port, 1).rest() == []
+        until_nothing_is_left(folder / "second")
+    finally:
+        cluster.stop()
+    until_nothing_is_left(folder / "first")
+
+
+def _batches_are_made(port: int) -> None:
+    """With what Ray lets into a replica by default, none would have more than five requests."""
+
+    def rows(_: int) -> int:
+        with contextlib.closing(Http(port)) as connection:
+            request = {"inputs": [{"name": "X", "datatype": "INT32", "shape": [1, 1], "data": [1]}]}
+            return int(connection.infer("rows", request).tensors()["ROWS"].item())
+
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        assert max(clients.map(rows, range(AT_ONCE))) > 10
+
+
+def _what_only_a_node_can_answer_is_refused(port: int) -> None:
+    with contextlib.closing(Http(port)) as connection:
+        refused = connection.register("region", "/region", 64)
+        assert (refused.status, refused.error) == (
+            501,
+            "memory is shared with the server of the client's own node: not through Ray's proxy, "
+            "ask that node's server",
+        )
+        assert connection.get("/v2/models/rows").ok().json()["name"] == "rows"
+        unknown = connection.get("/v2/models/a%2Fb")
+        assert (unknown.status, unknown.error) == (
+            404,
+            "Request for unknown model: 'a/b' is not found",
+        )
+
+
+@contextlib.asynccontextmanager
+async def started(args: dict[str, object]) -> AsyncIterator[NodeServer]:
+    server = NodeServer(args)
+    try:
+        yield server
+    finally:
+        server.stop()
+        await server._session.close()
+
+
+def launched_here() -> list[psutil.Process]:
+    """The processes that node servers have started as children of this one."""
+    children = psutil.Process().children()
+    return [each for each in children if "shmserve.ray.launch" in each.cmdline()]
+
+
+async def nothing() -> bytes:
+    return b""
+
+
+def test_a_server_is_started_and_ended(own: Path) -> None:
+    async def use() -> None:
+        async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
+            await server.wait_ready()
+            await server.check()
+            assert "shmserve" in os.listdir(own)  # where clients on the node find it
+            async with await server.request("GET", "/v2/models/rows/ready", [], nothing) as answer:
+                assert answer.status == 200
+
+    asyncio.run(use())
+    assert not list(own.iterdir())
+
+
+def test_a_server_that_is_there_is_found(
+    own: Path, serve: Callable[..., Server], repository: Path
+) -> None:
+    there = serve(repository, "--exit-on-error=false", f"--http-unix-socket={own / 'http.sock'}")
+
+    async def use() -> None:
+        async with started({"server": str(own / "http.sock")}) as server:
+            await server.wait_ready()
+            await server.check()
+        assert there.answers("/v2/health/ready")
+        async with started({"server": str(own / "other.sock")}) as server:
+            with pytest.raises(RuntimeError, match=r"no server answers at .*other.sock"):
+                await server.check()
+
+    asyncio.run(use())
+
+
+def test_a_server_that_cannot_start_says_so(own: Path) -> None:
+    async def use() -> None:
+        async with started({**FLAGS, "model-repository": "/missing"}) as server:
+            with pytest.raises(RuntimeError, match=r"shmserve serve ended with [12]; this"):
+                await server.wait_ready()
+
+    asyncio.run(use())
+    assert not list(own.iterdir())
+
+
+def test_a_server_that_ends_is_told(own: Path) -> None:
+    async def use() -> None:
+        async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
+            await server.wait_ready()
+            (launched,) = launched_here()
+            kill_together(tree(launched.pid))
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await server.request("GET", "/v2", [], nothing)
+            with pytest.raises(RuntimeError, match="ended with"):
+                await server.check()
+
+    asyncio.run(use())
+
+
+REPLICA = """
+import asyncio, json, sys
+from shmserve.ray.server import NodeServer
+
+async def main():
+    await NodeServer(json.loads(sys.argv[1])).wait_ready()
+    print("ready", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("with_its_child", [False, True])
+def test_nothing_outlives_a_replica(own: Path, with_its_child: bool) -> None:
+    """Ray kills a replica's children, too, when it can."""
+    flags = json.dumps({**FLAGS, "model-repository": str(own.parent / "models")})
+    command = [sys.executable, "-c", REPLICA, flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as replica:
+        assert replica.stdout
+        assert replica.stdout.readline() == "ready\n"
+        children = psutil.Process(replica.pid).children() if with_its_child else []
+        replica.kill()
+        for child in children:
+            child.kill()
+    until_nothing_is_left(own)

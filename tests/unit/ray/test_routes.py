@@ -1,0 +1,59 @@
+"""What a replica passes on to its node's server, and as what."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmserve.ray import routes
+
+
+@pytest.mark.parametrize(
+    ("raw_path", "prefix", "query", "passed"),
+    [
+        (b"/v2/models/a%2Fb/infer", "", b"", "/v2/models/a%2Fb/infer"),
+        (b"/vision/v2/models/x", "/vision", b"", "/v2/models/x"),
+        (b"/v2/models/x/stats", "", b"a=%20b&c", "/v2/models/x/stats?a=%20b&c"),
+    ],
+)
+def test_paths_stay_as_they_were_spelled(
+    raw_path: bytes, prefix: str, query: bytes, passed: str
+) -> None:
+    scope = {"raw_path": raw_path, "root_path": prefix, "query_string": query}
+    assert routes.path(scope) == passed
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/systemsharedmemory/status",
+        "/v2/systemsharedmemory/region/x/register",
+        "/v2/cudasharedmemory/region/x/unregister",
+        "/v2/repository/models/x/load",
+        "/v2/repository/models/x/unload?y",
+        "/v2/logging",
+        "/v2/trace/setting",
+        "/v2/models/x/trace/setting",
+    ],
+)
+def test_what_only_a_node_can_answer_is_refused(path: str) -> None:
+    assert routes.refusal(path).endswith("ask that node's server")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v2", "/v2/health/ready", "/v2/models/x/versions/1/infer", "/v2/repository/index"),
+        *("/v2/models/load/infer", "/v2/models/x/generate_stream?load", "/v1/chat/completions"),
+        "/v2/models/logging/ready",
+    ],
+)
+def test_all_else_is_passed_on(path: str) -> None:
+    assert routes.refusal(path) == ""
+
+
+def test_headers_of_a_connection_are_not_passed_on() -> None:
+    headers = [
+        *(("Host", "a"), ("Connection", "close"), ("Transfer-Encoding", "chunked")),
+        *(("Authorization", "Bearer x"), ("traceparent", "y"), ("Content-Encoding", "gzip")),
+    ]
+    assert routes.passed_on(headers) == headers[3:]
