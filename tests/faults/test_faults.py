@@ -28,7 +28,6 @@ from tests.faults.scene import (
     is_right,
     scene,
     start_processes,
-    wait_replaced,
 )
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, runs, wait_gone
@@ -92,7 +91,7 @@ def stop_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
         old.suspend()
         victim = stage.process(child)
         victim.kill()
-        wait_replaced(stage.server, victim, child, within_s=15.0)
+        stage.replaced(victim, child)
         assert not runs(old)
 
     return commit
@@ -122,13 +121,16 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
 
 
 def kill_a_zygote(zygote: str, child: str) -> Callable[[Scene], None]:
-    """What starts the others dies, and then one of those: who is next starts when it is back."""
+    """What starts the others dies, and so does one of those: the spare starts who is next."""
 
     def commit(stage: Scene) -> None:
-        kill(zygote)(stage)
-        victim = stage.process(child)
-        victim.kill()
-        wait_replaced(stage.server, victim, child, within_s=10.0)
+        spare = stage.process(f"spare {zygote}")
+        victims = {title: stage.process(title) for title in (zygote, child)}
+        for victim in victims.values():
+            victim.kill()
+        for title, victim in victims.items():
+            stage.replaced(victim, title)
+        assert stage.process(zygote) == spare
 
     return commit
 
@@ -449,10 +451,9 @@ CRIMES: dict[str, Crime] = {
     "kill a scheduler that has counted": Crime(kill_a_scheduler_that_has_counted),
     "kill a scheduler with a queue": Crime(kill_a_scheduler_with_requests_inside),
     "kill a gateway": Crime(kill("gateway http 0"), connections=True),
-    "kill the zygote of the workers": Crime(
-        kill_a_zygote("worker zygote", "worker gated.0"), more_memory=TORCH_BYTES
-    ),
+    "kill the zygote of the workers": Crime(kill_a_zygote("worker zygote", "worker gated.0")),
     "kill the zygote of the others": Crime(kill_a_zygote("front zygote", "scheduler gated")),
+    "kill a spare zygote": Crime(kill("spare worker zygote")),
     "kill everyone but the supervisor": Crime(
         kill_all_but_the_supervisor, within_s=10.0, connections=True
     ),
@@ -461,9 +462,7 @@ CRIMES: dict[str, Crime] = {
     "stop a gateway": Crime(
         stop("gateway http 0"), within_s=STOP_GRACE_S + RECOVERY_S, connections=True
     ),
-    "stop the zygote of the workers": Crime(
-        stop_a_zygote("worker zygote", "worker gated.0"), more_memory=TORCH_BYTES
-    ),
+    "stop the zygote of the workers": Crime(stop_a_zygote("worker zygote", "worker gated.0")),
     "stop the zygote of the others": Crime(stop_a_zygote("front zygote", "scheduler gated")),
     "stop everyone but the supervisor": Crime(
         stop_all_but_the_supervisor,

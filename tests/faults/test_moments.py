@@ -17,8 +17,6 @@ from tests.support.load import Load
 from tests.support.servers import Server, running, wait_gone
 from tests.support.waiting import until
 
-# A zygote has to import torch again before anything can go on.
-_ZYGOTE_S = 15.0
 LOADING = ("worker", "scheduler", "gateway http 0", "worker zygote", "front zygote")
 DRAINING = ("worker gated.0", "scheduler gated", "gateway http 0", "worker zygote", "front zygote")
 
@@ -56,7 +54,7 @@ def test_while_loading(server: Server, moment: str, victim: str) -> None:
         dying = find(server, victim, visit)
         dying.kill()
         if victim in ("gateway http 0", "worker zygote", "front zygote"):
-            wait_replaced(server, dying, victim, _ZYGOTE_S)
+            wait_replaced(server, dying, victim)
         else:
             assert wait_gone(dying, RECOVERY_S), "a signal is only sent; it takes a moment to die"
         visit.release()
@@ -100,7 +98,7 @@ def until_ready(server: Server) -> None:
         server.gate.let_through(0.02)
         return server.answers("/v2/models/slow/ready")
 
-    until("the model is there", ready, _ZYGOTE_S)
+    until("the model is there", ready)
 
 
 def load_slow(server: Server, people: ConnectionLimits) -> None:

@@ -163,7 +163,10 @@ class Server:
         """Return once each of its processes has its own title, which the leak guard tells them by:
         it may be ready before all gateways are, and before its models' zygote is.
         """
-        own = ("front zygote", "worker zygote")  # what they fork is called so, too, for a moment
+        # What they fork is called so, too, for a moment.
+        own = [
+            each + title for each in ("", "spare ") for title in ("front zygote", "worker zygote")
+        ]
 
         def named() -> bool:
             titles = self.titles()

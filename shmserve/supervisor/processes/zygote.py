@@ -8,6 +8,9 @@ milliseconds instead of a second.
 
     or [number, -errno] from the zygote, when there is no memory or no room for one process more.
 
+One of those that it forks is a zygote itself, the spare: with all imports done, it takes over when
+this one dies (`zygote_client.py`), and nobody waits for torch again.
+
 The double fork makes the supervisor the true parent: it reaps B, sees it stop, and B dies with it,
 whatever becomes of the zygote. A zygote has started no thread and touched no device. It outlives
 the supervisor for a moment: the end of its socket tells it that the supervisor is gone, and it
@@ -28,7 +31,6 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 import msgpack
 
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 # What is forked here is started again when it dies, but for the supervisor itself.
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
+SPARE = "spare"  # the entry point of another zygote, which has its link as its descriptor
+TAKE_OVER = b"take over"  # to a spare
 
 
 def encode_request(number: int, entry: str, start: bytes) -> int:
@@ -107,10 +111,21 @@ def main(argv: list[str]) -> int:
         data, fds, _, _ = socket.recv_fds(link, 16, 16)
         if not data:
             supervisor_ended()
-        _fork(link, supervisor_pid, fds)
+        if data == TAKE_OVER:
+            name_process(title)
+            continue
+        link = _fork(link, supervisor_pid, fds)
+        if os.getpid() != zygote_pid:
+            zygote_pid = os.getpid()
+            name_process(f"spare {title}")
+            signal_at_parents_death(signal.SIGHUP)
+            if os.getppid() != supervisor_pid:
+                supervisor_ended()
 
 
-def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
+def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> socket.socket:
+    """Fork what is asked for. Returns the link, or, in a spare that this has become, its own: on
+    the same stack, for it may fork a spare, too."""
     with open(fds[0], "rb") as file:
         file.seek(0)
         number, entry, start = msgpack.unpackb(file.read())
@@ -120,7 +135,10 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
         failure = error.errno or errno.EAGAIN
     else:
         if not between:
-            _fork_child(link, number, supervisor_pid, entry, start, fds[1:])
+            _fork_child(link, number, supervisor_pid)
+            if entry == SPARE:
+                return socket.socket(fileno=fds[1])
+            os._exit(_run(entry, start, fds[1:]))
         status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
         failure = status if status >= 0 else errno.EAGAIN  # killed, maybe before it could tell
     for fd in fds[1:]:
@@ -128,16 +146,11 @@ def _fork(link: socket.socket, supervisor_pid: int, fds: list[int]) -> None:
     if failure:
         with contextlib.suppress(OSError):
             link.send(msgpack.packb([number, -failure]))
+    return link
 
 
-def _fork_child(
-    link: socket.socket,
-    number: int,
-    supervisor_pid: int,
-    entry: str,
-    start: bytes,
-    fds: list[int],
-) -> NoReturn:
+def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
+    """Fork once more, and end; returns in the new process, whose parent is the supervisor."""
     parent = os.getpid()
     read_end, write_end = os.pipe()
     try:
@@ -157,7 +170,6 @@ def _fork_child(
         os._exit(BOOT_FAILED)
     os.close(read_end)
     _become_child_of(supervisor_pid, parent)
-    os._exit(_run(entry, start, fds))
 
 
 def _become_child_of(supervisor_pid: int, between: int) -> None:

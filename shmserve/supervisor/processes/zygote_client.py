@@ -1,4 +1,4 @@
-"""The client of a zygote: requests forks of it, and replaces one that dies."""
+"""The client of a zygote: requests forks of it, and has its spare take over when it dies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -20,11 +21,13 @@ import shmserve
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.zygote import encode_request
+from shmserve.supervisor.processes.zygote import SPARE, TAKE_OVER, encode_request
 
 logger = logging.getLogger(__name__)
 
 _MOST_FAILED_STARTS = 3
+_PAUSE_S = 0.2  # before the next one is started
+_PAUSE_WITHOUT_ROOM_S = 1.0
 _MOST_REQUESTS = 64  # at a zygote: a socket that is full takes no more
 
 
@@ -37,9 +40,25 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A zygote's process, and our end of its link."""
+
+    child: Child
+    link: socket.socket
+
+
+def _link() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
 @dataclass(eq=False)
 class Zygote:
-    """The supervisor's end of a zygote; it is started again when it dies (its children live on)."""
+    """The supervisor's end of a zygote. When it dies its spare takes over, which it has forked once
+    it had its imports, and forks the next one; without one it is started again. Its children live
+    on."""
 
     _table: ProcessTable
     _run_dir: RunDirectory
@@ -51,8 +70,9 @@ class Zygote:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._room = asyncio.Semaphore(_MOST_REQUESTS)
-        self._link: socket.socket | None = None
-        self._child: Child | None = None
+        self._serving: _Process | None = None
+        self._spare: _Process | None = None
+        self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
@@ -64,7 +84,7 @@ class Zygote:
         Raises Unavailable when the host has no room for one process more.
         """
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = _link()
             with theirs:
                 try:
                     pid = self._process(theirs)
@@ -73,11 +93,13 @@ class Zygote:
                     raise
         except OSError as error:
             raise _no_process(error.errno) from None
-        ours.setblocking(False)
-        self._link = ours
-        self._child = self._table.adopt(pid, self._title)
-        self._child.exited.add_done_callback(self._died)
-        self._loop.add_reader(ours.fileno(), self._read)
+        self._serve(_Process(self._table.adopt(pid, self._title), ours))
+
+    def _serve(self, process: _Process) -> None:
+        """Requests go to this one from now on."""
+        self._serving = process
+        process.child.exited.add_done_callback(self._died)
+        self._loop.add_reader(process.link.fileno(), self._read)
 
     def _process(self, theirs: socket.socket) -> int:
         root = str(Path(shmserve.__file__).resolve().parent.parent)
@@ -106,10 +128,10 @@ class Zygote:
             os.set_inheritable(self._run_dir.lock_fd, False)
 
     def _read(self) -> None:
-        assert self._link is not None
+        assert self._serving is not None
         while True:
             try:
-                data = self._link.recv(4096)
+                data = self._serving.link.recv(4096)
             except (BlockingIOError, ConnectionError):
                 return
             if not data:
@@ -118,6 +140,7 @@ class Zygote:
             if number == 0:
                 if not self._ready.done():
                     self._ready.set_result(None)
+                    self._fork_spare()
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None or waiter.done():
@@ -129,14 +152,17 @@ class Zygote:
                 waiter.set_exception(_no_process(-pid))
 
     def _died(self, exited: asyncio.Future[str]) -> None:
-        assert self._link is not None
+        assert self._serving is not None
         self._read()
-        self._loop.remove_reader(self._link.fileno())
-        self._link.close()
+        self._loop.remove_reader(self._serving.link.fileno())
+        self._serving.link.close()
         if self._stopping:
             return
         logger.error("%s ended (%s)", self._title, exited.result())
-        if self._ready.done():
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._take_over(spare)
+        elif self._ready.done():
             self._ready = self._loop.create_future()
             self._failed_starts = 0
         else:
@@ -148,8 +174,47 @@ class Zygote:
         if self._failed_starts == _MOST_FAILED_STARTS:  # a broken installation
             self._ready.set_exception(Unavailable(f"the {self._title} process cannot start"))
             self._ready.exception()  # retrieved, also when nobody spawns
-            return
-        self._loop.call_later(0.2, self._start_again)
+        elif spare is None:
+            self._loop.call_later(_PAUSE_S, self._start_again)
+
+    # --- the spare
+
+    def _take_over(self, spare: _Process) -> None:
+        spare.child.title = self._title
+        with contextlib.suppress(OSError):  # it has ended, too, which is about to be heard of
+            spare.link.send(TAKE_OVER)
+        self._serve(spare)
+        self._fork_spare()
+
+    def _fork_spare(self) -> None:
+        under_way = self._forking_spare is not None and not self._forking_spare.done()
+        broken = self._ready.done() and self._ready.exception() is not None
+        if not (self._stopping or self._spare or under_way or broken):
+            self._forking_spare = self._loop.create_task(self._forked_spare())
+
+    async def _forked_spare(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                ours, theirs = map(stack.enter_context, _link())
+                child = await self.spawn(f"spare {self._title}", SPARE, b"", [theirs.fileno()])
+            except (OSError, Unavailable) as error:
+                logger.warning("the %s has no spare: %s", self._title, error)
+                self._loop.call_later(_PAUSE_WITHOUT_ROOM_S, self._fork_spare)
+                return
+            theirs.close()
+            stack.pop_all()
+        spare = self._spare = _Process(child, ours)
+        child.exited.add_done_callback(partial(self._spare_died, spare))
+
+    def _spare_died(self, spare: _Process, exited: asyncio.Future[str]) -> None:
+        if self._spare is spare:
+            self._spare = None
+            spare.link.close()
+            if not self._stopping:
+                logger.error("%s ended (%s)", spare.child.title, exited.result())
+                self._loop.call_later(_PAUSE_S, self._fork_spare)
+
+    # --- requests
 
     def _start_again(self) -> None:
         if self._stopping:
@@ -158,7 +223,7 @@ class Zygote:
             self.start()
         except Unavailable as error:
             logger.error("%s: %s", self._title, error.message)
-            self._loop.call_later(1.0, self._start_again)
+            self._loop.call_later(_PAUSE_WITHOUT_ROOM_S, self._start_again)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
         """Fork a process that runs `entry` ("module:function") with `start`, an encoded start
@@ -169,8 +234,8 @@ class Zygote:
         """
         while not self._stopping:
             await asyncio.shield(self._ready)
-            zygote = self._child
-            assert zygote is not None
+            assert self._serving is not None
+            zygote = self._serving.child
             with self._table.spawning():
                 pid = await self._forked(entry, start, fds)
                 if pid and not self._table.remembers(pid):
@@ -199,15 +264,18 @@ class Zygote:
             return await waiter
 
     def _request(self, memory: int, fds: Sequence[int]) -> None:
-        assert self._link is not None
+        assert self._serving is not None
         try:
-            socket.send_fds(self._link, [b"fork"], [memory, *fds])
+            socket.send_fds(self._serving.link, [b"fork"], [memory, *fds])
         finally:
             os.close(memory)
 
     def stop(self) -> None:
         """Let it end: it removes the run directory when its link closes."""
         self._stopping = True
-        if self._link is not None and self._child is not None and self._child.alive:
-            self._loop.remove_reader(self._link.fileno())
-            self._link.shutdown(socket.SHUT_RDWR)
+        if self._forking_spare is not None:
+            self._forking_spare.cancel()
+        for process in (self._serving, self._spare):
+            if process is not None and process.child.alive:
+                self._loop.remove_reader(process.link.fileno())
+                process.link.shutdown(socket.SHUT_RDWR)

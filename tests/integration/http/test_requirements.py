@@ -115,6 +115,7 @@ def test_every_process_has_a_title(server: Server) -> None:
     titles = server.titles()
     assert {
         *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
+        *("spare front zygote", "spare worker zygote"),
         *("scheduler constant", "worker constant.0 cpu"),
         *("scheduler echo_request", "worker echo_request.0 cpu"),
     } == set(titles), titles
