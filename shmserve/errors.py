@@ -31,12 +31,14 @@ T = TypeVar("T")
 
 class ShmserveError(Exception):
     """Base of all errors that cross a process or reach a client; `message` is shown to the
-    client. `server_fault`: the server or a model is to blame, which is worth a line in the log."""
+    client. `server_fault`: the server or a model is to blame, which is worth a line in the log.
+    `traceparent`: the span that it happened in, as W3C's trace context has it; "" for none."""
 
     code = "INTERNAL"
     status = 500
     title = "Internal"
     server_fault = False
+    traceparent = ""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

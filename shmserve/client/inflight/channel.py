@@ -85,7 +85,7 @@ class ClientRequest(InflightRequest):
         assert outcome is not None
         self.outcome = None
         try:
-            raise outcome
+            raise self.traced(outcome)
         finally:
             del outcome  # no cycle of it and its traceback, which would keep the request's memory
 
@@ -111,6 +111,12 @@ class ClientRequest(InflightRequest):
             return TimedOut(text)
         return from_code(code, text)
 
+    def traced(self, error: ShmserveError) -> ShmserveError:
+        """What the request failed with, which knows its trace, if it has one."""
+        trace = self.submit.trace
+        error.traceparent = TraceContext.of(trace).traceparent if trace else ""
+        return error
+
     def discard(self, message: Response) -> None:
         """Release the outputs of a response that nobody reads: they take up a worker's memory."""
         if isinstance(message, Finished | Responded):
@@ -123,8 +129,8 @@ class ClientRequest(InflightRequest):
         outcome: Result | ShmserveError
         try:
             outcome = read(self, message.body)
-            if message.spans:
-                self._explain(outcome, message.spans)
+            if message.spans and self.explained:
+                self.explain(outcome, message.spans)
         except ShmserveError as error:
             self.end = end
             over = self.again or self.abandoned or runs_once(self.submit.work)
@@ -138,12 +144,16 @@ class ClientRequest(InflightRequest):
             outcome = Internal("the response cannot be read")
         self.done(outcome)
 
-    def _explain(self, result: Result, spans: bytes) -> None:
-        """Put where its time went into a result, if that is asked for."""
-        if (self.built.options.parameters or {}).get("explain") is True:
-            span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
-            told = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
-            result.parameters["explanation"] = told
+    def explain(self, result: Result, spans: bytes) -> None:
+        """Put where its time went into a result."""
+        span_id, sent_ns = TraceContext.of(self.submit.trace).span_id, self.submit.arrived_ns
+        told = explain(unpack_spans(spans), span_id, sent_ns, sent_ns, time.monotonic_ns())
+        result.parameters["explanation"] = told
+
+    @property
+    def explained(self) -> bool:
+        """Whether its result is to say where its time went."""
+        return (self.built.options.parameters or {}).get("explain") is True
 
     def copied(self, place: Place) -> bytes:
         """A copy of what is in a worker's memory."""

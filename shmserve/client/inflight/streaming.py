@@ -55,6 +55,10 @@ class ClientStream(ClientRequest):
                 self.items.append((self.error(message.code, message.message), 0))
             elif message.body:
                 self._read(message.body)
+            elif message.spans and self.explained:
+                self.items.append((Result({}, {}, None), 0))  # of nothing but the explanation
+            if message.spans and self.explained and isinstance(self.items[-1][0], Result):
+                self.explain(self.items[-1][0], message.spans)
             self.over = self.over or message.final
             self.on_item()
 
@@ -97,7 +101,7 @@ class ClientStream(ClientRequest):
         if isinstance(item, Result):
             return item
         try:
-            raise item
+            raise self.traced(item)
         finally:
             del item  # no cycle of it and its traceback
 

@@ -124,7 +124,7 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
     for at, reached in enumerate(accumulate(counts)):
         if reached >= rank and counts[at] and at < len(bounds):
             low = bounds[at - 1] if at else 0.0
-            return low + (bounds[at] - low) * (rank - below) / counts[at]
+            return min(low + (bounds[at] - low) * (rank - below) / counts[at], bounds[at])
         below = reached
     return bounds[-1]
 

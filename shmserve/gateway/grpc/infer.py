@@ -120,6 +120,8 @@ class Submitted:
         """Cancel it: the response is waited for no longer."""
         self._given_up = True
         self._pending.future.cancel()
+        if self._built.trace is not None:
+            self._built.trace.gone()
         self.leave()
         self._inferences.gateway.dispatcher.cancel(self._pending)
 

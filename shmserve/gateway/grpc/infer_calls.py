@@ -15,6 +15,7 @@ from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.inference.malloc_trim import LARGE
 from shmserve.ipc.inflight import Response
+from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ def _cancel(task: asyncio.Task[None]) -> None:
 def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
     """The status of a call whose inference failed with this."""
     if isinstance(error, RequestRefused):
-        return ending_of(error.error)
+        error = error.error
+        caller = TraceContext.of_header(call.head.traceparent)
+        error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("an inference failed", exc_info=error)
         return INTERNAL

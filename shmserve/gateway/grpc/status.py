@@ -58,6 +58,8 @@ def ending_of(error: ShmserveError) -> Ending:
     if isinstance(error, QueueFull):
         # gRPC's own word for Retry-After.
         metadata = (("grpc-retry-pushback-ms", str(error.retry_after_s * 1000)),)
+    if error.traceparent:
+        metadata += (("traceparent", error.traceparent),)
     return _STATUS[error.code], _fitting(error.message), metadata
 
 

@@ -60,6 +60,8 @@ async def infer(
             message = await pending.future
         except asyncio.CancelledError:
             gateway.dispatcher.cancel(pending)
+            if built.trace is not None:
+                built.trace.gone()
             raise
         if built.trace is not None:
             built.trace.answered(message)

@@ -159,6 +159,11 @@ def triton_error(error: ShmserveError) -> bytes:
     return error_json(error.message)
 
 
+def traced(traceparent: str) -> bytes:
+    """The header by which a client finds the trace of its request."""
+    return b"traceparent: %b\r\n" % traceparent.encode()
+
+
 def error_response(
     error: ShmserveError,
     form: ErrorForm = triton_error,

@@ -23,15 +23,17 @@ from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.reader import BrokenBody
 from shmserve.gateway.http.openapi.operations import Operation
-from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
+from shmserve.gateway.http.request import FETCH_SITE, TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import (
     ErrorForm,
     HttpResponse,
     error_response,
+    traced,
     triton_error,
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
 from shmserve.gateway.process import ActiveCount
+from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -173,10 +175,12 @@ class App(ActiveCount):
                 request.match = match
             response: HttpResponse = await route.handler(self._gateway, request, *groups)
         except ShmserveError as error:
-            response = _failed(error, route.error_form)
+            response = _failed(error, route.error_form, request)
         except Exception:
-            logger.exception("%s %s failed", request.method, request.target)
-            response = _failed(Internal("internal error"), route.error_form)
+            trace_id = TraceContext.of(_traceparent(request)).trace_id
+            told = (request.method, request.target)
+            logger.exception("%s %s failed", *told, extra={"trace_id": trace_id})
+            response = _failed(Internal("internal error"), route.error_form, request)
         except BaseException:
             self.left()
             raise
@@ -193,7 +197,13 @@ class App(ActiveCount):
             self.left()
 
 
-def _failed(error: ShmserveError, form: ErrorForm) -> HttpResponse:
+def _traceparent(request: HttpRequest) -> str:
+    """That of the caller, "" where there is none."""
+    caller = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
+    return "" if caller is None else caller.traceparent
+
+
+def _failed(error: ShmserveError, form: ErrorForm, request: HttpRequest) -> HttpResponse:
     headers = b""
     if isinstance(error, QueueFull):
         headers = b"Retry-After: %d\r\n" % error.retry_after_s
@@ -201,5 +211,8 @@ def _failed(error: ShmserveError, form: ErrorForm) -> HttpResponse:
         headers = b"Accept-Encoding: gzip, deflate\r\n"
     elif isinstance(error, Unauthenticated):
         headers = b"WWW-Authenticate: Bearer\r\n"
+    traceparent = error.traceparent or _traceparent(request)
+    if traceparent:
+        headers += traced(traceparent)
     close = isinstance(error, BodyTimeout | BrokenBody)
     return error_response(error, form, headers=headers, close=close)

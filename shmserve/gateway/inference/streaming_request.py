@@ -50,6 +50,7 @@ class StreamingRequest:
         self.infer_request = built.infer_request
         self.trace = built.trace
         self.over = False  # the last response is here, or it is cancelled
+        self._here = 0  # responses that have not gone on yet
 
         def responded(message: Response) -> None:
             if not self.over:
@@ -58,9 +59,9 @@ class StreamingRequest:
                         message.id, "", "", message.body, True, spans=message.spans
                     )
                 self.over = is_last(message)
+                self._here += 1
                 if self.over and self.trace is not None:
                     self.trace.answered(message)
-                    self.trace.finish("" if isinstance(message, m.Responded) else message.message)
                 on_response(self, message)
 
         self._pending: GatewayRequest = self._dispatcher.submit(
@@ -68,8 +69,8 @@ class StreamingRequest:
         )
 
     def outputs(self, message: Message) -> Inferred | None:
-        """The outputs of a response; None for one that only says that it was the last. Their memory
-        is in use until the `release`.
+        """The outputs of a response; None for one that only says that it was the last, and explains
+        nothing. Their memory is in use until the `release`.
 
         Raises the error that the response is.
         """
@@ -78,8 +79,8 @@ class StreamingRequest:
                 raise error
             body = b"" if isinstance(message, m.Failed) else message.body
             inferred = unpack(body) if body else None
-            if inferred is not None and self.trace is not None and is_last(message):
-                inferred = self.trace.explain(inferred)
+            if self.trace is not None and self.trace.explained and is_last(message):
+                inferred = self.trace.explain(inferred or Inferred(()))
             return inferred
         except ShmserveError as error:
             log_failure(self.model, self.infer_request.id, error, self.trace)
@@ -92,6 +93,9 @@ class StreamingRequest:
 
     def credit(self, inferred: Inferred | None) -> None:
         """The response with these outputs has gone on to the client, which takes another."""
+        self._here -= 1
+        if self.over and not self._here and self.trace is not None:
+            self.trace.finish()
         if not self.over:
             credit = self._window.read(_byte_size(inferred))
             if credit:
@@ -107,6 +111,8 @@ class StreamingRequest:
         if not self.over:
             self.over = True
             self._dispatcher.cancel(self._pending)
+        if self.trace is not None:
+            self.trace.gone()
 
 
 def error_of(message: Message) -> ShmserveError | None:

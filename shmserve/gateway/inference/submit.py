@@ -96,7 +96,10 @@ def failure(message: m.Failed) -> ShmserveError:
 def log_failure(
     model: GatewayModel, request_id: str, error: ShmserveError, trace: RequestTrace | None
 ) -> None:
-    """Log a failure: a server's fault as an error, a client's at debug level."""
+    """Log a failure: a server's fault as an error, a client's at debug level. From now on the error
+    knows its trace, if it has one."""
+    if trace is not None:
+        error.traceparent = trace.context.traceparent
     level = logging.ERROR if error.server_fault else logging.DEBUG
     if logger.isEnabledFor(level):
         what = "failed" if error.server_fault else "was refused"

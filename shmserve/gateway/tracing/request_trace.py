@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shmserve.ipc.inflight import Response
-from shmserve.ipc.messages.inference import Failed
+from shmserve.ipc.messages.inference import Failed, Responded
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans, within
 
@@ -46,6 +46,8 @@ class RequestTrace:
     def answered(self, message: Response) -> None:
         """The last response is here."""
         self.answered_ns = time.monotonic_ns()
+        if isinstance(message, Failed | Responded) and message.code:
+            self.error = message.message
         if not isinstance(message, Failed) and message.spans:
             self.spans = within(unpack_spans(message.spans), self.scheduler.span_id)
 
@@ -62,6 +64,11 @@ class RequestTrace:
         return replace(inferred, parameters=inferred.parameters | told)
 
     def finish(self, error: str = "") -> None:
-        """It has ended, with its response or an `error`."""
-        self.ended_ns, self.error = time.monotonic_ns(), error
-        self.finisher.finish(self)
+        """It has ended, with its response or an `error`. The first that is said of it holds."""
+        if not self.ended_ns:
+            self.ended_ns, self.error = time.monotonic_ns(), self.error or error
+            self.finisher.finish(self)
+
+    def gone(self) -> None:
+        """Nobody waits for it any more, if it has not ended."""
+        self.finish("its client has gone")

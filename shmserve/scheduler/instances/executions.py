@@ -357,13 +357,21 @@ class Executions:
             self._recovery.served(slot)
         if request.state in AT_WORK:
             self._statistics.responded(request, last, now_ns)
-            began_ns = now_ns if slot.execution is None else slot.execution.started_ns
-            self._responses.end(request, last, began_ns, now_ns)
+            self._responses.end(request, last, _so_far(slot.execution, now_ns), now_ns)
         else:
             self._statistics.cancelled(request, now_ns)
             if last.body:
                 self._responses.drop_outputs(request, last.body)
             self._responses.close(request, now_ns)
+
+
+def _so_far(execution: Execution | None, now_ns: int) -> Timing:
+    """The times of an execution that has not returned: all of it was inference."""
+    if execution is None:
+        return Timing(now_ns, 0, 0, 0)
+    rows = sum([request.units for request in execution.requests]) + execution.gaps
+    began_ns = execution.started_ns
+    return Timing(began_ns, 0, now_ns - began_ns, 0, rows, execution.reason)
 
 
 def work_of(request: ScheduledRequest) -> Work:

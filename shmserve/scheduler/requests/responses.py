@@ -75,23 +75,22 @@ class Responses:
         self,
         request: ScheduledRequest,
         last: ExecutionResponded | Reply,
-        began_ns: int,
+        so_far: Timing,
         now_ns: int,
     ) -> None:
         """Pass on what ends a decoupled model's request. An error that its model has sent is a
         response, and its request a success, as in Triton; one that it raised is a failure. Where
-        its execution has not returned, it began at `began_ns`, and all its time was inference."""
+        its execution has not returned, its times are `so_far`."""
         if last.code and (isinstance(last, Reply) or last.failed):
             reason = Reason.CANCELED if last.code == "CANCELLED" else Reason.BACKEND
             self._statistics.failed(request.arrived_ns, reason, now_ns)
         else:
             self._statistics.succeeded(request, request.timing, now_ns)
         request.meet(Event.FINISH)
-        times_ns = (0, now_ns - began_ns, 0) if request.timing is None else request.timing[1:4]
-        spans = self._spans(request, request.timing, now_ns) if request.submit.trace else b""
-        request.client.post(
-            Responded(request.id, last.code, last.message, last.body, True, *times_ns, spans=spans)
-        )
+        timing = request.timing or so_far
+        spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
+        told = (last.code, last.message, last.body, True, *timing[1:4])
+        request.client.post(Responded(request.id, *told, spans=spans))
         self._forget(request)
 
     def finish(

@@ -7,12 +7,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 import shmserve.client
@@ -20,6 +23,7 @@ from tests.rigs.pipelines import add_ensemble, add_model, step, tensor
 from tests.support.otlp import Collector, attributes, collector
 from tests.support.servers import Server, running
 from tests.support.waiting import until
+from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import json_input
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -33,6 +37,13 @@ CALL = """
     return self.response(Y=pb_utils.get_output_tensor_by_name(call.exec(), "Y").as_numpy()[0])
 """
 TELL = "return self.response(Y=np.array([str(request.trace().get_context())], object))"
+MANY = """
+    sender = request.get_response_sender()
+    for _ in range(2):
+        time.sleep(0.005)
+        sender.send(self.response(Y=self.input(request, "X")))
+    sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
 PHASES = ["queue_us", "compute_input_us", "compute_infer_us", "compute_output_us"]
 
 
@@ -46,6 +57,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_model(folder, "slow", f"time.sleep(0.005)\n{one}")
     add_model(folder, "boom", 'time.sleep(0.005)\nraise ValueError("boom")')
     add_model(folder, "calls", CALL)
+    add_model(folder, "many", MANY, more="model_transaction_policy { decoupled: true }")
+    add_model(folder, "late", f"time.sleep(0.5)\n{one}")
     add_model(folder, "tell", TELL, outputs=[tensor("Y", "BYTES")])
     steps = [step("one", {"X": "IN"}, {"Y": "A"}), step("two", {"X": "A"}, {"Y": "OUT"})]
     add_ensemble(folder, "both", steps, max_batch_size=4)
@@ -183,6 +196,94 @@ def test_a_failure_is_logged_with_its_trace(server: Server) -> None:
     server.wait_log(f"trace={TRACE}")
     assert re.search(rf"E .*inference of model 'boom' failed: .* trace={TRACE}", server.log())
     assert re.search(rf"E .*worker .*model 'boom' failed trace={TRACE}", server.log())
+
+
+def test_errors_say_whose_trace_it_is(server: Server) -> None:
+    given = {"traceparent": TRACEPARENT}
+    wrong = {"inputs": [json_input("NOPE", ROW)]}
+    with server.http() as http:
+        for model, body in (("boom", X), ("one", wrong), ("nope", X)):
+            refused = http.infer(model, body, given)
+            assert refused.status >= 400
+            assert refused.headers["traceparent"].startswith(f"00-{TRACE}-")
+            assert "traceparent" not in http.infer(model, wrong, {"traceparent": "x"}).headers
+        untraced = http.infer("boom", X)  # each is measured, for the log
+        trace_id = untraced.headers["traceparent"].split("-")[1]
+    until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
+    with stub(server) as call:
+        for model, name in (("boom", "X"), ("one", "NOPE")):
+            asked = pb.ModelInferRequest(model_name=model, raw_input_contents=[ROW.tobytes()])
+            asked.inputs.add(name=name, datatype="FP32", shape=[1])
+            with pytest.raises(grpc.RpcError) as failed:
+                call.ModelInfer(asked, metadata=list(given.items()), timeout=20)
+            told = dict(failed.value.trailing_metadata())
+            assert told["traceparent"].startswith(f"00-{TRACE}-")
+    with shmserve.client.connect(server.run_dir) as native:
+        with pytest.raises(shmserve.client.ShmserveError) as died:
+            native.infer("boom", X=ROW[0], traceparent=TRACEPARENT)
+        assert died.value.traceparent.startswith(f"00-{TRACE}-")
+        with pytest.raises(shmserve.client.ShmserveError) as died:
+            native.infer("boom", X=ROW[0])
+        assert died.value.traceparent == ""
+
+
+def stream_by_http(server: Server) -> Any:
+    accept = {"Accept": "text/event-stream"}
+    body = {**X, "parameters": {"explain": True}}
+    with server.http() as http:
+        reply = http.infer("many", body, accept).ok()
+    assert re.fullmatch("00-.*", reply.headers["traceparent"])
+    *some, last = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line]
+    assert len(some) == 2 and "parameters" not in some[-1]
+    return last["parameters"]["explanation"]
+
+
+def stream_by_grpc(server: Server) -> Any:
+    found: Queue[Any] = Queue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        given = grpcclient.InferInput("X", [1], "FP32")
+        given.set_data_from_numpy(ROW[0])
+        client.start_stream(lambda result, error: found.put(error or result))
+        client.async_stream_infer("many", [given], parameters={"explain": True})
+        first, second, last = (found.get(timeout=20) for _ in range(3))
+        client.stop_stream()
+    assert first.as_numpy("Y").item() == second.as_numpy("Y").item() == 1
+    return json.loads(last.get_response().parameters["explanation"].string_param)
+
+
+def stream_by_native(server: Server) -> Any:
+    with shmserve.client.connect(server.run_dir) as client:
+        *some, last = client.stream("many", X=ROW[0], parameters={"explain": True})
+    assert [each["Y"].item() for each in some] == [1, 1] and not some[-1].parameters
+    return last.parameters["explanation"]
+
+
+@pytest.mark.parametrize("ask", [stream_by_http, stream_by_grpc, stream_by_native])
+def test_a_stream_is_explained_at_its_end(server: Server, ask: Callable[[Server], Any]) -> None:
+    told = ask(server)
+    assert told["compute_infer_us"] >= 10_000
+    parts = [told[phase] for phase in ["receive_us", *PHASES, "respond_us"]]
+    assert min(parts) >= 0
+    assert told["total_us"] - 6 <= sum(parts) <= told["total_us"]
+
+
+@pytest.mark.parametrize("door", ["http", "stream", "grpc"])
+def test_a_request_whose_client_has_gone_is_told_too(server: Server, door: str) -> None:
+    before = server.log().count("its client has gone")
+    if door == "grpc":
+        with grpcclient.InferenceServerClient(server.grpc_url) as client:
+            given = grpcclient.InferInput("X", [1], "FP32")
+            given.set_data_from_numpy(ROW[0])
+            call = client.async_infer("late", [given], lambda result, error: None)
+            time.sleep(0.1)
+            call.cancel()
+    else:
+        accept = {"Accept": "text/event-stream"} if door == "stream" else {}
+        with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
+            http.infer("late", X, accept)
+    until("it is told", lambda: server.log().count("its client has gone") == before + 1)
+    found = [more for more, _ in slow_lines(server, "late") if more.get("error")]
+    assert found[-1]["total_us"] >= 50_000
 
 
 def test_a_program_hears_of_a_traceparent_that_is_none(server: Server) -> None:

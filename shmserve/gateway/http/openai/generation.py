@@ -23,6 +23,7 @@ from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_r
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.streaming_request import error_of
+from shmserve.gateway.inference.submit import log_failure
 from shmserve.ipc.tensors.datatypes import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -54,7 +55,7 @@ async def _respond(
         if isinstance(error, QueueFull):
             raise TooManyRequests(error.message, error.retry_after_s) from None
         raise
-    headers = b"Content-Type: %b\r\n" % SERVER_SENT_EVENTS.content_type
+    headers = b"Content-Type: %b\r\n" % SERVER_SENT_EVENTS.content_type + generation.headers
     response = ChunkedResponse(200, generation.events(), headers)
     response.on_sent = generation.close
     return response
@@ -86,6 +87,11 @@ class _Generation:
         for queue in self._queues:
             queue.close()
 
+    @property
+    def headers(self) -> bytes:
+        """Of its response, by its first prompt."""
+        return self._queues[0].headers
+
     async def begun(self) -> None:
         """Until the model has responded to the first prompt. Raises the error that it did so
         with."""
@@ -93,6 +99,8 @@ class _Generation:
         await first.wait()
         error = error_of(first.first)
         if error is not None:
+            asked = first.request
+            log_failure(asked.model, asked.infer_request.id, error, asked.trace)
             raise error
 
     async def whole(self) -> dict[str, Any]:

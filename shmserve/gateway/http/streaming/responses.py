@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import TRACEPARENT, HttpRequest
-from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
+from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, traced
 from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
 from shmserve.gateway.inference.submit import prepare_submit
@@ -42,6 +42,12 @@ class ResponseQueue:
     def _heard(self, _: StreamingRequest, message: Message) -> None:
         self._here.append(message)
         self._news.set()
+
+    @property
+    def headers(self) -> bytes:
+        """Of its response: errors that come later have the request's trace by it."""
+        trace = self.request.trace
+        return b"" if trace is None else traced(trace.context.traceparent)
 
     @property
     def first(self) -> Message:
@@ -96,7 +102,7 @@ def streaming_response(
     Back-pressure: for a client that does not read no more credit is granted, and the model waits.
     The request is cancelled when the client is gone.
     """
-    headers = b"Content-Type: %b\r\n" % content_type
+    headers = b"Content-Type: %b\r\n" % content_type + queue.headers
     response = ChunkedResponse(status, _encoded(queue, encode), headers)
     response.on_sent = queue.close
     return response

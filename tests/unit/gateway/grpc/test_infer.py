@@ -25,7 +25,7 @@ def test_who_leaves_as_the_answer_comes_has_left_once(answered: str) -> None:
         dispatcher = SimpleNamespace(cancel=given_up.append)
         gateway: Any = SimpleNamespace(draining=False, models=None, dispatcher=dispatcher)
         inferences = Inferences(gateway)
-        wire: Any = SimpleNamespace(infer_request=SimpleNamespace(id="1"))
+        wire: Any = SimpleNamespace(infer_request=SimpleNamespace(id="1"), trace=None)
         model: Any = SimpleNamespace(name="m")
         pending: Any = SimpleNamespace(future=asyncio.get_running_loop().create_future())
         submitted = Submitted(inferences, model, wire, pending, "1")
