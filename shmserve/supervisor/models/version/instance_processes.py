@@ -403,6 +403,7 @@ class Instances:
         instance = self._of(process)
         if instance is not None:
             instance.crashes = 0
+            instance.backoff.worked()
 
     async def _restart(self, instance: Instance, why: str) -> None:
         pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
