@@ -27,6 +27,7 @@ MOST_STREAMS = 65_536
 MOST_INSTANCES = 4096  # each is a process, and the supervisor keeps a place for it
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
+LONGEST_IDLE_S = 1_000_000.0
 # The time to the first response of decoupled models; `model_metrics` of a configuration names it by
 # its family and gives other buckets.
 FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
@@ -54,6 +55,16 @@ def target_ms(text: str) -> float | None:
     except ValueError:
         return None
     return value if SHORTEST_TARGET_MS <= value <= LONGEST_TARGET_MS else None
+
+
+def idle_unload_s(text: str) -> float | None:
+    """The seconds without a request after which a model on demand is unloaded, 0: never; up to some
+    ten days, if it is one."""
+    try:
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    except ValueError:
+        return None
+    return value if 0 <= value <= LONGEST_IDLE_S else None
 
 
 def max_streams(text: str) -> int | None:

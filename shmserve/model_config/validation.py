@@ -7,9 +7,14 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path, PurePath
 
-from shmserve.common.model_settings import MOST_INSTANCES
+from shmserve.common.model_settings import (
+    IDLE_UNLOAD,
+    LONGEST_IDLE_S,
+    MOST_INSTANCES,
+    idle_unload_s,
+)
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, member, repeats
 from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
@@ -44,6 +49,7 @@ def validate(
     LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
+    of_file += _idle_problems(config)
     of_file += padding_problems(config, complete=complete)
     of_file += bound_problems(config, complete=complete)
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
@@ -67,6 +73,16 @@ def _file_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _cache_problems(config)
     yield from _metric_problems(config)
     yield from _name_problems(config)
+
+
+def _idle_problems(config: ModelConfig) -> Iterator[Problem]:
+    given = config.parameters[IDLE_UNLOAD].string_value if IDLE_UNLOAD in config.parameters else "0"
+    if idle_unload_s(given) is None:
+        text = (
+            f"parameter '{IDLE_UNLOAD}' must be a number of seconds from 0 to {LONGEST_IDLE_S:.0f} "
+            f"for {config.name}, found '{given}'"
+        )
+        yield Problem(("parameters", member(IDLE_UNLOAD)), text)
 
 
 def _load_problems(

@@ -26,6 +26,7 @@ BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
 SORTED = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
+IDLE = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
 STREAMS = 'parameters { key: "max_streams" value { string_value: "%s" } }'
 FEWEST = 'parameters { key: "min_instances" value { string_value: "%s" } }'
 MOST = 'parameters { key: "max_instances" value { string_value: "%s" } }'
@@ -163,6 +164,15 @@ RULES = [
             f"parameter 'max_streams' must be an integer from 1 to 65536 for m, found '{value}'",
         )
         for value in ("0", "65537", "many", "1.5")
+    ),
+    *(
+        (
+            BATCH + "@" + IDLE % value,
+            'parameters["idle_unload_secs"]',
+            f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
+            f"found '{value}'",
+        )
+        for value in ("", "soon", "-1", "nan", "1000001")
     ),
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
