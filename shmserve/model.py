@@ -21,6 +21,7 @@ What the class may have besides `predict`:
 
     instances = 1               how many there are, each a process; or `instance_group`, a list of
                                 mappings as in a configuration
+    min_instances, max_instances  the fewest and the most, as its load needs (guide/instances.md)
 
     ragged = ("x",)             inputs that come flat, one request after the other
     batch_input, batch_output   lists of mappings, as in a configuration, for these

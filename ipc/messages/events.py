@@ -52,6 +52,17 @@ class LoadRefused:
 
 
 @message
+class InstancesChanged:
+    """A model version has another number of instances, between its bounds, for this reason."""
+
+    name: str
+    version: str
+    before: int
+    count: int
+    reason: str
+
+
+@message
 class ProcessStarted:
     """A process of the server."""
 
@@ -116,12 +127,13 @@ class SequenceReached:
     sequence: int
 
 
-ModelEvent = ModelChanged | LoadRefused | ModelCounted
+ModelEvent = ModelChanged | LoadRefused | InstancesChanged | ModelCounted
 ProcessEvent = ProcessStarted | ProcessEnded
 RegionEvent = RegionRegistered | RegionUnregistered | RegionBlamed
 TOPICS: dict[type[Any], str] = {
     ModelChanged: MODELS,
     LoadRefused: MODELS,
+    InstancesChanged: MODELS,
     ProcessStarted: PROCESSES,
     ProcessEnded: PROCESSES,
     RegionRegistered: REGIONS,

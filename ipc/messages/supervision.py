@@ -339,6 +339,13 @@ class RetireInstance:
 
 
 @message
+class CountChange:
+    """The version has an instance `more`, or one less, since its load asks for that: count it."""
+
+    more: bool
+
+
+@message
 class InstanceRetired:
     """An instance that was to retire has nothing left to do, and gets nothing more. `process`: the
     number of the process it was, 0: none is known."""
@@ -514,7 +521,7 @@ Ending = Drain | Stop
 ModelNews = ModelPublished | ModelOnDemand
 LoadRequest = LoadModel | UnloadModel
 AdminRequest = LoadRequest | IndexRepository | ChangeLogging | ChangeTracing
-PoolNews = InstanceExpected | InstanceGone | RetireInstance
+PoolNews = InstanceExpected | InstanceGone | RetireInstance | CountChange
 PoolRequest = InstanceServed | KillInstance | InstanceRetired | AskTicket | TicketReturned
 Loading = CompleteConfig | LoadInstance | Attach  # a worker's
 Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed

@@ -77,6 +77,9 @@ def _text(event: Any) -> str:
             return f"{shown}: {state or 'gone'}{_because(reason)}"
         case m.LoadRefused(name, reason):
             return f"model {name}: not loaded{_because(reason)}"
+        case m.InstancesChanged(name, version, before, count, reason):
+            change = f"{count} instances, was {before}{_because(reason)}"
+            return f"model {name} version {version}: {change}"
         case m.ProcessStarted(pid, title):
             return f"process {pid} {title}: runs"
         case m.ProcessEnded(pid, title, reason):

@@ -169,6 +169,7 @@ class Server:
         call = call_of(*given, **named)
         turns, built = await self._connected(), None
         try:
+            await self._loaded(turns, *call)
             built = self._session.built(turns.connection, *call)
             return await self._infer(turns, built)
         except TimedOut:
@@ -178,7 +179,14 @@ class Server:
             if not await asyncio.to_thread(self._session.is_repeated, *over):
                 raise
         turns = await self._connected()
+        await self._loaded(turns, *call)
         return await self._infer(turns, self._session.built(turns.connection, *call))
+
+    async def _loaded(self, turns: _Turns, *call: Any) -> None:
+        model, _, _, version, options, _ = call
+        if turns.connection.models.awaits_load(model, version):
+            of = (turns.connection, model, version, options)
+            await asyncio.to_thread(self._session.load, *of)
 
     async def _infer(self, turns: _Turns, built: PackedRequest) -> Result:
         deadline_ns = built.options.deadline_ns
@@ -220,6 +228,7 @@ class Server:
 
         async def begin(on_item: Callable[[], None]) -> tuple[_Turns, ClientStream]:
             turns = await self._connected()
+            await self._loaded(turns, *call)
             built = self._session.built(turns.connection, *call, stream=True)
             pending = turns.channel.start(ClientStream(turns.channel, built, on_item))
             turns.flush_soon()

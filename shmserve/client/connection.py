@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shmserve.client.errors import Disconnected
 from shmserve.client.inflight.channel import RequestChannel
@@ -100,6 +101,9 @@ class ServerConnection(ServerState):
                 case m.ModelPublished():
                     self.models.publish(message)
                     self._acknowledge(message.acknowledge)
+                case m.ModelOnDemand(name, acknowledge):
+                    self.models.on_demand.add(name)
+                    self._acknowledge(acknowledge)
                 case m.ModelWithdrawn(name, version, acknowledge):
                     self.models.withdraw(name, version)
                     self._acknowledge(acknowledge)
@@ -131,21 +135,31 @@ class ServerConnection(ServerState):
         if number > 0:
             self._link.tell(m.Acknowledged(number))
 
-    # --- memory
+    # --- requests of ours
 
-    def share(self, segment: AnySegment) -> None:
-        """Make a segment known to the server; returns when it is."""
+    def _ask(self, asking: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+        """Send what `asking` makes of a number, and wait for the response. Raises what that is."""
         with self._lock:
             if not self.alive:
                 raise Disconnected(GONE)
             request = self._link.request()
-        self._link.tell(*segment.sharing(request.number))
-        if self.is_current_thread():  # a future's callback wants memory
+        self._link.tell(*asking(request.number))
+        if self.is_current_thread():  # a future's callback asks
             self._read_until(request)
         response = request.wait()
         if isinstance(response, ShmserveError):
             raise response
-        segment.shared(response["memory"])
+        payload: dict[str, Any] = response
+        return payload
+
+    def want(self, model: str, patience_s: float) -> None:
+        """Have a model on demand loaded; returns once it is. Raises what the load fails with, and
+        Unavailable after so many seconds, 0: any time."""
+        self._ask(lambda number: (m.WantModel(number, model, patience_s), ()))
+
+    def share(self, segment: AnySegment) -> None:
+        """Make a segment known to the server; returns when it is."""
+        segment.shared(self._ask(segment.sharing)["memory"])
 
     def _read_until(self, request: ControlRequest) -> None:
         try:

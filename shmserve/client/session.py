@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from shmserve.client.connection import ServerConnection
-from shmserve.client.errors import Disconnected
+from shmserve.client.errors import Disconnected, TimedOut
 from shmserve.client.inflight.channel import DECOUPLED, FULL
 from shmserve.client.memory.cuda import DeviceSegment, device_number, exporting
 from shmserve.client.memory.region import Region, Specs
@@ -120,9 +121,12 @@ class Session:
     def is_repeated(
         self, connection: ServerConnection, options: Options, built: PackedRequest | None
     ) -> bool:
-        """Whether a request that has failed on a connection is to be made again, of another server
-        that has taken the place of its: then that is connected to. Raises Disconnected."""
+        """Whether a request that has failed on a connection is to be made again: of another server
+        that has taken the place of its, which is connected to then, or of a model on demand that
+        was unloaded when the request reached it. Raises Disconnected."""
         once = options.sequence or (built is not None and runs_once(built.work))
+        if not once and built is not None and connection.models.awaits_load(*built.model.key):
+            return True
         if once or not connection.has_successor():
             return False
         self._reconnect(connection)
@@ -169,7 +173,9 @@ class Session:
         stream: bool = False,
     ) -> PackedRequest:
         """A request that can be sent by `connection`; without `stream`, one that has exactly one
-        response."""
+        response. Waits until its model is loaded."""
+        if connection.models.awaits_load(model, version):
+            self.load(connection, model, version, options)
         found = connection.models.resolve(model, version)
         if found.decoupled and not stream:
             raise Unsupported(DECOUPLED % found.name)
@@ -178,6 +184,23 @@ class Session:
         elif tensors:
             raise InvalidArgument("inputs are given as a mapping or by keyword, not both")
         return prepare(self.memories, found, inputs, outputs, options)
+
+    @staticmethod
+    def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:
+        """Have a model on demand loaded, unless it is, within the time of a request. Raises what
+        that fails with, or TimedOut."""
+        while connection.models.awaits_load(model, version):
+            left_s = 0.0
+            if options.deadline_ns:
+                left_s = max(1e-6, (options.deadline_ns - time.monotonic_ns()) / 1e9)
+            try:
+                connection.want(model, left_s)
+            except Unavailable as error:
+                if 0 < options.deadline_ns <= time.monotonic_ns():
+                    raise TimedOut(error.message) from None
+                raise
+            if connection.models.has(model):
+                break  # whether it has this version, is known now
 
     def allocate(
         self, tensors: Specs, *, device: str = "cpu", pin: bool = False, huge_pages: bool = False

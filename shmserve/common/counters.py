@@ -13,7 +13,7 @@ from typing import Any
 # Of a snapshot, what no successor adds to its own.
 _NOT_IN_BASE = (
     *("base", "last_ns", "batch_sizes", "responses"),
-    *("pending", "executing", "open_sequences", "live"),
+    *("pending", "executing", "open_sequences", "live", "instances"),
 )
 
 

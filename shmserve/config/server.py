@@ -134,7 +134,7 @@ _AS_GIVEN = (
     *("model-control-mode", "max-queue-size", "request-timeout-us", "ensemble-scheduling"),
     *("gateways", "allow-metrics", "metrics-port", "insecure", "arena-byte-size", "rate-limit"),
     *("exit-on-error", "strict-readiness", "slow-request-ms", "take-over"),
-    *("load-on-demand", "max-loaded-byte-size"),
+    "load-on-demand",
 )
 
 
@@ -163,7 +163,8 @@ def _from_flags(
         model_files=tuple(files),
         class_settings=wrong(_class_settings, parsed.repeated["set"], files),
         load_models=wrong(_load_models, parsed),
-        idle_unload_s=value["idle-unload-secs"],
+        idle_unload_s=wrong(_on_demand, value, "idle-unload-secs"),
+        max_loaded_byte_size=wrong(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=wrong(_config_name, value["model-config-name"] or ""),
@@ -235,6 +236,12 @@ def _load_models(parsed: Parsed) -> tuple[str, ...]:
     if "*" in names and len(names) > 1:
         raise InvalidArgument("--load-model: '*' loads all models and must stand alone")
     return names
+
+
+def _on_demand(value: dict[str, Any], name: str) -> Any:
+    if value[name] and not value["load-on-demand"]:
+        raise InvalidArgument(f"--{name}: needs --load-on-demand")
+    return value[name]
 
 
 def _config_name(name: str) -> str:

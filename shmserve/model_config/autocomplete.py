@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.common.model_settings import MAX_STREAMS, STRATEGY, TARGET
+from shmserve.common.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    STRATEGY,
+    TARGET,
+)
 from shmserve.ipc.engine_settings import PARAMETER as ENGINE
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
@@ -23,7 +29,7 @@ _COMPLETABLE = (
     "instance_group",
 )
 # Of the parameters, what a class may have as an attribute.
-_PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, PADDING, ENGINE)
+_PARAMETERS = (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING, ENGINE)
 
 
 def merge_autocomplete(
@@ -34,9 +40,9 @@ def merge_autocomplete(
     `completed` is a configuration in JSON form, whole or only what the model adds; of it only
     max_batch_size, input, output, batch_input, batch_output, dynamic_batching, sequence_batching
     (where `config` has no scheduler), a class's instance_group and model_transaction_policy count,
-    and of its parameters `batching_strategy`, `target_p99_ms`, `max_streams`, `padding` and
-    `engine`. What the author wrote (in `source`) stays, but for a max_batch_size that the model
-    raises.
+    and of its parameters `batching_strategy`, `target_p99_ms`, `max_streams`, `min_instances`,
+    `max_instances`, `padding` and `engine`. What the author wrote (in `source`) stays, but for a
+    max_batch_size that the model raises.
 
     Raises InvalidArgument, one line a conflict as `Source.check` writes it, where the model
     contradicts it.

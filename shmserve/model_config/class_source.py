@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shmserve.common.model_settings import MAX_STREAMS, STRATEGY, TARGET
+from shmserve.common.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    STRATEGY,
+    TARGET,
+)
 from shmserve.ipc.class_places import class_places
 from shmserve.model_config.diagnostics import Key, Source, member
 from shmserve.model_config.rules.padding import PADDING
@@ -12,7 +18,10 @@ _KEYS: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
     "predict": (("input",), ("output",)),
-    **{name: (("parameters", member(name)),) for name in (STRATEGY, TARGET, MAX_STREAMS, PADDING)},
+    **{
+        name: (("parameters", member(name)),)
+        for name in (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING)
+    },
 }
 
 

@@ -7,18 +7,22 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path, PurePath
 
+from shmserve.common.model_settings import (
+    IDLE_UNLOAD,
+    LONGEST_IDLE_S,
+    MOST_INSTANCES,
+    idle_unload_s,
+)
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, repeats
+from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source, member, repeats
 from shmserve.model_config.normalise import ENSEMBLE, PLATFORMS
 from shmserve.model_config.rules.batching import dynamic_problems, strategy_problems
 from shmserve.model_config.rules.ensembles import ensemble_problems
+from shmserve.model_config.rules.instances import bound_problems
 from shmserve.model_config.rules.padding import padding_problems
 from shmserve.model_config.rules.sequences import sequence_problems
 from shmserve.model_config.rules.tensors import batch_io_problems, tensor_problems, warmup_problems
 from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup
-
-# Of one group: each is a process, and the supervisor keeps a place for it before it is started.
-_MOST_INSTANCES = 4096
 
 _GROUP: Key = ("instance_group",)
 
@@ -45,7 +49,9 @@ def validate(
     LoadProblem where all of them concern tensors, instances and label files.
     """
     of_file = [*_file_problems(config), *strategy_problems(config, complete=complete)]
+    of_file += _idle_problems(config)
     of_file += padding_problems(config, complete=complete)
+    of_file += bound_problems(config, complete=complete)
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.check(config, problems, kind)
@@ -67,6 +73,16 @@ def _file_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _cache_problems(config)
     yield from _metric_problems(config)
     yield from _name_problems(config)
+
+
+def _idle_problems(config: ModelConfig) -> Iterator[Problem]:
+    given = config.parameters[IDLE_UNLOAD].string_value if IDLE_UNLOAD in config.parameters else "0"
+    if idle_unload_s(given) is None:
+        text = (
+            f"parameter '{IDLE_UNLOAD}' must be a number of seconds from 0 to {LONGEST_IDLE_S:.0f} "
+            f"for {config.name}, found '{given}'"
+        )
+        yield Problem(("parameters", member(IDLE_UNLOAD)), text)
 
 
 def _load_problems(
@@ -133,8 +149,8 @@ def _instance_problems(config: ModelConfig, gpu_count: int) -> Iterator[Problem]
 
 def _group_problems(at: Key, group: ModelInstanceGroup, gpu_count: int) -> Iterator[Problem]:
     kind_at, gpus_at = (*at, "kind"), (*at, "gpus")
-    if group.count > _MOST_INSTANCES:
-        yield Problem((*at, "count"), f"has count {group.count}, more than {_MOST_INSTANCES}")
+    if group.count > MOST_INSTANCES:
+        yield Problem((*at, "count"), f"has count {group.count}, more than {MOST_INSTANCES}")
     if group.kind != ModelInstanceGroup.KIND_GPU:
         if group.gpus:
             kind = ModelInstanceGroup.Kind.Name(group.kind)

@@ -18,6 +18,7 @@ from shmserve.ipc.inflight import stopping
 from shmserve.ipc.messages import SupervisorToBatching
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import (
+    CountChange,
     InstanceExpected,
     InstanceGone,
     InstanceRetired,
@@ -196,6 +197,8 @@ class BatchingCore(Core[ScheduledRequest]):
             case RetireInstance():
                 self._pool.retire(message.index)
                 self._release_retired()  # now: another may be announced in its place next
+            case CountChange():
+                self.statistics.instance_changes["more" if message.more else "fewer"] += 1
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.granted(message.ticket)

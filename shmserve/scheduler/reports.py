@@ -17,7 +17,8 @@ from shmserve.scheduler.statistics.counters import Statistics
 
 logger = logging.getLogger(__name__)
 
-_NOW = ("pending", "executing", "open_sequences", "live")  # of a snapshot, as it is this moment
+# Of a snapshot, as it is this moment.
+_NOW = ("pending", "executing", "open_sequences", "live", "instances")
 
 
 @dataclass(eq=False)

@@ -49,6 +49,7 @@ from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
@@ -218,6 +219,7 @@ def compose(
     models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
     poller = Poller(context, planner, registry, models)
+    resizer = Resizer(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def objection() -> str:
@@ -238,6 +240,7 @@ def compose(
         registry=registry,
         readiness=readiness,
         poller=poller,
+        resizer=resizer,
         health=health,
         announce_health=announce_health,
         feed=feed,

@@ -36,6 +36,7 @@ from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
@@ -74,6 +75,7 @@ class Supervisor:
     registry: ModelRegistry
     readiness: ReadinessCheck
     poller: Poller
+    resizer: Resizer
     health: Health
     announce_health: Callable[[], None]
     feed: EventFeed
@@ -188,6 +190,7 @@ class Supervisor:
         self.manager.ready(progress_line(self.registry.progress()))
         _give_memory_back()
         self.context.background(self.watchdog.run())
+        self.context.background(self.resizer.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll":

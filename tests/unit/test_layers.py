@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
-    "model_config.rules": ("common.*", "model_config"),
+    "model_config.rules": ("ipc", "common.*", "model_config"),
     "model_config": ("ipc", "common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
@@ -93,8 +93,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
     "gateway.http.dashboard": (
-        *("ipc", "ipc.messages", "ipc.transport", "common.access", "gateway", "gateway.api"),
-        *("gateway.http", "gateway.http.json"),
+        *("ipc", "ipc.messages", "ipc.transport", "common", "common.access", "gateway"),
+        *("gateway.api", "gateway.http", "gateway.http.json"),
     ),
     "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (

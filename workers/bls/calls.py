@@ -71,6 +71,13 @@ class Call(InflightRequest):
         """The model and the version that it is for."""
         return self.request.model, self.request.version
 
+    @property
+    def ends_ns(self) -> int:
+        """When nobody waits for it any more, by the monotonic clock; 0: there is no such time."""
+        limit_us = self.request.timeout_us
+        own_ns = self.arrived_ns + limit_us * 1000 if limit_us else 0
+        return min(filter(None, (own_ns, self.request.deadline_ns)), default=0)
+
     def awaited(self) -> bool:
         return self.future is None or not self.future.done()
 
@@ -229,7 +236,7 @@ class CallRouter:
     def submit(self, call: Call) -> None:
         """Have a call leave with the next flush. Raises the ShmserveError that it cannot."""
         while True:
-            target = self._directory.find(call.key)
+            target = self._directory.find(call.key, call.ends_ns)
             with self._lock:
                 if not self._directory.knows(call.key, target):
                     continue  # lost while this thread waited for its turn
@@ -378,7 +385,7 @@ class CallRouter:
         target: BlsTarget | None = None
         while True:
             try:
-                target = self._directory.find(call.key)
+                target = self._directory.find(call.key, call.ends_ns)
             except ShmserveError as error:
                 target, outcome = None, error
             with self._lock:

@@ -4,6 +4,7 @@ called."""
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +35,16 @@ class ModelDirectory:
         self._known: dict[Key, BlsTarget] = {}
         self._losses = 0
 
-    def find(self, key: Key) -> BlsTarget:
-        """The target that serves it; waits for the supervisor where that is not known.
+    def find(self, key: Key, ends_ns: int = 0) -> BlsTarget:
+        """The target that serves it; waits for the supervisor where that is not known, and for a
+        model on demand until it is loaded, or the time `ends_ns` has come (0: none).
 
         Raises NotFound or Unavailable when nobody does.
         """
         while (target := self._known.get(key)) is None:
             losses = self._losses
-            found = self._control.ask(FindModel, *key)
+            patience_s = max(1e-6, (ends_ns - time.monotonic_ns()) / 1e9) if ends_ns else 0.0
+            found = self._control.ask(FindModel, *key, patience_s)
             with self._lock:
                 # Otherwise what was found may be older than the news of a loss.
                 if losses == self._losses:

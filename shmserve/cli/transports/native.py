@@ -11,6 +11,7 @@ import numpy as np
 from shmserve.cli.client_tensors import ModelTensor
 from shmserve.cli.transports import InputTensor, OutgoingRequest, TransportError, output, response
 from shmserve.client.request.arrays import Array, dtype_of
+from shmserve.client.request.options import PLAIN
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
@@ -31,7 +32,9 @@ class NativeTransport:
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """As the server has told when it was connected to."""
         try:
-            signature = self._session.connection().models.resolve(model, version).signature
+            connection = self._session.connection()
+            self._session.load(connection, model, version, PLAIN)
+            signature = connection.models.resolve(model, version).signature
         except ShmserveError as error:
             raise TransportError(error.message) from error
         batch = (-1,) if signature.max_batch_size else ()
@@ -44,7 +47,9 @@ class NativeTransport:
         """One request to the model's scheduler, which any model takes for a stream."""
         timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
-            model = self._session.connection().models.resolve(request.model, request.version)
+            connection = self._session.connection()
+            self._session.load(connection, request.model, request.version, PLAIN)
+            model = connection.models.resolve(request.model, request.version)
             datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
             with self._server.stream(
                 request.model,

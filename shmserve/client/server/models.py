@@ -39,6 +39,11 @@ class ClientModel:
         self.responses: TemplateCache[Inferred] = TemplateCache(_MOST_RESPONSES, _LONGEST_RESPONSE)
         self.closed = False
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its name and version."""
+        return self.name, self.version
+
     def remember(self, key: Any, prepared: RequestTemplate) -> RequestTemplate:
         """Keep a prepared request; gives the one that is used, which another thread may have made
         meanwhile."""
@@ -56,11 +61,13 @@ class ClientModel:
 class ClientModels:
     """(name, version) -> model; version "" is the latest. One thread writes, any may read.
 
-    `ready`: the server is; as long as it is not, models may be on their way.
+    `on_demand` are the names of those that are loaded for a request, loaded or not. `ready`: the
+    server is; as long as it is not, models may be on their way.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
+        self.on_demand: set[str] = set()
         self.ready = True
 
     def publish(self, message: ModelPublished) -> None:
@@ -75,7 +82,10 @@ class ClientModels:
             self._models[message.name, ""] = model
 
     def withdraw(self, name: str, version: str) -> None:
-        """A version must not be called any more."""
+        """A version must not be called any more; "": the model is not on demand."""
+        if not version:
+            self.on_demand.discard(name)
+            return
         model = self._models.pop((name, version), None)
         if model is not None:
             model.close()
@@ -85,6 +95,14 @@ class ClientModels:
     def find(self, name: str, version: str) -> ClientModel | None:
         """A model, if it is there."""
         return self._models.get((name, version))
+
+    def has(self, name: str) -> bool:
+        """Whether any version of a model may be called."""
+        return any(key[0] == name for key in list(self._models))
+
+    def awaits_load(self, name: str, version: str) -> bool:
+        """Whether a model does not serve, and is loaded for whoever asks for it."""
+        return name in self.on_demand and (name, version) not in self._models
 
     def resolve(self, name: str, version: str) -> ClientModel:
         """A model. Raises NotFound, with Triton's texts, Unavailable when it may come yet, or
@@ -105,11 +123,13 @@ class ClientModels:
         raise NotFound(f"{unknown} version {version} is not found")
 
     def names(self) -> list[tuple[str, str]]:
-        """Name and version of each, in order."""
-        return sorted(key for key in list(self._models) if key[1])
+        """Name and version of each, in order; without a version those that are not loaded yet."""
+        loaded = [key for key in list(self._models) if key[1]]
+        return sorted([*loaded, *((n, "") for n in self.on_demand - {name for name, _ in loaded})])
 
     def close(self) -> None:
         """Forget all."""
         for model in list(self._models.values()):
             model.close()
         self._models.clear()
+        self.on_demand.clear()

@@ -117,6 +117,10 @@ _OURS = _families(
         *("Executions by why their batch took no more", "reason"),
     ),
     ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
+    (
+        *("counter", "shmserve_instance_changes", "instance_changes"),
+        *("Instances that were added, or ended, as the load of their model asked", "change"),
+    ),
     ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
     ("gauge", "shmserve_open_sequences", "open_sequences", "Sequences that have begun, not ended"),
     (

@@ -39,14 +39,6 @@ class CpuUtilization:
         return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
 
 
-def memory_bytes() -> tuple[int, int]:
-    """The host's memory and how much of it is not available, in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = found["MemTotal"]
-    return total, total - found.get("MemAvailable", found["MemFree"])
-
-
 def processes(supervisor: int) -> Iterator[Process]:
     """The supervisor and its children; those that end meanwhile are left out."""
     try:

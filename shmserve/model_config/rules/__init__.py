@@ -1,1 +1,2 @@
-"""Rules that validation checks, by subject: tensors, batching, sequences, ensembles, warm-up."""
+"""Rules that validation checks, by subject: tensors, batching, instances, sequences, ensembles,
+warm-up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shmserve.common.model_settings import (
+    MAX_INSTANCES,
     MAX_STREAMS,
     MOST_STREAMS,
     STRATEGY,
@@ -84,7 +85,7 @@ def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
 def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """The problems of the parameters of the batching strategy; `complete`: the model has completed
     the configuration."""
-    given, target = _parameter(config, STRATEGY), _parameter(config, TARGET)
+    given, target = parameter(config, STRATEGY), parameter(config, TARGET)
     chosen = None if given is None else strategy(given)
     of = f"for {config.name}"
     if given is not None and chosen is None:
@@ -98,7 +99,7 @@ def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
             f"at most {of}, found '{target}'"
         )
         yield Problem(_TARGET, text)
-    streams = _parameter(config, MAX_STREAMS)
+    streams = parameter(config, MAX_STREAMS)
     if streams is not None and max_streams(streams) is None:
         text = (
             f"parameter '{MAX_STREAMS}' must be an integer from 1 to {MOST_STREAMS} {of}, found "
@@ -119,14 +120,16 @@ def strategy_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
             "number of milliseconds"
         )
         yield Problem(_STRATEGY, text)
-    if target is not None and chosen is not Strategy.ADAPTIVE and (chosen or given is None):
+    held = chosen is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
+    if target is not None and not held and (chosen or given is None):
         found = f"'{chosen}'" if chosen else "not given"
         text = (
             f"parameter '{TARGET}' is for '{STRATEGY}' '{Strategy.ADAPTIVE}' only, which is "
-            f"{found} {of}"
+            f"{found} {of}, or for '{MAX_INSTANCES}'"
         )
         yield Problem(_TARGET, text)
 
 
-def _parameter(config: ModelConfig, name: str) -> str | None:
+def parameter(config: ModelConfig, name: str) -> str | None:
+    """The text of a parameter, if it is given."""
     return config.parameters[name].string_value if name in config.parameters else None

@@ -25,6 +25,8 @@ replaces had counted (its base), and what is so now:
         execution), first_response_ms (one a request; decoupled models only)
                     {"buckets": upper bounds, "counts": observations per bucket, not cumulative,
                     one more than bounds (+Inf), "sum", "count"}
+    instance_changes {"more" | "fewer": how often there was an instance more, or one less, between
+                    the bounds of their number}
     workers_lost    instances that died or were killed while they were in use
     retried         requests that ran again, alone, after that
     overruns        executions that passed the limit

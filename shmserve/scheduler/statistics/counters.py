@@ -63,6 +63,7 @@ class Statistics(Table):
         self._shown_quantiles = settings.quantiles
         names = (*_SUMMARISED, *(_SUMMARISED_OF_CACHE if settings.cached else ()))
         self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
+        self.instance_changes = {"more": 0, "fewer": 0}
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0

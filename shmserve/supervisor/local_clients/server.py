@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class LocalClientServer:
         self._memory = memory
         self._snapshot = snapshot
         self._on_disconnect = on_disconnect
+        self.want: Callable[[str, float], Awaitable[None]]  # of models on demand; is set later
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self._connections = LocalClientConnections(
@@ -176,23 +177,41 @@ class LocalClientServer:
                     response = m.Refused(number, error.code, error.message)
                 self._connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.welcomed:
-                in_background(self._share_device(client, message), self._checks)
+                self._respond(client, message.id, self._share_device(client, message))
+            case m.WantModel(number, name, patience_s) if client.welcomed:
+                self._respond(client, number, self._want(name, patience_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    async def _share_device(self, client: LocalClient, request: ShareDeviceMemory) -> None:
-        response: Any
-        try:
-            memory = await self._memory.share_device(client, request)
-            if client.number not in self._connections:
-                self._memory.release(client.number)
-            response = m.Answered(request.id, {"memory": memory})
-        except ShmserveError as error:
-            response = m.Refused(request.id, error.code, error.message)
-        if client.number in self._connections:
-            self._connections.send(client, frames.pack([response]))
+    def _respond(
+        self, client: LocalClient, number: int, work: Coroutine[Any, Any, dict[str, Any]]
+    ) -> None:
+        """Respond with what a coroutine returns, or is refused."""
+
+        async def respond() -> None:
+            response: Any
+            try:
+                response = m.Answered(number, await work)
+            except ShmserveError as error:
+                response = m.Refused(number, error.code, error.message)
+            if client.number in self._connections:
+                self._connections.send(client, frames.pack([response]))
+
+        in_background(respond(), self._checks)
+
+    async def _share_device(
+        self, client: LocalClient, request: ShareDeviceMemory
+    ) -> dict[str, Any]:
+        memory = await self._memory.share_device(client, request)
+        if client.number not in self._connections:
+            self._memory.release(client.number)
+        return {"memory": memory}
+
+    async def _want(self, name: str, patience_s: float) -> dict[str, Any]:
+        await self.want(name, patience_s)
+        return {}
 
 
 def _for_local_clients(message: Any) -> Any:

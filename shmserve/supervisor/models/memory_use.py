@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -30,24 +31,28 @@ def private_bytes(pid: int) -> int:
 
 
 class MemoryUse:
-    """The bytes that each version has, as measured within the last seconds."""
+    """The bytes that versions have, as they were measured last."""
 
     def __init__(self) -> None:
         self._sizes: dict[ModelVersion, int] = {}
         self._measured: dict[ModelVersion, float] = {}
         self._usual: dict[str, int] = {}  # of a version by its name, of what was unloaded, too
 
-    async def measure(self, live: Iterable[ModelVersion]) -> None:
-        """Look at those of the versions that have loaded, and were not looked at lately."""
+    async def measure(self, live: Iterable[ModelVersion], again: bool = False) -> None:
+        """Look at those of the versions that have loaded, and of which nothing is known; with
+        `again` at those that were not looked at lately, too. It takes milliseconds for each."""
         now = time.monotonic()
         loaded = [version for version in live if version.loaded]
-        last = {each: self._measured.get(each, -_MEASURE_EVERY_S) for each in loaded}
-        wanted = {each for each in loaded if now - last[each] >= _MEASURE_EVERY_S}
+        last = {each: self._measured.get(each, -math.inf) for each in loaded}
+        old = {each for each in loaded if again and now - last[each] >= _MEASURE_EVERY_S}
+        wanted = old | {each for each in loaded if each.spec.name not in self._usual}
+        if not wanted:
+            return
         pids = {each: each.pids() for each in loaded}
         shared = Counter(pid for each in loaded for pid in pids[each])
         found = await asyncio.to_thread(_measured, {pid for each in wanted for pid in pids[each]})
         self._measured = last | dict.fromkeys(wanted, now)
-        self._sizes = {each: self._sizes.get(each, 0) for each in loaded}
+        self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
         for each in wanted:
             # A process that hosts several schedulers counts for each with its part.
             size = sum(found[pid] // shared[pid] for pid in pids[each])

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shmserve.common.model_settings import IDLE_UNLOAD
+from shmserve.common.model_settings import IDLE_UNLOAD, idle_unload_s
 from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
@@ -27,6 +27,7 @@ from shmserve.supervisor.processes.table import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
+_FOREVER_S = 1e6
 _LOOK_EVERY_S = 1.0
 _REPORT_WITHIN_S = 1.0  # a scheduler that does not say what it has has something
 # A model that leaves finishes what reached it too late, which may wait for the one that comes.
@@ -59,6 +60,7 @@ class OnDemand:
         self._uses: dict[ModelVersion, _Use] = {}
         self._news = asyncio.Event()
         executor.make_room = self.make_room
+        context.local_clients.want = self.want
 
     def changed(self) -> None:
         """A model's state has changed."""
@@ -79,7 +81,7 @@ class OnDemand:
         if over is None:
             over = self._loads[name] = asyncio.get_running_loop().create_future()
             self._context.background(self._load(name, over))
-        await either(over, timeout_s=patience_s or None)
+        await either(over, timeout_s=patience_s if 0 < patience_s < _FOREVER_S else None)
         if not over.done():
             raise Unavailable(f"model '{name}' was not loaded within the time of the request")
         error = over.result()
@@ -107,12 +109,14 @@ class OnDemand:
     async def run(self) -> None:
         """Have models leave when they are to, until this is cancelled."""
         while True:
+            if self._context.config.max_loaded_byte_size:
+                await self._memory.measure(self._registry.live, again=True)
             await self.make_room()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def make_room(self) -> None:
-        """Have models leave that are to; returns when they have ended. Whoever is about to start a
-        model, which is among what is coming, waits for it."""
+        """Have models leave that are to, which leaves room for what is coming; returns when they
+        have ended."""
         async with self._leaving:
             names = await self._to_leave()
             gone = {version for name in names for version in self._registry.models[name].versions}
@@ -162,8 +166,8 @@ class OnDemand:
         )
 
     def _idle_s(self, version: ModelVersion) -> float:
-        given = version.config.parameters.get(IDLE_UNLOAD)
-        return self._context.config.idle_unload_s if given is None else float(given)
+        given = idle_unload_s(version.config.parameters.get(IDLE_UNLOAD, ""))
+        return self._context.config.idle_unload_s if given is None else given
 
     # --- what schedulers say
 

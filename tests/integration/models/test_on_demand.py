@@ -3,10 +3,12 @@ bound."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,11 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
+import shmserve.client
+from shmserve.client import aio
+from shmserve.client.errors import TimedOut
+from shmserve.errors import InvalidArgument, NotFound
+from tests.rigs.pipelines import add_ensemble, add_model, step
 from tests.support import repositories
 from tests.support.servers import Server, running
 from tests.support.waiting import until
@@ -22,6 +29,24 @@ from tests.support.wire.raw_http import Http, json_input
 ASK = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
 SLOW = {"inputs": [json_input("INPUT0", np.zeros((1, 1), np.int32))]}
 ON_DEMAND = "ON_DEMAND"
+
+
+NAMES = (
+    *("http", "grpc", "stream", "native", "future", "map", "aio"),
+    *("index", "metadata", "told", "called"),
+)
+CALLS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        zeros = pb_utils.Tensor("INPUT0", np.zeros(1, np.int32))
+        call = pb_utils.InferenceRequest(
+            model_name="called", requested_output_names=["OUTPUT0"], inputs=[zeros]
+        )
+        return [pb_utils.InferenceResponse(call.exec().output_tensors()) for _ in requests]
+"""
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:
@@ -39,11 +64,14 @@ def answer(http: Http, name: str) -> int:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One model for each test, "slow", which loads at the gate, and "broken"."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("http", "grpc", "stream", "native", "index", "metadata", "told"):
+    for name in NAMES:
         repositories.add_as(folder, name, "constant")
-    repositories.add_slow(folder, "slow")
-    broken = repositories.add_as(folder, "broken", "constant")
-    (broken / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
+    calls = repositories.add_as(folder, "calls", "constant")
+    (calls / "1" / "model.py").write_text(CALLS)
+    for kind in ("", "_native"):
+        repositories.add_slow(folder, f"slow{kind}")
+        broken = repositories.add_as(folder, f"broken{kind}", "constant")
+        (broken / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
     return folder
 
 
@@ -128,6 +156,38 @@ def test_a_stream_waits_for_it_and_keeps_the_order(server: Server) -> None:
     assert [answer for answer, _ in answers] == ["0", "failed", "2"]
 
 
+def test_programs_on_this_host_have_it_loaded(server: Server) -> None:
+    zeros = np.zeros(1, np.int32)
+    with shmserve.client.connect(server.run_dir) as native:
+        assert ("native", "") in native.models()
+        assert native.infer("native", INPUT0=zeros)["OUTPUT0"] == [1]
+        assert ("native", "1") in native.models()
+        assert native.infer_async("future", INPUT0=zeros).result()["OUTPUT0"] == [1]
+        assert [each["OUTPUT0"] for each in native.map("map", [{"INPUT0": zeros}] * 2)] == [1, 1]
+        with pytest.raises(NotFound, match="version 7 is not found"):
+            native.infer("native", version="7", INPUT0=zeros)
+        with pytest.raises(NotFound, match="is not found"):
+            native.infer("unknown", INPUT0=zeros)
+        with pytest.raises(InvalidArgument, match="broken on purpose"):
+            native.infer("broken_native", INPUT0=zeros)
+        with pytest.raises(TimedOut):
+            native.infer("slow_native", timeout=0.2, INPUT0=np.zeros((1, 1), np.int32))
+        server.gate.next().release()
+
+    async def main() -> Any:
+        async with aio.connect(server.run_dir) as asynchronous:
+            return (await asynchronous.infer("aio", INPUT0=zeros))["OUTPUT0"]
+
+    assert asyncio.run(main()) == [1]
+
+
+def test_a_model_that_a_model_calls_is_loaded_for_the_call(server: Server) -> None:
+    given = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+    with server.http() as http:
+        assert http.infer("calls", given).tensors()["OUTPUT0"] == [1]
+        assert states(http)["called"] == "READY"
+
+
 def test_its_metadata_and_configuration_load_it(server: Server) -> None:
     with server.http() as http:
         assert http.get("/v2/models/metadata").json()["versions"] == ["1"]
@@ -209,6 +269,30 @@ def test_idle_models_are_unloaded_and_come_back(tmp_path: Path) -> None:
         wanted = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
         assert states(http) == wanted
         assert loads(server, "goes") == 2 and loads(server, "stays") == 1
+
+
+ADD = 'return self.response(Y=self.input(request, "X") + 1)'
+
+
+def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -> None:
+    """Its steps stay while it does. A step that is asked for alone has no ensemble loaded."""
+    repository = tmp_path / "models"
+    for name in ("add", "other"):
+        add_model(repository, name, ADD)
+    two = [step("add", {"X": "IN"}, {"Y": "m"}), step("other", {"X": "m"}, {"Y": "OUT"})]
+    add_ensemble(repository, "both", two)
+    asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
+    flags = ("--load-on-demand", "--idle-unload-secs=2")
+    with running(repository, *flags) as server, server.http() as http:
+        given = {"inputs": [json_input("IN", np.array([1], np.float32))]}
+        for _ in range(2):
+            assert states(http) == asleep
+            assert http.infer("both", given).tensors()["OUT"] == [3]
+            assert states(http) == dict.fromkeys(asleep, "READY")
+            until("all have left", lambda: states(http) == asleep)
+        alone = {"inputs": [json_input("X", np.array([1], np.float32))]}
+        assert http.infer("add", alone).tensors()["Y"] == [2]
+        assert states(http) == {**asleep, "add": "READY"}
 
 
 HEAVY = """\

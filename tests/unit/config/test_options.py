@@ -269,6 +269,8 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--log-format=iso8601", "--log-format: 'iso8601' is not one of default, ISO8601"),
         ("--model-control-mode=x", "'x' is not one of none, poll, explicit"),
         ("--load-model=m", "--load-model: needs --model-control-mode=explicit"),
+        ("--idle-unload-secs=5", "--idle-unload-secs: needs --load-on-demand"),
+        ("--max-loaded-byte-size=5", "--max-loaded-byte-size: needs --load-on-demand"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
         ("--auth-token-file=", "--auth-token-file: '' is not a file"),
         ("--id=\udcff", "--id: '--id=\udcff' is not UTF-8 text"),

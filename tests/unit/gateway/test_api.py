@@ -93,6 +93,7 @@ def report(name: str, version: str) -> dict[str, Any]:
             ),
             "padding": {},
             "instances": {"idle": 1, "busy": 2},
+            "instance_changes": {"more": 2, "fewer": 1},
             "workers_lost": 7,
             "retried": 1,
             "overruns": 0,
@@ -479,6 +480,7 @@ def test_metrics_are_tritons_and_ours(gateway: Rig, http: Http) -> None:
         'shmserve_batches_closed_total{model="simple",reason="full",version="1"} 1',
         'shmserve_workers_lost_total{model="simple",version="1"} 7',
         'shmserve_instances{model="simple",state="busy",version="1"} 2',
+        'shmserve_instance_changes_total{change="more",model="simple",version="1"} 2',
         "shmserve_shm_regions 0",
     ):
         assert line in text.splitlines(), line

@@ -26,7 +26,10 @@ BUCKETS = "model_metrics.metric_control[0].histogram_options.buckets"
 SORTED = "histogram buckets must be finite and in ascending order for m"
 STRATEGY = 'parameters { key: "batching_strategy" value { string_value: "%s" } }'
 TARGET = 'parameters { key: "target_p99_ms" value { string_value: "%s" } }'
+IDLE = 'parameters { key: "idle_unload_secs" value { string_value: "%s" } }'
 STREAMS = 'parameters { key: "max_streams" value { string_value: "%s" } }'
+FEWEST = 'parameters { key: "min_instances" value { string_value: "%s" } }'
+MOST = 'parameters { key: "max_instances" value { string_value: "%s" } }'
 WARMUP = 'model_warmup { name: "s" batch_size: 1 inputs { key: "I" value { %s } } }'
 RULES = [
     (METRICS % "1, 2.5, @2.5, 3", f"{BUCKETS}[2]", SORTED),
@@ -162,17 +165,60 @@ RULES = [
         )
         for value in ("0", "65537", "many", "1.5")
     ),
+    *(
+        (
+            BATCH + "@" + IDLE % value,
+            'parameters["idle_unload_secs"]',
+            f"parameter 'idle_unload_secs' must be a number of seconds from 0 to 1000000 for m, "
+            f"found '{value}'",
+        )
+        for value in ("", "soon", "-1", "nan", "1000001")
+    ),
     (
         DYNAMIC + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is "
-        "'prefer_batch' for m",
+        "'prefer_batch' for m, or for 'max_instances'",
     ),
     (
         DYNAMIC + "} @" + TARGET % "5",
         'parameters["target_p99_ms"]',
         "parameter 'target_p99_ms' is for 'batching_strategy' 'adaptive' only, which is not "
-        "given for m",
+        "given for m, or for 'max_instances'",
+    ),
+    *(
+        (
+            BATCH + "@" + MOST % value,
+            'parameters["max_instances"]',
+            f"parameter 'max_instances' must be an integer from 1 to 4096 for m, found '{value}'",
+        )
+        for value in ("0", "4097", "many", "1.5")
+    ),
+    (
+        BATCH + "@" + FEWEST % "2",
+        'parameters["min_instances"]',
+        "parameter 'min_instances' is 2 for m, which needs 'max_instances'",
+    ),
+    (
+        BATCH + MOST % "2" + " @" + FEWEST % "3",
+        'parameters["min_instances"]',
+        "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3",
+    ),
+    (
+        BATCH + "sequence_batching { } @" + MOST % "2",
+        'parameters["max_instances"]',
+        "parameter 'max_instances' is for models whose requests are independent of one another, "
+        "found a model with sequences: m",
+    ),
+    (
+        IO + MOST % "2" + " instance_group [ { count: 1 }, @{ count: 1 } ]",
+        "instance_group[1]",
+        "one instance group is allowed for m, which has the parameter 'max_instances', found 2",
+    ),
+    (
+        IO + MOST % "2" + " instance_group { @count: 3 }",
+        "instance_group[0].count",
+        "at most 2 instances are allowed for m, which has the parameter 'max_instances', found 3",
     ),
     (
         IO + "instance_group { @kind: KIND_GPU }",

@@ -19,6 +19,7 @@ MAX_STREAMS = "max_streams"
 _KNOWN = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
     *("batching_strategy", "target_p99_ms", MAX_STREAMS, "instances", "instance_group"),
+    *("min_instances", "max_instances"),
     *("ragged", "batch_input", "batch_output", PADDING, "sequence_batching"),
 )
 
@@ -27,6 +28,7 @@ _KNOWN = (
 _PARAMETERS: dict[str, tuple[tuple[type, ...], str]] = {
     "batching_strategy": ((str,), "a string"),
     "target_p99_ms": ((int, float), "a number of milliseconds"),
+    **dict.fromkeys(("min_instances", "max_instances"), ((int,), "a whole number")),
     PADDING: ((dict,), "a mapping as JSON has it"),
 }
 _WHOLE = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
@@ -128,7 +130,7 @@ def mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """The batching strategy and padding of the class, as parameters of a
+    """The batching strategy, bounds of instances and padding of the class, as parameters of a
     configuration."""
     said = {name: parameter(model, name) for name in _PARAMETERS}
     return {name: {"string_value": text} for name, text in said.items() if text is not None}

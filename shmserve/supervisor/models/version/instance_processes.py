@@ -30,9 +30,11 @@ from shmserve.supervisor.models.version.instances import (
     Instance,
     InstanceState,
     InstanceUpdate,
+    bounds_of,
     change_between,
     expand_instances,
     inbox,
+    sized,
 )
 from shmserve.supervisor.models.version.scheduler_process import VersionScheduler
 from shmserve.supervisor.models.version.spec import Lifetime, VersionSpec
@@ -93,6 +95,11 @@ class Instances:
     def any_ready(self) -> bool:
         """Whether one takes requests."""
         return any(instance.state is InstanceState.READY for instance in self._all)
+
+    @property
+    def count(self) -> int:
+        """The instances that serve, or will."""
+        return sum(instance.state not in _DOWN for instance in self._all)
 
     def states(self) -> list[InstanceState]:
         """The state of each, in order."""
@@ -175,6 +182,7 @@ class Instances:
 
     async def _spawn(self, instance: Instance, config: ModelSpec, of: int) -> None:
         spec, server = self._spec, self._context.config
+        bounds = bounds_of(self.config)
         title = f"worker {spec.name}.{instance.index} {instance.device}"
         start = WorkerStart(
             number=self._scheduler.number,
@@ -190,7 +198,7 @@ class Instances:
             instance_name=instance.name,
             backend_config=server.backend_settings(config.backend),
             arena_byte_size=server.arena_byte_size,
-            threads=server.worker_threads(of),
+            threads=server.worker_threads(bounds.most if bounds is not None else of),
             log=self._context.log,
         )
         instance.inbox = inbox()
@@ -262,8 +270,10 @@ class Instances:
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
         """The update to the instances of `config`, the final configuration of `spec`."""
-        change = change_between(self._all, config)
-        return InstanceUpdate(spec, config, config != self.config, *change)
+        differs, wanted = config != self.config, config
+        if bounds_of(config) is not None and not differs:
+            wanted = sized(config, self.count)  # which follows the load
+        return InstanceUpdate(spec, config, differs, *change_between(self._all, wanted))
 
     async def add(self, update: InstanceUpdate) -> None:
         """Load the model in what an update adds; it serves at once. Raises ShmserveError when one
@@ -280,6 +290,19 @@ class Instances:
         """Complete an update whose instances are added: its configuration holds from now on, and
         the instances that it does not ask for retire."""
         self.config = update.config
+        self.retire(update.leaving)
+
+    async def resize(self, count: int) -> None:
+        """Have so many instances, of a version that has bounds; what is added serves at once, and
+        what ends finishes what it has. Raises ShmserveError, and changes nothing, when one fails.
+        """
+        change = change_between(self._all, sized(self.config, count))
+        update = InstanceUpdate(self._spec, self.config, False, *change)
+        try:
+            await self.add(update)
+        except ShmserveError:
+            self.retire(update.added)
+            raise
         self.retire(update.leaving)
 
     def retire(self, instances: list[Instance]) -> None:

@@ -12,10 +12,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shmserve.common.model_settings import MAX_INSTANCES, MIN_INSTANCES, instance_bound
 from shmserve.ipc.model_spec import ModelSpec, RateLimit
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.table import Child, RestartBackoff
@@ -111,9 +112,44 @@ class Instance:
         self.failed_loads = 0
 
 
+class Bounds(NamedTuple):
+    """The fewest and the most instances of a model whose number follows its load."""
+
+    least: int
+    most: int
+
+
+def bounds_of(config: ModelSpec) -> Bounds | None:
+    """The bounds that a configuration which was validated asks for; None: it has a fixed number."""
+    most = instance_bound(config.parameters.get(MAX_INSTANCES, ""))
+    least = instance_bound(config.parameters.get(MIN_INSTANCES, ""))
+    return None if most is None else Bounds(least or 1, most)
+
+
+def sized(config: ModelSpec, total: int) -> ModelSpec:
+    """A configuration of one instance group with so many instances in all, evenly on its devices;
+    as instances and updates need it, and nobody else: its `source` stays."""
+    (group,) = config.instance_group
+    devices = [(gpu,) for gpu in group.gpus] if group.kind == "KIND_GPU" else [group.gpus]
+    shares = [(total + place) // len(devices) for place in reversed(range(len(devices)))]
+    groups = (
+        replace(group, gpus=gpus, count=count)
+        for gpus, count in zip(devices, shares, strict=True)
+        if count
+    )
+    return replace(config, instance_group=tuple(groups))
+
+
 def expand_instances(config: ModelSpec) -> list[Instance]:
-    """The instances that `instance_group` of a configuration asks for, in order; none of an
-    ensemble's."""
+    """The instances that `instance_group` of a configuration asks for, in order, or the fewest of
+    its bounds where these are more; none of an ensemble's."""
+    made, bounds = _expanded(config), bounds_of(config)
+    if bounds is not None and len(made) < bounds.least:
+        return _expanded(sized(config, bounds.least))
+    return made
+
+
+def _expanded(config: ModelSpec) -> list[Instance]:
     made: list[Instance] = []
     for group in config.instance_group:
         gpu = group.kind == "KIND_GPU"

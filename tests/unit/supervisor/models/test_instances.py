@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.models.version.instances import expand_instances
+from shmserve.supervisor.models.version.instances import bounds_of, expand_instances, sized
 
 
 def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
@@ -34,3 +34,26 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
         (5, "m_2_gpu3_0", "GPU", "gpu:3", 3),
         (6, "m_2_gpu3_1", "GPU", "gpu:3", 3),
     ]
+
+
+def bounded(count: int, *gpus: int, **bounds: str) -> ModelSpec:
+    parameters = {name: {"string_value": text} for name, text in bounds.items()}
+    kind = "KIND_GPU" if gpus else "KIND_CPU"
+    return ModelSpec.of(
+        {"instance_group": [group("m_0", kind, count, *gpus)], "parameters": parameters}
+    )
+
+
+def test_one_with_bounds_has_the_fewest_at_least() -> None:
+    assert bounds_of(bounded(1)) is None
+    assert bounds_of(bounded(1, max_instances="4")) == (1, 4)
+    config = bounded(1, min_instances="3", max_instances="4")
+    assert [i.name for i in expand_instances(config)] == ["m_0_0", "m_0_1", "m_0_2"]
+    assert len(expand_instances(bounded(4, min_instances="3", max_instances="4"))) == 4
+
+
+def test_so_many_evenly_on_the_devices() -> None:
+    names = [i.name for i in expand_instances(sized(bounded(1, 0, 2), 3))]
+    assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
+    assert [i.name for i in expand_instances(sized(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
+    assert len(expand_instances(sized(bounded(1), 2))) == 2

@@ -76,6 +76,80 @@ def test_the_old_serves_until_all_know_that_the_new_is_ready() -> None:
     assert rig.alive == [new]
 
 
+def on_demand(*names: str) -> LifecycleRig:
+    """Models on demand."""
+    rig = LifecycleRig()
+    rig.lifecycle.offer(names)
+    rig.happen("known")
+    return rig
+
+
+def test_a_model_on_demand_is_loaded_once_for_all_who_want_it() -> None:
+    rig = on_demand("m")
+    first = rig.lifecycle.want("m")
+    assert first is not None and first is rig.lifecycle.want("m")
+    rig.happen("read")
+    assert first is rig.lifecycle.want("m")
+    rig.happen(*EVENTS)
+    assert first.answered and rig.answers == [first]
+    assert rig.lifecycle.want("m") is None, "it serves"
+    rig.lifecycle.unload("m", on_demand=True)
+    again = rig.lifecycle.want("m")
+    assert again is not None and not again.answered, "it comes back when it has left"
+    rig.happen(*EVENTS)
+    assert again.answered and len(rig.alive) == 1
+
+
+def test_one_that_failed_is_loaded_again_when_it_is_wanted_again() -> None:
+    rig = on_demand("m")
+    rig.broken = {"m"}
+    first = rig.lifecycle.want("m")
+    rig.happen(*EVENTS)
+    assert first is not None and first.error is not None
+    rig.broken = set()
+    second = rig.lifecycle.want("m")
+    rig.happen(*EVENTS)
+    assert second is not None and second.error is None
+
+
+def test_what_an_operator_says_of_a_model_on_demand_holds() -> None:
+    """Once it is loaded it stays; where that fails, requests load it still. What is unloaded is not
+    on demand, and neither are the ensembles that need it."""
+    rig = on_demand("m", "s", "e")
+    rig.steps = {"e": ["s"]}
+    model = rig.registry.models["m"]
+    rig.broken = {"m"}
+    rig.lifecycle.load("m")
+    rig.happen(*EVENTS)
+    assert model.on_demand
+    rig.broken = set()
+    rig.lifecycle.load("m", pins=False)
+    rig.happen(*EVENTS)
+    assert model.on_demand
+    rig.lifecycle.load("m")
+    rig.happen(*EVENTS)
+    assert not model.on_demand
+    rig.lifecycle.want("e")
+    rig.happen(*EVENTS)
+    rig.lifecycle.unload("s")
+    rig.happen(*EVENTS)
+    assert not any(model.on_demand for model in rig.registry.models.values())
+
+
+def test_a_step_that_is_loaded_wakes_no_ensemble_on_demand() -> None:
+    rig = on_demand("s", "e")
+    rig.steps = {"e": ["s"]}
+    rig.lifecycle.want("e")
+    rig.happen(*EVENTS)
+    assert sorted(each.spec.name for each in rig.alive) == ["e", "s"]
+    for name in ("e", "s"):
+        rig.lifecycle.unload(name, on_demand=True)
+    rig.happen(*EVENTS)
+    rig.lifecycle.want("s")
+    rig.happen(*EVENTS)
+    assert [each.spec.name for each in rig.alive] == ["s"]
+
+
 def ensemble(*loaded: str) -> LifecycleRig:
     """An ensemble "e" of "s", and these models loaded."""
     rig = LifecycleRig()

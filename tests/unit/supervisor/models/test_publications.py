@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shmserve.ipc.messages.supervision import ModelPublished, ModelWithdrawn, ReadinessChanged
+from shmserve.ipc.messages.supervision import (
+    ModelNews,
+    ModelOnDemand,
+    ModelPublished,
+    ModelWithdrawn,
+    ReadinessChanged,
+)
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.publications import News, Publications
 
@@ -54,6 +60,16 @@ def test_only_what_differs_is_sent() -> None:
     assert told([TWO, old], []) == [TWO, old]
     assert told([TWO], []) == [GONE]
     assert list(publications.snapshot()) == [GONE, TWO]
+
+
+def test_a_model_on_demand_is_told_of_until_it_is_not() -> None:
+    """Whatever its versions do."""
+    gateway, publications = Gateway(), Publications()
+    asleep = ModelOnDemand("m", 0)
+    told: list[dict[str, ModelNews]] = [{"": asleep}, {"": asleep, "1": ONE}, {"": asleep}, {}]
+    for published in told:
+        publications.update(gateway, "m", published, [])
+    assert gateway.told == [asleep, ONE, GONE, ModelWithdrawn("m", "", 0)]
 
 
 def test_it_is_known_when_the_last_of_it_is() -> None:

@@ -65,6 +65,10 @@ TABLE = [
     (model(outcomes={"1": UNLOADED}), "UNAVAILABLE", "unloaded", True),
     (model(outcomes={"1": DUPLICATE}), "UNAVAILABLE", IN_SEVERAL, True),
     (model(outcomes={"1": LoadOutcome("no memory")}), "UNAVAILABLE", "no memory", False),
+    (model(on_demand=True, outcomes={"1": UNLOADED}), "ON_DEMAND", "", True),
+    (model(on_demand=True, outcomes={"1": LoadOutcome("no")}), "UNAVAILABLE", "no", True),
+    (model(on_demand=True, coming={"1": Version()}), "LOADING", "", True),
+    (serving(Version(ready=False), on_demand=True), "LOADING", RESTARTING, True),
 ]
 
 
@@ -74,6 +78,11 @@ def test_a_status_is_the_first_that_holds(
 ) -> None:
     assert statuses(facts) == {"1": (state, reason)}
     assert is_ready(facts) is ready
+
+
+def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
+    assert statuses(model(on_demand=True)) == {"": ("ON_DEMAND", "")}
+    assert statuses(model()) == {}
 
 
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:

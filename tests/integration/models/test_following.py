@@ -1,0 +1,121 @@
+"""Instances that follow the load of a model, between the bounds of its configuration: there soon,
+gone when nobody needs them, and no request is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from shmserve.client.events import EventReader
+from shmserve.ipc.messages import events as m
+from tests.support import repositories
+from tests.support.servers import Server, running
+from tests.support.waiting import until
+from tests.support.wire.raw_http import json_input
+
+MODEL = """\
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        time.sleep(0.05 * len(requests))
+        read = (pb_utils.get_input_tensor_by_name(each, "IN").as_numpy() for each in requests)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", each)]) for each in read]
+"""
+CONFIG = """\
+name: "slow" backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+parameters { key: "max_instances" value { string_value: "6" } }
+parameters { key: "target_p99_ms" value { string_value: "400" } }
+"""
+BASE_RATE = 10.0
+
+
+class Clients:
+    """Requests that come whether those before are answered or not; each is to bring back what was
+    sent."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._threads: list[threading.Thread] = []
+        self.answers: list[str] = []
+
+    def send(self, rate: float, seconds: float) -> None:
+        """So many a second."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            thread = threading.Thread(target=self._ask, args=(len(self._threads),), name="asks")
+            self._threads.append(thread)
+            thread.start()
+            time.sleep(1 / rate)
+
+    def _ask(self, number: int) -> None:
+        with self._server.http() as http:
+            reply = http.infer("slow", {"inputs": [json_input("IN", np.array([number], np.int32))]})
+        right = reply.status == 200 and reply.tensors()["OUT"].tolist() == [number]
+        self.answers.append("" if right else f"{reply.status}: {reply.body!r}")
+
+    def end(self) -> None:
+        """Each has its answer."""
+        for thread in self._threads:
+            thread.join()
+        assert self.answers == [""] * len(self._threads)
+
+
+def count(server: Server) -> int:
+    """The instances that take requests."""
+    states = ("idle", "busy")
+    return int(sum(server.metric("shmserve_instances", model="slow", state=s) for s in states))
+
+
+def changes(reader: EventReader) -> list[tuple[int, int]]:
+    """How the number changed until there was one again."""
+    found: list[tuple[int, int]] = []
+    for told in reader.follow():
+        if isinstance(told.event, m.InstancesChanged):
+            found.append((told.event.before, told.event.count))
+            if told.event.count == 1:
+                break
+    return found
+
+
+def test_more_for_four_times_the_load_and_one_for_none(tmp_path: Path) -> None:
+    """All that is told says the same, and the configuration is what was written."""
+    repositories.write(tmp_path / "models", "slow", CONFIG, MODEL)
+    with running(tmp_path / "models") as server, EventReader(server.run_dir, ["models"]) as reader:
+        reader.snapshot()
+        clients = Clients(server)
+        clients.send(BASE_RATE, 2)
+        clients.send(4 * BASE_RATE, 4)
+        clients.end()
+        until("they are spared", lambda: count(server) == 1, 90)
+        told = changes(reader)
+        most = max(after for _, after in told)
+        assert 2 <= most <= 6
+        up = [(n, n + 1) for n in range(1, most)]
+        assert told == up + [(after, before) for before, after in reversed(up)]
+        for change in ("more", "fewer"):
+            name = "shmserve_instance_changes"
+            assert server.metric(name, model="slow", change=change) == most - 1
+        assert server.log().count(" instances, was ") == len(told)
+        assert "model 'slow' has 2 instances, was 1: requests wait " in server.log()
+        with server.http() as http:
+            (group,) = http.get("/v2/models/slow/config").ok().json()["instance_group"]
+        assert group["count"] == 1
+
+
+def test_bounds_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    config = CONFIG + 'parameters { key: "min_instances" value { string_value: "7" } }'
+    repositories.write(tmp_path / "models", "slow", config, MODEL)
+    with running(tmp_path / "models", "--model-control-mode=explicit") as server:
+        with server.http() as http:
+            reply = http.post("/v2/repository/models/slow/load")
+        assert reply.status >= 400
+        text = "parameter 'min_instances' must be at most 'max_instances', 6, for slow, found 7"
+        assert text in reply.error

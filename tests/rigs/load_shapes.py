@@ -1,0 +1,122 @@
+"""Load that comes in shapes, to a model whose instances follow it: a queue in virtual time, counted
+as a scheduler counts, and what became of each request.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+
+from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Load, Sizing
+
+_SAME_RATE_S = 0.1
+START_S = 0.1  # of an instance, from the fork to its first request
+
+Shape = Callable[[float], float]
+
+
+def steps(*parts: tuple[float, float]) -> Shape:
+    """(seconds, rate) one after the other, again and again."""
+    whole = sum(seconds for seconds, _ in parts)
+
+    def rate(at_s: float) -> float:
+        at_s %= whole
+        for seconds, found in parts:
+            if at_s < seconds:
+                return found
+            at_s -= seconds
+        return parts[-1][1]
+
+    return rate
+
+
+@dataclass
+class Run:
+    """What became of a load: when the number of instances changed and to what, and of each request
+    when it came and how long it took, in seconds."""
+
+    counts: list[tuple[float, int]]
+    took: list[tuple[float, float]] = field(default_factory=list)
+
+    def p99_s(self, from_s: float, to_s: float) -> float:
+        """The p99 of those that came then."""
+        found = sorted(took for came, took in self.took if from_s <= came < to_s)
+        return found[math.ceil(0.99 * len(found)) - 1] if found else 0.0
+
+    def count_at(self, at_s: float) -> int:
+        """The instances then."""
+        return next(count for when, count in reversed(self.counts) if when <= at_s)
+
+    def regrets(self, within_s: float) -> int:
+        """How often an instance was ended and one was added again soon."""
+        moves = [(b[0], b[1] - a[1]) for a, b in pairwise(self.counts)]
+        return sum(a[1] < 0 < b[1] and b[0] - a[0] < within_s for a, b in pairwise(moves))
+
+
+@dataclass
+class Host:
+    """A model's queue and instances. `executions(random)` is how long one takes, in seconds."""
+
+    sizing: Sizing
+    executions: Callable[[Random], float]
+    random: Random
+    count: int = 1
+
+    def run(self, shape: Shape, seconds: float) -> Run:
+        """Have the load come for so long."""
+        run = Run([(0.0, self.count)])
+        queue: deque[float] = deque()
+        done: list[tuple[float, float, float]] = []  # when, came, began
+        ready, starting = self.count, 0
+        executed = 0
+        waited_s = took_s = 0.0
+        at_s = came_s = 0.0
+        looks = changes_at = math.inf
+        looks = LOOK_EVERY_S
+        came_s = self._next(shape, 0.0)
+        while (at_s := min(came_s, looks, changes_at, done[0][0] if done else math.inf)) < seconds:
+            if done and done[0][0] == at_s:
+                _, came, began = heapq.heappop(done)
+                run.took.append((came, at_s - came))
+                executed += 1
+                waited_s += began - came
+                took_s += at_s - began
+            elif at_s == changes_at:
+                ready, starting, changes_at = ready + 1, 0, math.inf
+                self._change(run, at_s, +1)
+            elif at_s == came_s:
+                queue.append(at_s)
+                came_s = self._next(shape, at_s)
+            else:
+                looks += LOOK_EVERY_S
+                counts = executed, executed, waited_s, executed, took_s
+                load = Load(at_s, *counts, len(queue), ready, min(ready, len(done)))
+                change = self.sizing.look(load, self.count)
+                if change is not None and not starting and change.total > self.count:
+                    starting, changes_at = 1, at_s + START_S
+                elif change is not None and not starting:
+                    ready -= 1
+                    self._change(run, at_s, -1)
+            while queue and len(done) < ready:
+                took = self.executions(self.random)
+                heapq.heappush(done, (at_s + took, queue.popleft(), at_s))
+        return run
+
+    def _change(self, run: Run, at_s: float, by: int) -> None:
+        self.sizing.changed(at_s, self.count, self.count + by)
+        self.count += by
+        run.counts.append((at_s, self.count))
+
+    def _next(self, shape: Shape, at_s: float) -> float:
+        """When the next request comes, of a Poisson process whose rate may change."""
+        while True:
+            rate = shape(at_s)
+            gap = self.random.expovariate(rate) if rate > 0 else math.inf
+            if gap <= _SAME_RATE_S:
+                return at_s + gap
+            at_s += _SAME_RATE_S  # by then the rate may be another, and the past does not count

@@ -1,0 +1,90 @@
+"""Instances that follow a load of twenty shapes, in virtual time: they are there soon, and do not
+come and go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from shmserve.supervisor.models.sizing import Sizing
+from tests.rigs.load_shapes import Host, Run, Shape, steps
+
+_EXECUTION_S = 0.05
+_TARGET_S = 0.3
+_SECONDS = 600.0
+_MOST = 8
+
+
+def wave(period_s: float, least: float = 4, most: float = 76) -> Shape:
+    """A rate that goes up and down."""
+    middle, height = (least + most) / 2, (most - least) / 2
+    return lambda at_s: middle + height * math.sin(2 * math.pi * at_s / period_s)
+
+
+# Requests a second; and how often in ten minutes the rate rises from what fewer instances serve.
+SHAPES: dict[str, tuple[Shape, int]] = {
+    "hardly any": (steps((1, 0.2)), 0),
+    "a fifth of an instance": (steps((1, 4)), 0),
+    "half an instance": (steps((1, 10)), 0),
+    "most of an instance": (steps((1, 14)), 0),
+    "all of an instance": (steps((1, 18)), 0),
+    "two instances": (steps((1, 30)), 0),
+    "three instances": (steps((1, 50)), 0),
+    "five instances": (steps((1, 90)), 0),
+    "more than all": (steps((1, 200)), 0),
+    "four times as much, each other minute": (steps((60, 16), (60, 64)), 5),
+    "a wave of half a minute": (wave(30), 20),
+    "a wave of two minutes": (wave(120), 5),
+    "a wave of ten minutes": (wave(600), 1),
+    "a burst each 5 s": (steps((4.5, 2), (0.5, 80)), 120),
+    "a burst each 15 s": (steps((14.5, 2), (0.5, 80)), 40),
+    "a burst each 40 s": (steps((38, 2), (2, 80)), 15),
+    "busy for ten seconds a minute": (steps((50, 2), (10, 60)), 10),
+    "on and off each 3 s": (steps((3, 0), (3, 50)), 100),
+    "on and off each half minute": (steps((30, 0), (30, 50)), 10),
+    "more and more": (lambda at_s: at_s / 6, 1),
+}
+TIMES: dict[str, Callable[[Random], float]] = {
+    "constant": lambda random: _EXECUTION_S,
+    "exponential": lambda random: random.expovariate(1 / _EXECUTION_S),
+}
+
+
+def run(shape: Shape, times: str = "constant", seconds: float = _SECONDS, seed: int = 1) -> Run:
+    sizing = Sizing(1, _MOST, target_s=_TARGET_S)
+    return Host(sizing, TIMES[times], Random(seed)).run(shape, seconds)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_instances_do_not_come_and_go(name: str, times: str) -> None:
+    """None is ended and added again within a minute more often than the load has risen: not once,
+    where it stays the same, or once, where executions differ; and what comes as regularly is
+    expected after a few times."""
+    shape, rises = SHAPES[name]
+    for seed in range(2):
+        found = run(shape, times, seed=seed)
+        assert all(1 <= count <= _MOST for _, count in found.counts)
+        assert found.regrets(within_s=60) <= min(max(rises, times == "exponential"), 4)
+
+
+@pytest.mark.parametrize("base", [4, 8, 12, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_four_times_the_load_is_within_the_target_two_seconds_later(base: int, seed: int) -> None:
+    shape = steps((60, base), (60, 4 * base))
+    found = run(shape, seconds=120, seed=seed)
+    assert found.p99_s(40, 60) <= _TARGET_S
+    assert found.p99_s(62, 120) <= _TARGET_S
+    # And no more of them than are of use.
+    assert found.count_at(100) <= math.ceil(4 * base * _EXECUTION_S) + 2
+
+
+def test_an_idle_model_has_the_fewest_again() -> None:
+    found = run(steps((20, 64), (80, 0)), seconds=100)
+    assert found.count_at(20) >= 4
+    assert found.count_at(99) == 1
+    assert found.counts[-1][0] < 60

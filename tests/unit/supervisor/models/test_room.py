@@ -1,0 +1,52 @@
+"""What another instance needs of the host, and whether that is there."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from shmserve.supervisor.models import room
+from shmserve.supervisor.models.room import Room, private_bytes, processor_s
+
+MIB = 2**20
+
+
+def test_a_process_is_measured() -> None:
+    held = bytearray(os.urandom(1)) * (32 * MIB)
+    assert private_bytes(os.getpid()) > len(held)
+    before, began = processor_s(os.getpid()), time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    assert 0.05 < processor_s(os.getpid()) - before < 1
+    assert (private_bytes(0), processor_s(0)) == (0, 0.0)
+
+
+def test_processors_for_all_of_them_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances that take two processors each while they execute, and none while they do not."""
+    times = {1: 10.0, 2: 20.0}
+    monkeypatch.setattr(room, "processor_s", times.__getitem__)
+    monkeypatch.setattr(room, "private_bytes", lambda pid: 0)
+    host = Room(processors=4)
+    host.look([1], 5.0)
+    assert host.lacks(9) == ""  # nobody knows yet
+    times[1] += 2
+    host.look([1, 2], 6.0)
+    assert host.lacks(2) == ""
+    assert host.lacks(3) == "4 processors, an instance at work takes 2"
+    for _ in range(20):  # it is another load by now
+        times[1] += 1
+        host.look([1, 2], host._took_s + 10)
+    assert host.lacks(9) == ""
+
+
+def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "private_bytes", {1: 100 * MIB, 2: 200 * MIB}.__getitem__)
+    monkeypatch.setattr(room, "processor_s", lambda pid: 0.0)
+    host = Room(processors=4)
+    host.look([1, 2], 0.0)
+    monkeypatch.setattr(room, "memory_bytes", lambda: (1000 * MIB, 749 * MIB))
+    assert host.lacks(3) == ""
+    monkeypatch.setattr(room, "memory_bytes", lambda: (1000 * MIB, 751 * MIB))
+    assert host.lacks(3) == "249 MiB of memory are available, an instance takes 200 MiB"
