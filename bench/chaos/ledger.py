@@ -136,4 +136,11 @@ class Ledger:
         if not served:
             self.fail(f"not served within {within_s:g} s after {fault.what}: {last}")
         elif not self.failed:
-            self.recoveries.setdefault(" ".join(fault.what.split()[:2]), []).append(took)
+            self.recoveries.setdefault(_kind(fault.what), []).append(took)
+
+
+def _kind(what: str) -> str:
+    """The first two words of a fault; of a zygote, whose title has its kind last, that."""
+    first, *rest = what.split()
+    kind = rest[-1:] if rest[-1:] == ["zygote"] and rest[0] != "spare" else rest[:1]
+    return " ".join([first, *kind])

@@ -20,17 +20,23 @@ def main(parent: str, folder: str, *command: str) -> int:
     `folder` is removed. Returns its exit status."""
     processes.die_with_parent(int(parent))
     above = os.getpid()
-    if below := os.fork():
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(below, signal.SIGTERM))
-        return os.waitstatus_to_exitcode(os.waitpid(below, 0)[1])
-    try:
-        processes.signal_at_parents_death(signal.SIGTERM)
-        return _run(command) if os.getppid() == above else 1
+    below = os.fork()
+    try:  # whichever of the two is not killed
+        return _wait(below) if below else _run(above, command)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: tuple[str, ...]) -> int:
+def _wait(below: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(below, signal.SIGTERM))
+    status = os.waitstatus_to_exitcode(os.waitpid(below, 0)[1])
+    return status if status >= 0 else 128 - status  # as shells tell a signal
+
+
+def _run(above: int, command: tuple[str, ...]) -> int:
+    processes.signal_at_parents_death(signal.SIGTERM)
+    if os.getppid() != above:
+        return 1
     from shmserve import cli
 
     return cli.main(command)

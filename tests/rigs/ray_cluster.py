@@ -37,6 +37,7 @@ def node(folder: Path, name: str) -> dict[str, object]:
     return {
         "num_cpus": 2,
         "object_store_memory": _OBJECTS_BYTE_SIZE,
+        "include_log_monitor": False,
         "node_ip_address": _ADDRESSES[name],
         "env_vars": {"NODE": name, "XDG_RUNTIME_DIR": str(own), "TMPDIR": str(own)},
     }
@@ -44,13 +45,15 @@ def node(folder: Path, name: str) -> dict[str, object]:
 
 def main(folder: Path, port: int, flags: dict[str, object]) -> None:
     """See above."""
-    head = {**node(folder, "first"), "include_dashboard": False, "temp_dir": str(folder / "ray")}
+    head = {**node(folder, "first"), "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(**node(folder, "second"))
     ray.init(address=cluster.address)
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": _HOST, "port": port})
-        serve.run(application(flags, num_replicas=2), name="shmserve")
+        serve.run(
+            application(flags, num_replicas=2, graceful_shutdown_wait_loop_s=0.1), name="shmserve"
+        )
         print("ready", flush=True)
         for word in sys.stdin:
             assert word == "kill\n"

@@ -76,13 +76,15 @@ class Exporter:
         )
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
+            parent_id = span.parent_id
             if span.span_id == trace.scheduler.span_id:  # the gateway has it from then on
                 times = (trace.submitted_ns + epoch_ns, times[1])
+                parent_id = trace.context.span_id
             about = _attributes(span.model, span.version, span.request_id)
             about["shmserve.batch_size"] = span.batch_size
             if span.closed:
                 about["shmserve.batch_closed"] = span.closed
-            yield self._span(span.model, trace_id, span.span_id, span.parent_id, *times, about)
+            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, about)
             yield from self._phases(trace_id, span, epoch_ns)
 
     def _phases(self, trace_id: str, span: Span, epoch_ns: int) -> Iterator[ReadableSpan]:

@@ -131,7 +131,12 @@ class Cluster:
                     *(sys.executable, ROOT / "tests" / "rigs" / "ray_cluster.py"),
                     *(folder, str(self.port), json.dumps(flags)),
                 ],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "RAY_TMPDIR": str(folder),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -144,6 +149,7 @@ class Cluster:
         for line in self._process.stdout:  # Ray prints, too
             if line.strip() == word:
                 return
+        self._process.communicate()
         raise AssertionError((self.folder / "log").read_text()[-6000:])
 
     def kill_second(self) -> None:
@@ -191,13 +197,13 @@ def test_a_node_is_killed(folder: Path) -> None:
         _what_only_a_node_can_answer_is_refused(cluster.port)
         streams: dict[str, Stream] = {}
         while streams.keys() != {"first", "second"}:
-            stream = Stream(cluster.port, 30)
+            stream = Stream(cluster.port, 20)
             streams[stream.node] = stream
         assert of(folder / "second")
         cluster.kill_second()
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             streams["second"].rest()
-        assert streams["first"].rest() == ["first"] * 29
+        assert streams["first"].rest() == ["first"] * 19
         for _ in range(20):
             assert Stream(cluster.port, 1).rest() == []
         until_nothing_is_left(folder / "second")
@@ -299,13 +305,15 @@ def test_a_server_that_ends_is_told(own: Path) -> None:
         async with started({**FLAGS, "model-repository": own.parent / "models"}) as server:
             await server.wait_ready()
             (launched,) = launched_here()
-            kill_together(tree(launched.pid))
+            kill_together(tree(launched.pid)[1:])
             with pytest.raises(aiohttp.ClientConnectionError):
                 await server.request("GET", "/v2", [], nothing)
-            with pytest.raises(RuntimeError, match="ended with"):
+            until("it has heard of it", lambda: not runs(launched))
+            with pytest.raises(RuntimeError, match="ended with 137"):
                 await server.check()
 
     asyncio.run(use())
+    assert not list(own.glob("shmserve-ray-*"))
 
 
 REPLICA = """
