@@ -101,6 +101,11 @@ class Instances:
         """The instances that serve, or will."""
         return sum(instance.state not in _DOWN for instance in self._all)
 
+    @property
+    def all_serve(self) -> bool:
+        """Whether each of these takes requests: none is about to, or starts again."""
+        return self.count == sum(each.state is InstanceState.READY for each in self._all)
+
     def states(self) -> list[InstanceState]:
         """The state of each, in order."""
         return [instance.state for instance in self._all]
