@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.cases.native import NATIVE
 from bench.cases.streams import STREAMS
 from bench.cases.tables import NAMES
+from bench.cases.tracing import TRACES
 from bench.context import Context, Settings
 from bench.report import plot, results
 from bench.report import text as report
@@ -38,7 +39,7 @@ def _measure(arguments: list[str]) -> int:
         "--only",
         action="append",
         default=[],
-        choices=(names := (*NAMES, *(case.name for case in (*NATIVE, *STREAMS)))),
+        choices=(names := (*NAMES, *(case.name for case in (*NATIVE, *STREAMS, *TRACES)))),
         metavar="CASE",
         help="just this case (repeatable): " + ", ".join(names),
     )

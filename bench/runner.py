@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cases import native, streams
+from bench.cases import native, streams, tracing
 from bench.cases.tables import (
     DYNAMIC,
     LOADS,
@@ -65,6 +65,12 @@ class Runner:
                         self._add(row)
                 except _FAILURES as error:
                     self._context.skip(streamed.name, str(error), failed=True)
+        for traced in tracing.TRACES:
+            if self._settings.wants(traced.name):
+                try:
+                    self._add(tracing.run(traced, self._context))
+                except _FAILURES as error:
+                    self._context.skip(traced.name, str(error), failed=True)
         if self._settings.wants(QUEUE):
             for queued, figure in QUEUE_COST.items():
                 self._context.say(f"{QUEUE}: {queued:,} queued")

@@ -20,8 +20,15 @@ logger = logging.getLogger(__name__)
 
 # W3C trace context, https://www.w3.org/TR/trace-context/: later versions may have more behind it.
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MESSAGE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]-([0-9a-f]{16})?")
+_ID = re.compile(r"[0-9a-f]{1,16}")
 _SAMPLED = 1
 _MOST_SPANS = 4096  # of one request
+
+
+def is_trace(trace: str) -> bool:
+    """Whether a text is what `TraceContext.of` takes."""
+    return _MESSAGE.fullmatch(trace) is not None
 
 
 class TraceContext(NamedTuple):
@@ -105,7 +112,11 @@ def unpack_spans(spans: bytes) -> list[Span]:
         for item in unpacker:
             if list(map(type, item)) != _KINDS or len(found) == _MOST_SPANS:
                 break
-            found.append(Span(*item))
+            span = Span(*item)
+            ids = filter(None, (span.span_id, span.parent_id))
+            if not (all(map(_ID.fullmatch, ids)) and span.span_id and span.version.isdecimal()):
+                break
+            found.append(span)
     except Exception as error:  # msgpack and what is no list raise many kinds; all mean the same
         logger.error("the spans of a response are malformed: %s", error)
     return found

@@ -3,6 +3,8 @@ a long prompt beside others, of a pool that is too small, of a prefix that was c
 draft model, and of 8-bit weights.
 
     python -m bench.load.serving [late tight prefix draft int8] [--rounds N]
+    python examples/generation/train.py FOLDER --draft
+    python -m bench.load.serving --trained FOLDER [--rounds N]
 
 The model is that of `bench.load.generation`, and times are those of the processor. A ratio is that
 of two loads in turns, the median of the rounds.
@@ -14,6 +16,8 @@ import argparse
 import functools
 import itertools
 import json
+import pydoc_data.topics
+import random
 import statistics
 import sys
 import tempfile
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from bench.load.generation import NEW, PROMPT, SIZES
 from shmserve.ipc.engine_settings import EngineSettings
@@ -42,6 +47,7 @@ from shmserve.workers.backends.llm.sampling.speculation import DraftModel
 from shmserve.workers.backends.llm.sequences import Prompt
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
+_PAIR = ("", "-draft")
 TARGET_MS, LATE, PREFIX = 50, 900, 500
 DRAFT: dict[str, Any] = {
     **SIZES,
@@ -206,22 +212,44 @@ def draft(rounds: int) -> dict[str, Any]:
     """A draft model that is mostly right, and one that is always wrong."""
     pairs = {"good": _pair(True), "bad": _pair(False)}
     return {
-        f"{label}_{rows}": _speculating(*pair, rows, rounds)
+        f"{label}_{rows}": _speculating(*pair, rows, rounds, functools.partial(prompt, 16))
         for label, pair in pairs.items()
         for rows in (1, 8)
     }
 
 
+def trained(folder: Path, rounds: int) -> dict[str, Any]:
+    """A model and the draft that were trained on Python's reference: it goes on with a piece."""
+    target, small = (
+        Transformer(Checkpoint.open(folder.with_name(folder.name + end))) for end in _PAIR
+    )
+    text = "\n\n".join(pydoc_data.topics.topics.values())
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    places = random.Random(1)
+
+    def piece() -> list[int]:
+        at = places.randrange(len(tokens) - PROMPT)
+        return tokens[at : at + PROMPT]
+
+    return {f"speed_{rows}": _speculating(target, small, rows, rounds, piece) for rows in (1, 8)}
+
+
 def _speculating(
-    target: Transformer, small: Transformer, rows: int, rounds: int
+    target: Transformer,
+    small: Transformer,
+    rows: int,
+    rounds: int,
+    piece: Callable[[], list[int]],
 ) -> dict[str, float]:
     accepted: list[float] = []
+    prompts = itertools.cycle([[piece() for _ in range(rows)] for _ in range(rounds)])
+    turns = itertools.chain.from_iterable((each, each) for each in prompts)
 
     def load(draft: Transformer | None) -> float:
         speculation = {"enabled": draft is not None, "method": "draft", "draft_model": "draft"}
         served = Serving(target, draft, speculative_decoding=speculation)
-        for _ in range(rows):
-            served.add(prompt(16), 128)
+        for each in next(turns):
+            served.add(each, 128)
         took = served.run()
         accepted.append(served.counts.accepted / max(served.counts.drafted, 1))
         return took
@@ -284,10 +312,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--trained", type=Path, metavar="FOLDER", help="of train.py --draft: only the case of these"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for case in chosen(asked.cases):
-        found = {"case": case.__name__, **case(asked.rounds)}
+    if asked.trained is None:
+        cases = [(case.__name__, case) for case in chosen(asked.cases)]
+    else:
+        cases = [("trained", functools.partial(trained, asked.trained))]
+    for name, case in cases:
+        found = {"case": name, **case(asked.rounds)}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

@@ -96,6 +96,7 @@ from shmserve.ipc.messages.supervision import (
     ProcessExited,
     ReadinessChanged,
     ReadyChecked,
+    RequestTraced,
     ResizeCache,
     SchedulerClosed,
     SchedulerLost,
@@ -123,17 +124,22 @@ WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationNews
 )
 SupervisorToGateway = (ModelNews | ReadinessChanged | Losses | RegionNews) | (
-    HealthChanged | SetLogging | SetTokens | SetTracing | Ping | Answer | Accept | Ending
+    (HealthChanged | SetLogging | SetTokens | SetTracing | RequestTraced)
+    | (Ping | Answer | Accept | Ending)
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
     RegionRequest | RegionUse | AdminRequest | AskReady | WantModel
 )
-SupervisorToScheduler = Ending | ProcessExited | BaseCounters | SnapshotStatistics | ResizeCache
+SupervisorToScheduler = (Ending | ProcessExited | BaseCounters | SnapshotStatistics) | (
+    ResizeCache | SetTracing
+)
 SupervisorToBatching = PoolNews | TicketGranted
 SupervisorToEnsemble = ModelPublished | SchedulerLost
 SupervisorToHost = OpenScheduler | SetLogging | Ping | Stop
 HostToSupervisor = Started | SchedulerClosed | Acknowledged
-SchedulerToSupervisor = SchedulerReady | Drained | StatisticsSnapshot | PoolRequest
+SchedulerToSupervisor = (SchedulerReady | Drained | StatisticsSnapshot | PoolRequest) | (
+    RequestTraced
+)
 EnsembleToSupervisor = SchedulerToSupervisor | Acknowledged | MemoryDropped
 SupervisorToWorker = (
     Loading | CheckMemory | CheckReady | MemoryDropped | Losses | SetLogging | Answer | Stop

@@ -81,9 +81,29 @@ class SetLogging:
 
 @message
 class SetTracing:
-    """Trace like this from now on: by model, "" for all others, TraceSettings by name."""
+    """Trace like this from now on: by model, "" for all others, TraceSettings by name. A scheduler
+    measures its local clients' requests by it, and each of them with `slow_request_ms`, which tells
+    of those that take longer; 0: none."""
 
     settings: dict[str, Any]
+    slow_request_ms: int = 0
+
+
+@message
+class RequestTraced:
+    """A local client's request has ended, whose times are wanted: `sampled`, or since it was slow.
+    `trace` and `spans` are as ipc/trace.py has them, times monotonic ns; `error` "": it succeeded.
+    A gateway is told in turn, since those write traces and send them."""
+
+    model: str
+    version: str
+    request_id: str
+    trace: str
+    sampled: bool
+    arrived_ns: int
+    ended_ns: int
+    spans: bytes
+    error: str
 
 
 @message
@@ -408,10 +428,12 @@ class LoadInstance:
 @message
 class InstanceLoaded:
     """The model is loaded; the instance is about to offer itself to its scheduler. `checks_ready`:
-    its response to `CheckReady` is its model's."""
+    its response to `CheckReady` is its model's. `device_byte_size`: what it has of the memory of
+    accelerators, as far as torch knows."""
 
     seconds: float
     checks_ready: bool = False
+    device_byte_size: int = 0
 
 
 @message

@@ -1,8 +1,15 @@
-"""The host's memory, read from /proc."""
+"""The memory and the processors that the host has, and those that this process may use."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_CPU_PERIOD_US = 100_000
+_IDLE_PAGES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -11,3 +18,48 @@ def memory_bytes() -> tuple[int, int]:
     found = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total = found["MemTotal"]
     return total, total - found.get("MemAvailable", found["MemFree"])
+
+
+def processors() -> tuple[int, float | None]:
+    """The processors that may be used, and what a quota leaves of them; None: all."""
+    quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
+    return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
+
+
+def memory_left() -> int:
+    """The memory that can still be had, in bytes: what is available on the host, or what the limits
+    of this process's control groups leave, with the pages of files there that may go."""
+    total, unavailable = memory_bytes()
+    left = [total - unavailable]
+    for folder, older in _cgroups("memory"):
+        limit = _number(folder / ("memory.limit_in_bytes" if older else "memory.max"))
+        used = _number(folder / ("memory.usage_in_bytes" if older else "memory.current"))
+        if limit is not None and used is not None:
+            pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
+            left.append(limit - used + (int(pages[1]) if pages else 0))
+    return max(0, min(left))
+
+
+def cgroup_limit(controller: str, name: str, older: str) -> int | None:
+    """The least limit of this process's control groups, in their files `name`, or `older` where
+    the controller has a hierarchy of its own; None where nothing is limited."""
+    found = (_number(group / (older if old else name)) for group, old in _cgroups(controller))
+    return min((number for number in found if number is not None), default=None)
+
+
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's groups, and whether the controller has its own hierarchy."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        controllers, path = line.split(":", 2)[1:]
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUPS / controller if controllers else _CGROUPS
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield folder, bool(controllers)
+
+
+def _number(file: Path) -> int | None:
+    number = re.match(r"\d{1,18}\b", file.read_text()) if file.is_file() else None
+    return None if number is None else int(number[0])

@@ -232,6 +232,8 @@ class _Process:
                 logs.apply(LogSettings(**settings))
             case m.SetTracing(settings):
                 gateway.tracer.use(settings)
+            case m.RequestTraced():
+                gateway.tracer.take(message)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
                 for listener in self._front.listeners:

@@ -63,6 +63,7 @@ class ControlApi:
     def __post_init__(self) -> None:
         self._context.control.serve(typing.get_args(_Notifications), self._notified)
         self._context.control.serve(typing.get_args(_Workspace), self._context.workspaces.handle)
+        self._context.control.serve([m.RequestTraced], self._context.tracing.on_traced)
         self._context.control.serve(typing.get_args(_Requests), self._requested)
 
     def _notified(self, pid: int, message: Any) -> None:

@@ -289,7 +289,7 @@ def _context(
         worker_zygote=_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
         logging=logging,
-        tracing=TraceControl(control, config.trace),
+        tracing=TraceControl(control, config.trace, config.slow_request_ms),
         local_clients=LocalClientServer(
             run_dir.path,
             config.shm.group,

@@ -45,12 +45,7 @@ def node(folder: Path, name: str) -> dict[str, object]:
 
 def main(folder: Path, port: int, flags: dict[str, object]) -> None:
     """See above."""
-    head = {
-        **node(folder, "first"),
-        "include_dashboard": False,
-        "no_monitor": True,
-        "temp_dir": str(folder / "ray"),
-    }
+    head = {**node(folder, "first"), "include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     second = cluster.add_node(**node(folder, "second"))
     ray.init(address=cluster.address)

@@ -83,7 +83,7 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
             )
         return caller.child().message
     asked = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().child().message if asked else ""
+    return TraceContext.new().message if asked else ""
 
 
 def _sequence(sequence: int | str) -> int | str:

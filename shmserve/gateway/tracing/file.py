@@ -20,6 +20,7 @@ from shmserve.ipc.trace import Span
 logger = logging.getLogger(__name__)
 
 _ID_DIGITS = 13  # of a span's 16: what every reader of JSON knows as an integer
+_OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _EXECUTED = (
     ("COMPUTE_START", "compute_start_ns"),
     ("COMPUTE_INPUT_END", "input_end_ns"),
@@ -29,13 +30,15 @@ _EXECUTED = (
 
 
 def entries_of(trace: RequestTrace, protocol: str) -> list[dict[str, Any]]:
-    """The entries of a request that has ended; its timestamps begin with its `protocol`."""
-    receive, send = (
-        ("HTTP_RECV", "HTTP_SEND") if protocol == "HTTP" else ("GRPC_WAITREAD", "GRPC_SEND")
-    )
-    own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
+    """The entries of a request that has ended; its timestamps begin with its `protocol`, if it came
+    by one."""
     answered_ns = trace.answered_ns or trace.ended_ns
-    ends = [(f"{send}_START", answered_ns), (f"{send}_END", trace.ended_ns)]
+    own: list[tuple[str, int]] = []
+    ends: list[tuple[str, int]] = []
+    if protocol:
+        receive, send = _OF_PROTOCOL[protocol]
+        own = [(f"{receive}_START", trace.arrived_ns), (f"{receive}_END", trace.submitted_ns)]
+        ends = [(f"{send}_START", answered_ns), (f"{send}_END", trace.ended_ns)]
     root = trace.scheduler.span_id
     made: list[dict[str, Any]] = []
     for span in trace.spans:

@@ -1,7 +1,8 @@
 """Traces for OpenTelemetry: spans by OTLP over HTTP, sent by its SDK, in a thread of its own.
 
-InferRequest ──> a model ──> queue, compute_input, compute, compute_output
-                    └──> steps of an ensemble, models that were called, each with the same
+InferRequest ──> receive, a model, encode
+                     └──> queue, compute_input, compute, compute_output
+                     └──> steps of an ensemble, models that were called, each with the same
 """
 
 from __future__ import annotations
@@ -74,15 +75,21 @@ class Exporter:
             SpanKind.SERVER,
             trace.error,
         )
+        for name, start_ns, end_ns in () if trace.local else _of_gateway(trace):
+            times = (start_ns + epoch_ns, end_ns + epoch_ns)
+            span_id = os.urandom(8).hex()
+            yield self._span(name, trace_id, span_id, trace.context.span_id, *times, {})
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
+            parent_id = span.parent_id
             if span.span_id == trace.scheduler.span_id:  # the gateway has it from then on
                 times = (trace.submitted_ns + epoch_ns, times[1])
+                parent_id = trace.context.span_id
             about = _attributes(span.model, span.version, span.request_id)
             about["shmserve.batch_size"] = span.batch_size
             if span.closed:
                 about["shmserve.batch_closed"] = span.closed
-            yield self._span(span.model, trace_id, span.span_id, span.parent_id, *times, about)
+            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, about)
             yield from self._phases(trace_id, span, epoch_ns)
 
     def _phases(self, trace_id: str, span: Span, epoch_ns: int) -> Iterator[ReadableSpan]:
@@ -115,6 +122,13 @@ class Exporter:
             start_time=start_ns,
             end_time=end_ns,
         )
+
+
+def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
+    """What a gateway did for a request: read and placed it, and encoded its response."""
+    yield "receive", trace.arrived_ns, trace.submitted_ns
+    if trace.answered_ns:
+        yield "encode", trace.answered_ns, trace.ended_ns
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:

@@ -23,7 +23,8 @@ class Finisher(Protocol):
 class RequestTrace:
     """A request whose times are wanted: `context` is the gateway's own span, `scheduler` that which
     the scheduler tells, and `spans` are those within it. Times are monotonic ns, 0: not yet. It is
-    `explained` in its response, or `sampled` for whoever collects traces; `error`: it failed."""
+    `explained` in its response, or `sampled` for whoever collects traces; `local`: no gateway had
+    it, but a scheduler that has told of it; `error`: it failed."""
 
     finisher: Finisher
     model: str
@@ -33,6 +34,7 @@ class RequestTrace:
     arrived_ns: int
     explained: bool
     sampled: bool
+    local: bool = False
     scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     answered_ns: int = 0

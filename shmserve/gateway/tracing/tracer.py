@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
+from shmserve.common.trace_sampling import Sampler, Samplers
 from shmserve.common.trace_settings import OPENTELEMETRY, TraceSettings
 from shmserve.gateway.tracing import file
 from shmserve.gateway.tracing.request_trace import RequestTrace
-from shmserve.gateway.tracing.sampling import Sampler, Samplers
-from shmserve.ipc.trace import TraceContext
+from shmserve.ipc.messages.supervision import RequestTraced
+from shmserve.ipc.trace import TraceContext, unpack_spans, within
 
 if TYPE_CHECKING:
     from shmserve.gateway.tracing.otel import Exporter
@@ -62,7 +64,7 @@ class Tracer:
     ) -> RequestTrace | None:
         """The trace of a request, if its times are wanted, that is about to be submitted."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
-        sampled = _samples(self._samplers.of(model), caller)
+        sampled = self._samplers.of(model).samples(None if caller is None else caller.sampled)
         if not (explained or sampled or caller or self._slow_ns):
             return None
         if caller is None:
@@ -71,6 +73,17 @@ class Tracer:
             context = caller.child(sampled or caller.sampled)
         of_model = (model, version, request_id)
         return RequestTrace(self, *of_model, context, arrived_ns, explained, sampled)
+
+    def take(self, told: RequestTraced) -> None:
+        """A local client's request has ended, which came by no gateway."""
+        own = TraceContext.of(told.trace)
+        context = own._replace(span_id=os.urandom(8).hex())
+        of_model = (told.model, told.version, told.request_id)
+        trace = RequestTrace(self, *of_model, context, told.arrived_ns, False, told.sampled, True)
+        trace.scheduler, trace.submitted_ns = own, told.arrived_ns
+        trace.ended_ns, trace.error = told.ended_ns, told.error
+        trace.spans = within(unpack_spans(told.spans), own.span_id)
+        self.finish(trace)
 
     def finish(self, trace: RequestTrace) -> None:
         """A request has ended; what is wanted of its times is told."""
@@ -107,19 +120,13 @@ class Tracer:
         path = settings.trace_file
         if not path:
             return
-        entries = [each for trace in traces for each in file.entries_of(trace, self._protocol)]
+        protocols = ("" if trace.local else self._protocol for trace in traces)
+        made = map(file.entries_of, traces, protocols)
+        entries = [each for entries in made for each in entries]
         try:
             file.append(file.next_file(path) if settings.log_frequency else path, entries)
         except (OSError, ValueError) as error:
             logger.error("%d traces cannot be written to '%s': %s", len(traces), path, error)
-
-
-def _samples(sampler: Sampler, caller: TraceContext | None) -> bool:
-    """Whether a request is traced: for OpenTelemetry, as its caller has decided, if it has one."""
-    settings: TraceSettings = sampler.settings
-    if caller is None or settings.trace_mode != OPENTELEMETRY:
-        return sampler.take()
-    return caller.sampled and sampler.count()
 
 
 def _log_slow(trace: RequestTrace) -> None:

@@ -31,10 +31,10 @@ from shmserve.ipc.messages import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.messages.inference import MetricsReported
+from shmserve.ipc.messages.inference import MetricsReported, Submit
 from shmserve.ipc.messages.memory import MemoryDropped
 from shmserve.ipc.messages.start import CacheStart, SchedulerStart
-from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady
+from shmserve.ipc.messages.supervision import Drain, ProcessExited, SchedulerReady, SetTracing
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import PeerCredRouter, first_number, last_number
 from shmserve.scheduler.batching import BatchingCore
@@ -44,6 +44,7 @@ from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.in_process import InProcessLinks
 from shmserve.scheduler.hosting.local_clients import LocalClientListener
+from shmserve.scheduler.hosting.local_traces import LocalTraces
 from shmserve.scheduler.hosting.waiting import Take, Waiter
 from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER
@@ -90,6 +91,7 @@ class HostedScheduler(ABC):
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._routed = PeerCredRouter(self.endpoint, first_number)
         self._local_clients = LocalClientListener.open(start)
+        self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent)
         self._core, peers, self._outboxes = self._parts()
@@ -135,7 +137,10 @@ class HostedScheduler(ABC):
                 self._catch_up()
             if type(message) is ProcessExited:
                 self._local_clients.forget(message.process)
-            if type(message) in self.allowed:
+                self._traces.forget(message.process)
+            if type(message) is SetTracing:
+                self._traces.use(message)
+            elif type(message) in self.allowed:
                 front.from_control(message, now_ns)
             else:
                 front.misplaced()
@@ -172,8 +177,11 @@ class HostedScheduler(ABC):
                 front.misplaced()
                 continue
             believed = local_clients.check(peer, message, now_ns)
-            if believed is not None:
-                front.from_client(peer, believed, now_ns)
+            if believed is None:
+                continue
+            if self._traces.active and type(believed) is Submit:
+                believed = self._traces.begin(peer, believed)
+            front.from_client(peer, believed, now_ns)
 
     # --- the way back to clients: see `ClientLinks`
 
@@ -186,10 +194,15 @@ class HostedScheduler(ABC):
         """What queues a message for the client with this address: a program on this host, a
         scheduler in this process, or a gateway or a model."""
         if first_number(peer) >= FIRST:
-            return partial(self._local_clients.link.post, peer)
+            return partial(self._to_local_client, peer)
         if self._neighbours.has(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
         return partial(self._routed.post, peer)
+
+    def _to_local_client(self, peer: bytes, message: Any) -> None:
+        if self._traces.open:
+            self._traces.ended(peer, message)
+        self._local_clients.link.post(peer, message)
 
     # --- turns
 

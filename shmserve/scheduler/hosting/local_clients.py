@@ -27,6 +27,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import BatchFit, Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
+from shmserve.ipc.trace import is_trace
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.ipc.transport.untrusted_router import UntrustedRouter
 
@@ -126,6 +127,8 @@ class LocalClientRules:
                 "a sequence's id must be an integer from 0 on, or a text of "
                 f"{LONGEST_CORRELATION_ID} characters at most"
             )
+        if submit.trace and not is_trace(submit.trace):
+            raise InvalidArgument("a request's trace must be as the protocol's description has it")
         fit = self._fit(number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _LONGEST_WAY_NS:
@@ -148,6 +151,7 @@ class LocalClientRules:
             submit.flags,
             submit.correlation_id,
             submit.correlation_text,
+            trace=submit.trace,
         )
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import configparser
 import os
 import pwd
-import re
 import resource
 import time
 from pathlib import Path
 
 import shmserve
 from shmserve.common import fd_limits
+from shmserve.common.host import cgroup_limit, processors
 from shmserve.config.server import ServerConfig
 from shmserve.supervisor.checks.verdict import Verdict, ok, warning, wrong
 
 _MORE_FILES = "LimitNOFILE=65536 in the unit, ulimit -Hn 65536, docker --ulimit nofile=65536"
 _FEW_TASKS = 1024
 _TASKS_OF_A_MODEL = 16  # two processes and their threads
-_CGROUPS = Path("/sys/fs/cgroup")
-_CPU_PERIOD_US = 100_000
 _SYSTEM_UIDS = range(1000)
 _DYNAMIC_UIDS = range(61184, 65520)  # of systemd's DynamicUser=
 _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
@@ -42,22 +40,6 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     return ok(found)
 
 
-def cgroup_limit(controller: str, name: str, older: str) -> int | None:
-    """The least limit of this process's control groups, in their files `name`, or `older` where
-    the controller has a hierarchy of its own; None where nothing is limited."""
-    found: list[int] = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        controllers, path = line.split(":", 2)[1:]
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = _CGROUPS / controller if controllers else _CGROUPS
-        group = root / path.lstrip("/")
-        files = (folder / (older if controllers else name) for folder in (group, *group.parents))
-        texts = (file.read_text() for file in files if file.is_relative_to(root) and file.is_file())
-        found += (int(number[0]) for text in texts if (number := re.match(r"\d{1,18}\b", text)))
-    return min(found, default=None)
-
-
 def gather_tasks(_: ServerConfig) -> int:
     """How many processes and threads there may be; -1: any number."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -76,8 +58,7 @@ def judge_tasks(limit: int) -> Verdict:
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
     """The processors that may be used, and what a quota leaves of them; None: all."""
-    quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
-    return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
+    return processors()
 
 
 def judge_processors(facts: tuple[int, float | None]) -> Verdict:

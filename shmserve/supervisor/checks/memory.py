@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.common.accelerators import cuda_devices
+from shmserve.common.host import cgroup_limit
 from shmserve.config.server import ServerConfig
-from shmserve.supervisor.checks.limits import cgroup_limit
 from shmserve.supervisor.checks.verdict import Verdict, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from shmserve.common import model_settings
+from shmserve.common.host import processors
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.events import InstancesChanged
 from shmserve.ipc.messages.supervision import CountChange
@@ -88,7 +88,8 @@ class Resizer:
         load = Load.of(said.result(), time.monotonic(), version.config.decoupled)
         watch.room.look(version.instances.pids(), load.took_s)
         change = watch.sizing.look(load, version.instances.count)
-        if change is not None and not (watch.changing or model.orders):
+        may_change = version.instances.all_serve and not (watch.changing or model.orders)
+        if change is not None and may_change:
             self._follow(version, watch, change)
 
     def _follow(self, version: ModelVersion, watch: _Watch, change: Change) -> None:
@@ -129,4 +130,5 @@ def _watch(config: ModelSpec, bounds: Bounds) -> _Watch:
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     sizing = Sizing(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
-    return _Watch(sizing, Room(len(os.sched_getaffinity(0))))
+    count, quota = processors()
+    return _Watch(sizing, Room(count if quota is None else min(count, quota)))

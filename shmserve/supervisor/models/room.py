@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.common.host import memory_bytes
+from shmserve.common.host import memory_bytes, memory_left
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
@@ -42,9 +42,9 @@ def processor_s(pid: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """What the workers of a model take, on a host with so many `processors`."""
+    """What the workers of a model take, on a host with so many `processors`, or a part of one."""
 
-    processors: int
+    processors: float
     _seen: dict[int, float] = field(init=False, default_factory=dict)
     _took_s: float = field(init=False, default=0.0)  # as of the last look
     _used_s: float = field(init=False, default=0.0)  # of processors, and in how long executions
@@ -67,10 +67,8 @@ class Room:
         if self._executed_s > _KNOWN_S:
             each = self._used_s / self._executed_s
             if each * count > self.processors + _HALF:
-                return f"{self.processors} processors, an instance at work takes {each:.2g}"
-        total, unavailable = memory_bytes()
-        largest = max(map(private_bytes, self._seen), default=0)
-        if total - unavailable - largest < _SPARE * total:
-            free, needed = (number // 2**20 for number in (total - unavailable, largest))
-            return f"{free} MiB of memory are available, an instance takes {needed} MiB"
+                return f"{self.processors:g} processors, an instance at work takes {each:.2g}"
+        left, largest = memory_left(), max(map(private_bytes, self._seen), default=0)
+        if left - largest < _SPARE * memory_bytes()[0]:
+            return f"{left >> 20} MiB of memory are left, an instance takes {largest >> 20} MiB"
         return ""

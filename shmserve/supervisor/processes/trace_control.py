@@ -1,4 +1,5 @@
-"""The trace settings, propagated: gateways are sent them when they start, and each change."""
+"""The trace settings, propagated: gateways and schedulers are sent them when they start, and each
+change. What schedulers measure of local clients' requests goes on to a gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shmserve.common.trace_settings import TraceSettings
-from shmserve.ipc.messages.supervision import SetTracing, Started
+from shmserve.ipc.messages.supervision import RequestTraced, SetTracing, Started
 from shmserve.supervisor.processes.control_socket import Address, ControlSocket
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ class TraceControl:
 
     _control: ControlSocket
     _start: TraceSettings
+    _slow_request_ms: int = 0
     _changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def change(self, model: str, changes: dict[str, Any]) -> dict[str, list[str]]:
@@ -29,7 +31,7 @@ class TraceControl:
             own = self._changes.get(model, {}) | changes
             self._changes[model] = {key: value for key, value in own.items() if value is not None}
             logger.info("trace settings of %s: %s", model or "all models", changes)
-            self._control.broadcast(self._message(), "gateway")
+            self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
         return self._of(model).shown()
 
     def _of(self, model: str) -> TraceSettings:
@@ -37,9 +39,20 @@ class TraceControl:
         return common.changed(self._changes.get(model, {})) if model else common
 
     def _message(self) -> SetTracing:
-        return SetTracing({name: asdict(self._of(name)) for name in ("", *self._changes)})
+        settings = {name: asdict(self._of(name)) for name in ("", *self._changes)}
+        return SetTracing(settings, self._slow_request_ms)
 
     def on_message(self, address: Address, message: Any) -> None:
         """Somebody has sent something: a gateway that starts is sent the settings."""
-        if isinstance(message, Started) and (self._start.on or self._changes):
+        if isinstance(message, Started):
+            self.tell(address)
+
+    def tell(self, address: Address) -> None:
+        """Send the settings to a gateway or a scheduler that has just started."""
+        if self._start.on or self._changes or self._slow_request_ms:
             self._control.send(address, self._message())
+
+    def on_traced(self, _: Address, message: RequestTraced) -> None:
+        """A scheduler has measured a local client's request."""
+        for pid in self._control.pids("gateway")[:1]:
+            self._control.send(pid, message)

@@ -146,9 +146,9 @@ def test_the_alert_rules_are_right_and_worth_it(server: Server, prometheus: Prom
         return next(str(rule["state"]) for rule in group["rules"] if rule["name"] == name)
 
     assert state("ShmserveGone") == state("ShmserveWorkersDie") == "inactive"
-    until("one in four fails", lambda: state("ShmserveRequestsFail") == "pending", 30)
+    until("one in four fails", lambda: state("ShmserveRequestsFail") == "pending", 60)
     server.one("worker half").kill()
-    until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing", 30)
+    until("a worker's death is alarming", lambda: state("ShmserveWorkersDie") == "firing", 60)
 
 
 def test_what_is_named_is_there(server: Server) -> None:

@@ -131,7 +131,12 @@ class Cluster:
                     *(sys.executable, ROOT / "tests" / "rigs" / "ray_cluster.py"),
                     *(folder, str(self.port), json.dumps(flags)),
                 ],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "RAY_TMPDIR": str(folder),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -144,6 +149,7 @@ class Cluster:
         for line in self._process.stdout:  # Ray prints, too
             if line.strip() == word:
                 return
+        self._process.communicate()
         raise AssertionError((self.folder / "log").read_text()[-6000:])
 
     def kill_second(self) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -162,6 +163,26 @@ def test_slow_requests_are_logged(server: Server) -> None:
     ((told, _),) = slow_lines(server, "boom")
     assert "boom" in told["error"]
     assert told["total_us"] >= 5000
+
+
+def test_slow_requests_of_programs_are_logged(server: Server) -> None:
+    def lines(model: str) -> list[Any]:
+        return [(told, more) for told, more in slow_lines(server, model) if "native" in more]
+
+    with shmserve.client.connect(server.run_dir) as client:
+        assert client.infer("slow", X=ROW[0], request_id="native")["Y"].item() == 2
+        assert len(list(client.stream("many", X=ROW[0], request_id="native"))) == 2
+        with pytest.raises(shmserve.client.ShmserveError, match="boom"):
+            client.infer("boom", X=ROW[0], request_id="native")
+        with pytest.raises(shmserve.client.TimedOut):
+            client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
+    for model in ("slow", "many", "boom", "late"):
+        until(f"'{model}' is logged", partial(lines, model))
+    ((told, more),) = lines("slow")
+    assert told["compute_infer_us"] >= 5000
+    assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
+    ((told, _),) = lines("boom")
+    assert "boom" in told["error"]
 
 
 def told_by_http(server: Server) -> Any:
@@ -371,7 +392,9 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
         given = grpcclient.InferInput("X", [1, 1], "FP32")
         given.set_data_from_numpy(ROW)
         client.infer("one", [given])
-    until("7 requests are in the file", lambda: path.exists() and len(read(path)) == 7)
+    with shmserve.client.connect(traced.run_dir) as native:
+        native.infer("two", X=ROW, request_id="native")
+    until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
     traces = {(each["model_name"], "parent_id" in each): (each, at) for each, at in read(path)}
     root, at = traces["both", False]
     assert root["request_id"] == "me"
@@ -390,6 +413,10 @@ def test_a_trace_file_is_as_tritons(traced: Server, tmp_path: Path) -> None:
     ]
     assert at["QUEUE_START"] <= second[1]["COMPUTE_START"] <= at["INFER_RESPONSE_COMPLETE"]
     assert "GRPC_SEND_END" in traces["one", False][1]
+    about, at = traces["two", False]
+    assert about["request_id"] == "native"
+    assert list(at)[:2] == ["REQUEST_START", "QUEUE_START"] and list(at)[-1] == "REQUEST_END"
+    assert list(at.values()) == sorted(at.values())
     assert "COMPUTE_START" not in traces["boom", False][1]
 
 
@@ -430,7 +457,7 @@ def spans_of(made: Collector, count: int) -> dict[str, Any]:
 PARTS = ("queue", "compute_input", "compute", "compute_output")
 
 
-@pytest.mark.parametrize("door", ["http", "grpc"])
+@pytest.mark.parametrize("door", ["http", "grpc", "native"])
 def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
     collected: tuple[Server, Collector], door: str
 ) -> None:
@@ -438,12 +465,22 @@ def test_spans_are_sent_of_a_request_and_all_that_is_made_for_it(
     if door == "http":
         with server.http() as http:
             http.infer("both", {"inputs": [json_input("IN", ROW)]}, {"traceparent": TRACEPARENT})
+    elif door == "native":
+        with shmserve.client.connect(server.run_dir) as native:
+            assert native.infer("both", IN=ROW, traceparent=TRACEPARENT)["OUT"].item() == 3
+            unsampled = TRACEPARENT[:-1] + "0"
+            native.infer("both", IN=ROW, traceparent=unsampled)
     else:
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             given = grpcclient.InferInput("IN", [1, 1], "FP32")
             given.set_data_from_numpy(ROW)
             client.infer("both", [given], headers={"traceparent": TRACEPARENT})
-    spans = spans_of(made, 12)
+    spans = spans_of(made, 12 if door == "native" else 14)
+    if door != "native":
+        order = [spans[name] for name in ("receive", "both", "encode")]
+        assert {each.parent_span_id for each in order} == {spans["InferRequest"].span_id}
+        ends = [(each.start_time_unix_nano, each.end_time_unix_nano) for each in order]
+        assert ends[0][1] == ends[1][0] <= ends[1][1] <= ends[2][0] <= ends[2][1]
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
     root, both, one, two = (spans[name] for name in ("InferRequest", "both", "one", "two"))
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
@@ -464,17 +501,17 @@ def test_spans_of_calls_and_of_failures(collected: tuple[Server, Collector]) -> 
     server, made = collected
     with server.http() as http:
         http.infer("calls", X).ok()
-        spans = spans_of(made, 11)
+        spans = spans_of(made, 13)
         assert spans["one"].parent_span_id == spans["calls"].span_id
         assert not spans["InferRequest"].parent_span_id
         assert http.infer("boom", X).status == 500
-        (failed,) = spans_of(made, 1).values()
+        failed = spans_of(made, 3)["InferRequest"]
         assert failed.status.code == 2
         assert "boom" in failed.status.message
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE not in {each.trace_id.hex() for each in spans_of(made, 6).values()}
+        assert TRACE not in {each.trace_id.hex() for each in spans_of(made, 8).values()}
 
 
 def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
@@ -486,4 +523,4 @@ def test_what_is_not_sent_yet_is_sent_at_the_end(models: Path) -> None:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
             assert not made.spans
             server.stop()
-        assert len(made.spans) == 6
+        assert len(made.spans) == 8

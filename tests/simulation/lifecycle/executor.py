@@ -11,6 +11,7 @@ from typing import Any, cast
 from shmserve.common.trace_settings import TraceSettings
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
+from shmserve.errors import ShmserveError
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages.start import WorkerStart
 from shmserve.logs import LogSettings
@@ -19,7 +20,7 @@ from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.models.executor import LifecycleExecutor
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.models.version.instances import Instance, bounds_of
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
 from shmserve.supervisor.processes.log_control import LogControl
@@ -103,6 +104,26 @@ class SimulatedExecutor(LifecycleExecutor):
             hosts=SchedulerHosts(fake, fake, _FOLDER, logging),
             numbers=itertools.count(1),
         )
+
+    def resize(self) -> None:
+        """The load of a model asks for another number of its instances."""
+        bounded = [version for version in self.alive if bounds_of(version.config) is not None]
+        if not bounded:
+            return
+        version = self.world.random.choice(bounded)
+        bounds, step = bounds_of(version.config), self.world.random.choice((1, -1))
+        total, model = version.instances.count + step, self.registry.model(version.spec.name)
+        serves = model.serving.get(version.spec.version) is version and not model.orders
+        serves = serves and version.ready and version.instances.all_serve
+        if serves and bounds is not None and bounds.least <= total <= bounds.most:
+            self._does("resize", version, total)
+            self.context.background(self._resize(version, total))
+
+    async def _resize(self, version: ObservedVersion, total: int) -> None:
+        try:
+            await version.instances.resize(total)
+        except ShmserveError as error:
+            self.world.note("not resized", version, error)
 
     def version_of(self, number: int) -> ObservedVersion | None:
         """The version that has started a scheduler with this number, if it is still there."""

@@ -20,6 +20,8 @@ _OVERRIDES = Path("/overrides")
 _NOBODY = Path("/models")
 LEAVES = ("a", "b", "c")
 ENSEMBLES = ("x", "y", "z")
+_FOLLOWS = "c"  # the load: its instances have bounds
+MOST_INSTANCES = 4
 
 
 class DrawnRepository:
@@ -114,9 +116,12 @@ class DrawnRepository:
             raise InvalidArgument("it cannot be read")
         sent = json.loads(source.config) if source.config else {}
         steps = sent.get("steps", self.steps[name])
+        parameters = {"note": {"string_value": str(sent.get("note", ""))}}
+        if name == _FOLLOWS:
+            parameters["max_instances"] = {"string_value": str(MOST_INSTANCES)}
         written: dict[str, Any] = {
             "name": name,
-            "parameters": {"note": {"string_value": str(sent.get("note", ""))}},
+            "parameters": parameters,
             "instance_group": [{"count": sent.get("count", self.counts[name])}],
         }
         if steps:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shmserve.ipc.messages.supervision import ModelPublished
+from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.version.instances import Instance, InstanceState
+from shmserve.supervisor.models.version.instances import Instance, InstanceState, bounds_of
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
 if TYPE_CHECKING:
@@ -15,9 +16,13 @@ if TYPE_CHECKING:
 _LEAVING = (InstanceState.RETIRING, InstanceState.STOPPED)
 
 
-def count_of(config: Any) -> int:
-    """The number of instances that a configuration asks for."""
-    return sum(group["count"] for group in config.source["instance_group"])
+def counts_of(config: ModelSpec) -> range:
+    """The numbers of instances that a configuration allows."""
+    bounds = bounds_of(config)
+    if bounds is not None:
+        return range(bounds.least, bounds.most + 1)
+    count = sum(group["count"] for group in config.source["instance_group"])
+    return range(count, count + 1)
 
 
 class ObservedVersion(ModelVersion):

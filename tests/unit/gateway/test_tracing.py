@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.common.trace_sampling import Sampler, Samplers
 from shmserve.common.trace_settings import TraceSettings
 from shmserve.gateway.tracing.file import append, next_file
-from shmserve.gateway.tracing.sampling import Sampler, Samplers
 from shmserve.gateway.tracing.tracer import Tracer
 
 ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans
+from shmserve.ipc.trace import Span, TraceContext, explain, is_trace, unpack_spans
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -50,6 +50,27 @@ def test_spans_travel_one_behind_the_other() -> None:
     spans = [span("a", ""), span("b", "a")]
     assert unpack_spans(b"".join(each.packed() for each in spans)) == spans
     assert unpack_spans(b"") == []
+
+
+@pytest.mark.parametrize(
+    ("trace", "taken"),
+    [
+        (TraceContext.new().message, True),
+        (TraceContext.new(sampled=True).child().message, True),
+        ("", False),
+        (TraceContext.new().traceparent, False),
+        (f"00-{TRACE.upper()}-{CALLER}-01-", False),
+        (f"00-{TRACE}-{CALLER}-01-{CALLER}x", False),
+    ],
+)
+def test_a_message_is_checked(trace: str, taken: bool) -> None:
+    assert is_trace(trace) is taken
+
+
+@pytest.mark.parametrize("wrong", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])
+def test_a_model_s_span_is_one(wrong: dict[str, Any]) -> None:
+    first, second = span("a", ""), span("b", "a")._replace(**wrong)
+    assert unpack_spans(first.packed() + second.packed()) == [first]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
 from shmserve.ipc.messages import inference as m
@@ -11,6 +12,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, pack_inference
 from shmserve.ipc.tensors.signature import Signature
+from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.hosting.local_clients import LocalClientRules
 
 CONFIG = {
@@ -78,3 +80,13 @@ def test_who_says_to_arrive_later_has_no_longer() -> None:
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 400)
     submit = m.Submit(1, 0, b"", NOW + SECOND, 0, 0, 0, work, "")
     assert rules.checked(FIRST, submit, NOW).deadline_ns == NOW + 400_000
+
+
+def test_a_trace_goes_on_if_it_is_one() -> None:
+    work = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
+    rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
+    trace = TraceContext.new().message
+    submit = m.Submit(1, 0, b"", NOW, 0, 0, 0, work, "mine", trace=trace)
+    assert rules.checked(FIRST, submit, NOW).trace == trace  # whatever else is not believed
+    with pytest.raises(InvalidArgument, match="trace must be"):
+        rules.checked(FIRST, m.Submit(1, 0, b"", NOW, 0, 0, 0, work, trace="00-x"), NOW)

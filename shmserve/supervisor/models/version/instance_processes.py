@@ -101,6 +101,11 @@ class Instances:
         """The instances that serve, or will."""
         return sum(instance.state not in _DOWN for instance in self._all)
 
+    @property
+    def all_serve(self) -> bool:
+        """Whether each of these takes requests: none is about to, or starts again."""
+        return self.count == sum(each.state is InstanceState.READY for each in self._all)
+
     def states(self) -> list[InstanceState]:
         """The state of each, in order."""
         return [instance.state for instance in self._all]
@@ -130,6 +135,11 @@ class Instances:
             for i in self._all
             if i.child is not None and i.state is InstanceState.READY and i.checks_ready
         ]
+
+    @property
+    def device_byte_size(self) -> int:
+        """The bytes of accelerators' memory that the running processes had when they had loaded."""
+        return sum(instance.device_byte_size for instance in self._all if instance.alive)
 
     @property
     def checks_ready(self) -> bool:
@@ -175,6 +185,7 @@ class Instances:
         message = await self._watched(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
+        instance.device_byte_size = message.device_byte_size
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self._send(instance, m.Attach(current))

@@ -150,6 +150,7 @@ class VersionScheduler:
         self.number = number  # now there is something at its endpoints
         self._serving = hosted
         self.counts.send_base()
+        context.tracing.tell(hosted.address)
 
     def _start_record(self, number: int, config: ModelSpec, workers: list[int]) -> SchedulerStart:
         context, server = self._context, self._context.config

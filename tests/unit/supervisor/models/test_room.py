@@ -46,7 +46,8 @@ def test_memory_for_one_as_large_as_the_largest(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(room, "processor_s", lambda pid: 0.0)
     host = Room(processors=4)
     host.look([1, 2], 0.0)
-    monkeypatch.setattr(room, "memory_bytes", lambda: (1000 * MIB, 749 * MIB))
+    monkeypatch.setattr(room, "memory_bytes", lambda: (1000 * MIB, 0))
+    monkeypatch.setattr(room, "memory_left", lambda: 251 * MIB)
     assert host.lacks(3) == ""
-    monkeypatch.setattr(room, "memory_bytes", lambda: (1000 * MIB, 751 * MIB))
-    assert host.lacks(3) == "249 MiB of memory are available, an instance takes 200 MiB"
+    monkeypatch.setattr(room, "memory_left", lambda: 249 * MIB)
+    assert host.lacks(3) == "249 MiB of memory are left, an instance takes 200 MiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.trace_settings import TraceSettings
+from shmserve.common.trace_settings import OPENTELEMETRY, TraceSettings
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,13 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.left, self._on = self.settings.trace_count, self.settings.on
+
+    def samples(self, decided: bool | None) -> bool:
+        """Whether the next request is traced: for OpenTelemetry as its caller has `decided`, None
+        where it has none."""
+        if decided is None or self.settings.trace_mode != OPENTELEMETRY:
+            return self.take()
+        return decided and self.count()
 
     def take(self) -> bool:
         """Whether the next request is traced."""

@@ -1,0 +1,92 @@
+"""What traces cost: two servers of ours with the same model, one of them without traces, take turns
+under `shmserve perf` over HTTP. The other one's traces go to a collector, which drops them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+from bench.cases.figures import Figure, Target
+from bench.load.process import ours
+from bench.report.results import PEER, US, Row
+from bench.system.servers import BENCH, Shmserve, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench.context import Context
+
+_NEVER = 2**32 - 1
+_IN_FLIGHT = 16
+
+
+@dataclass(frozen=True)
+class TraceCase:
+    """One of `rate` requests is traced."""
+
+    name: str
+    rate: int
+    figure: Figure
+
+
+def _case(name: str, rate: int, title: str, must: float) -> TraceCase:
+    title = f"HTTP, simple, {_IN_FLIGHT} in flight: {title}, against none"
+    return TraceCase(
+        name, rate, Figure(name, title, "infer/s", "higher", Target("ratio", must, 1.0))
+    )
+
+
+TRACES = (
+    _case("traces-none", _NEVER, "traces, of which none is taken", 0.98),
+    _case("traces-100", 100, "traces of one in 100", 0.97),
+)
+
+
+def run(case: TraceCase, context: Context) -> Row:
+    """Samples of both: without traces as the other product's. Raises what the failure of either
+    raises."""
+    row = Row(case.figure, {})
+    with ExitStack() as started:
+        settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={case.rate}")
+        url = f"opentelemetry,url={started.enter_context(_collector())}"
+        traced = [f"--trace-config={each}" for each in (*settings, url)]
+        model = BENCH / "models" / "simple"
+        servers = []
+        for whose, flags in ((US, traced), (PEER, [])):
+            context.say(f"{case.name}: starting shmserve {' '.join(flags)}")
+            server = started.enter_context(
+                running(Shmserve(), [model], flags, notes=context.results.notes)
+            )
+            servers.append((whose, server))
+        for turn in range(context.settings.repeats):
+            for whose, server in servers[:: -1 if turn % 2 else 1]:
+                where = (f"--url=http://{server.address('http')}", f"--concurrency={_IN_FLIGHT}")
+                found = ours("simple", *where, seconds=context.settings.seconds)
+                row.samples.setdefault(whose, []).append(found["per_second"])
+        both = ", ".join(f"{whose} {values}" for whose, values in row.samples.items())
+        context.say(f"{case.name}: {both}")
+    return row
+
+
+@contextmanager
+def _collector() -> Iterator[str]:
+    """The address of one that takes everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        finally:
+            server.shutdown()

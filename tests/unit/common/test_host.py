@@ -1,0 +1,68 @@
+"""What a process may have of its host, where control groups limit it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shmserve.common import host
+
+GIB = 2**30
+
+
+def grouped(monkeypatch: pytest.MonkeyPatch, root: Path, line: str) -> None:
+    """This process is in the group of such a line, below `root`."""
+    monkeypatch.setattr(host, "_CGROUPS", root)
+    monkeypatch.setattr(host, "memory_bytes", lambda: (8 * GIB, 5 * GIB))
+    read = Path.read_text
+    text = f"9:name=systemd:/\n{line}\n"
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: text if str(path) == "/proc/self/cgroup" else read(path)
+    )
+
+
+def write(folder: Path, **files: str) -> None:
+    """Files of a group; `_` in their names is a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(text)
+
+
+def test_the_memory_that_the_nearest_limit_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    grouped(monkeypatch, tmp_path, "0::/slice/server")
+    assert host.memory_left() == 3 * GIB  # the host's
+    server, above = tmp_path / "slice" / "server", tmp_path / "slice"
+    write(server, memory_max="max\n", memory_current=f"{GIB}\n", memory_stat="inactive_file 7\n")
+    assert host.memory_left() == 3 * GIB
+    write(above, memory_max=f"{2 * GIB}\n", memory_current=f"{GIB}\n", memory_stat="anon 3\n")
+    assert host.memory_left() == GIB
+    write(above, memory_stat="inactive_anon 1\ninactive_file 4096\n")
+    assert host.memory_left() == GIB + 4096
+    write(server, memory_max=f"{GIB}\n")
+    assert host.memory_left() == 7
+    assert host.cgroup_limit("memory", "memory.max", "older") == GIB
+
+
+def test_the_memory_of_a_controller_with_its_own_hierarchy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    grouped(monkeypatch, tmp_path, "4:memory:/server")
+    folder = tmp_path / "memory" / "server"
+    write(folder, memory_limit_in_bytes=str(GIB), memory_usage_in_bytes=str(2 * GIB))
+    write(folder, memory_stat="inactive_file 1\ntotal_inactive_file 2\n")
+    assert host.memory_left() == 0
+    write(folder, memory_usage_in_bytes=str(GIB // 2))
+    assert host.memory_left() == GIB // 2 + 1
+
+
+def test_the_processors_that_a_quota_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    grouped(monkeypatch, tmp_path, "0::/server")
+    count, quota = host.processors()
+    assert count >= 1 and quota is None
+    write(tmp_path / "server", cpu_max="150000 100000\n")
+    assert host.processors() == (count, 1.5)

@@ -1,0 +1,91 @@
+"""Which of local clients' requests are measured, and what is told of them at their end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from shmserve.common.trace_settings import TraceSettings
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Settled, Submit
+from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
+from shmserve.ipc.trace import TraceContext
+from shmserve.scheduler.hosting.local_traces import LocalTraces
+
+PEER = b"900.1.x"
+CALLER = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
+
+
+class Told(list[Any]):
+    """A control link."""
+
+    malformed = 0
+
+    def post(self, message: Any) -> None:
+        """Queue a message."""
+        self.append(message)
+
+
+def traces(slow_ms: int = 0, **settings: Any) -> tuple[LocalTraces, Told]:
+    told = Told()
+    made = LocalTraces("m", "1", told)
+    given = {"": asdict(TraceSettings(**settings))}
+    made.use(SetTracing(given, slow_ms))
+    return made, told
+
+
+def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
+    arrived_ns = time.monotonic_ns() - age_ms * 1_000_000
+    return Submit(number, 0, b"", arrived_ns, 0, 0, 0, b"", "id", trace=trace)
+
+
+def test_nothing_is_made_where_nobody_asks() -> None:
+    made, told = traces()
+    assert not made.active
+    asked = submit(1, CALLER.message)
+    assert made.begin(PEER, asked) is asked
+    made.ended(PEER, Finished(1, b""))
+    assert not told and not made.open
+
+
+def test_one_of_so_many_is_told() -> None:
+    made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
+    assert made.active
+    for number in range(1, 5):
+        assert bool(made.begin(PEER, submit(number)).trace) is (number % 2 == 0)
+        made.ended(PEER, Finished(number, b"", spans=b"spans"))
+    assert [(each.sampled, each.spans, each.error) for each in told] == [(True, b"spans", "")] * 2
+    assert isinstance(told[0], RequestTraced) and told[0].request_id == "id"
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
+    made, told = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
+    made.begin(PEER, submit(1, CALLER._replace(sampled=sampled).message))
+    made.ended(PEER, Finished(1, b""))
+    assert [TraceContext.of(each.trace).trace_id for each in told] == ["1" * 32] * sampled
+    made.begin(PEER, submit(2, TraceContext.new().message))  # it asks for an explanation alone
+    made.ended(PEER, Finished(2, b""))
+    assert len(told) == 1 + sampled
+
+
+def test_slow_ones_are_told_at_their_last_response() -> None:
+    made, told = traces(slow_ms=100)
+    quick, slow, failing, gone = submit(1), submit(2, age_ms=150), submit(3, age_ms=150), submit(4)
+    for each in (quick, slow, failing, gone):
+        assert made.begin(PEER, each).trace
+    made.ended(PEER, Finished(1, b""))
+    made.ended(PEER, Responded(2, "", "", b"x", final=False))
+    assert not told
+    made.ended(PEER, Responded(2, "", "", b"", final=True))
+    made.ended(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
+    made.ended(PEER, Settled(3))
+    assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]
+    made.forget(901)
+    assert made.open
+    made.begin(PEER, submit(5, age_ms=150))
+    made.forget(900)
+    assert not made.open
+    assert [each.error for each in told[2:]] == ["its client has gone"]  # the other was quick
