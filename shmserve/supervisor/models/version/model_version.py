@@ -285,6 +285,7 @@ class ModelVersion:
                 self.instances.kill_overrunning(process, reason)
             case m.InstanceServed(process):
                 self.instances.served(process)
+                self._backoff.worked()
             case m.InstanceRetired(process):
                 self.instances.retired(process)
             case MemoryDropped():  # which an ensemble has kept for workers

@@ -137,6 +137,29 @@ def test_an_instance_that_does_nothing_but_crash_stays_down(
     assert asyncio.run(live()) == ((most + 1, "") if serves else (most, text))
 
 
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_scheduler_that_has_had_anything_executed_is_back_soon(
+    monkeypatch: pytest.MonkeyPatch, serves: bool
+) -> None:
+    """One that only dies is waited for longer and longer."""
+    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,) * 5 + (60.0,))
+
+    async def live() -> bool:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        for _ in range(8):
+            if serves:
+                model._scheduler_said(m.InstanceServed(processes.started[0].pid))
+            model.scheduler.serving.child.kill()
+            await turns(40)
+        ready = model.ready
+        await processes.end()
+        return ready
+
+    assert asyncio.run(live()) is serves
+
+
 def test_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is any number of ends that are far apart, of a model that nobody asks."""
     monkeypatch.setattr("shmserve.supervisor.processes.table._HEALTHY_S", -1.0)
