@@ -19,7 +19,7 @@ _KNOWN_S = 0.5  # of executions, after which it is known what they take of a pro
 _FADES = 0.98
 _READ_EVERY_S = 1.0
 _FULL = 0.95
-_LITTLE = 0.1  # of a processor: a model that waits for others takes none from anybody
+_LITTLE = 0.25  # of a processor: a model that waits for others takes none from anybody
 _HALF = 0.5  # a processor: so little may be missing
 
 
