@@ -133,7 +133,8 @@ class _Worker:
         # What is there now stays: the collector need not look at it again, nor unshare its pages.
         gc.collect()
         gc.freeze()
-        self._control.send(InstanceLoaded(time.monotonic() - began, backend.checks_ready))
+        seconds = time.monotonic() - began
+        self._control.send(InstanceLoaded(seconds, backend.checks_ready, _device_byte_size()))
 
     def _made(self, config: ModelSpec) -> Backend:
         if self._backend is None:
@@ -210,3 +211,12 @@ def _device(name: str) -> str:
     from shmserve.workers.device import accelerator_kind
 
     return f"{accelerator_kind()}:{number}"
+
+
+def _device_byte_size() -> int:
+    """What this process has of accelerators' memory, as far as torch knows, in bytes; a process
+    that has not used torch for it has none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))

@@ -428,10 +428,12 @@ class LoadInstance:
 @message
 class InstanceLoaded:
     """The model is loaded; the instance is about to offer itself to its scheduler. `checks_ready`:
-    its response to `CheckReady` is its model's."""
+    its response to `CheckReady` is its model's. `device_byte_size`: what it has of the memory of
+    accelerators, as far as torch knows."""
 
     seconds: float
     checks_ready: bool = False
+    device_byte_size: int = 0
 
 
 @message

@@ -1,7 +1,8 @@
 """Traces for OpenTelemetry: spans by OTLP over HTTP, sent by its SDK, in a thread of its own.
 
-InferRequest ──> a model ──> queue, compute_input, compute, compute_output
-                    └──> steps of an ensemble, models that were called, each with the same
+InferRequest ──> receive, a model, encode
+                     └──> queue, compute_input, compute, compute_output
+                     └──> steps of an ensemble, models that were called, each with the same
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Exporter:
             SpanKind.SERVER,
             trace.error,
         )
+        for name, start_ns, end_ns in () if trace.local else _of_gateway(trace):
+            times = (start_ns + epoch_ns, end_ns + epoch_ns)
+            span_id = os.urandom(8).hex()
+            yield self._span(name, trace_id, span_id, trace.context.span_id, *times, {})
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
@@ -117,6 +122,13 @@ class Exporter:
             start_time=start_ns,
             end_time=end_ns,
         )
+
+
+def _of_gateway(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
+    """What a gateway did for a request: read and placed it, and encoded its response."""
+    yield "receive", trace.arrived_ns, trace.submitted_ns
+    if trace.answered_ns:
+        yield "encode", trace.answered_ns, trace.ended_ns
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:

@@ -61,25 +61,20 @@ class LocalTraces:
                 return
         elif type(message) is not Finished and type(message) is not Failed:
             return
-        submit, sampled = self.open.pop((peer, message.id), (None, False))
+        found = self.open.pop((peer, message.id), None)
+        if found is not None:
+            error = "" if type(message) is Finished or not message.code else message.message
+            self._tell(*found, b"" if type(message) is Failed else message.spans, error)
+
+    def _tell(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
         now_ns = time.monotonic_ns()
-        if submit is None or not (sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
+        if not (sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
             return
-        failed = type(message) is not Finished and message.code
-        told = RequestTraced(
-            self._model,
-            self._version,
-            submit.request_id,
-            submit.trace,
-            sampled,
-            submit.arrived_ns,
-            now_ns,
-            b"" if type(message) is Failed else message.spans,
-            message.message if failed else "",
-        )
-        self._control.post(told)
+        of_model = (self._model, self._version, submit.request_id)
+        times = (submit.arrived_ns, now_ns)
+        self._control.post(RequestTraced(*of_model, submit.trace, sampled, *times, spans, error))
 
     def forget(self, number: int) -> None:
         """A local client is gone: it is sent nothing more."""
-        for peer, submitted in [key for key in self.open if first_number(key[0]) == number]:
-            del self.open[peer, submitted]
+        for key in [key for key in self.open if first_number(key[0]) == number]:
+            self._tell(*self.open.pop(key), b"", "its client has gone")

@@ -1,33 +1,19 @@
-"""The memory of models: what their processes have for themselves, which comes back when they
-end."""
+"""The memory of models: what their processes have for themselves, of the host's and of
+accelerators', which comes back when they end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 from shmserve.supervisor.models.orders import ModelEntry
+from shmserve.supervisor.models.room import private_bytes
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
 _MEASURE_EVERY_S = 10.0
-_PRIVATE = ("Private_Clean:", "Private_Dirty:", "Private_Hugetlb:", "Swap:")
-
-
-def private_bytes(pid: int) -> int:
-    """The bytes of memory that no other process shares with this one, swapped or not; 0 when it is
-    gone (/proc/PID/smaps_rollup)."""
-    found = 0
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            name, _, rest = line.partition(" ")
-            if name in _PRIVATE:
-                found += int(rest.split()[0]) * 1024
-    return found
 
 
 class MemoryUse:
@@ -55,7 +41,8 @@ class MemoryUse:
         self._sizes = {each: self._sizes[each] for each in loaded if each in self._sizes}
         for each in wanted:
             # A process that hosts several schedulers counts for each with its part.
-            size = sum(found[pid] // shared[pid] for pid in pids[each])
+            host_size = sum(found[pid] // shared[pid] for pid in pids[each])
+            size = host_size + each.instances.device_byte_size
             self._sizes[each] = self._usual[each.spec.name] = size
 
     def byte_size(self, model: ModelEntry) -> int:

@@ -184,6 +184,7 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0
+_MOST_OF_THE_USEFUL = 4  # deaths in a row that count of what has worked since the last
 
 
 @dataclass(slots=True)
@@ -191,6 +192,10 @@ class RestartBackoff:
     """Deaths in a row; a life of more than 30 seconds ends the row."""
 
     deaths: int = 0
+
+    def worked(self) -> None:
+        """What was started has done something: after the next death it waits a little only."""
+        self.deaths = min(self.deaths, _MOST_OF_THE_USEFUL)
 
     def pause_s(self, lived_s: float) -> float:
         """Seconds to wait before the next start, after a death; 0 seconds are lived by what did not

@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import msgpack
 import shmserve
 from shmserve.errors import Unavailable
 from shmserve.supervisor.host.run_directory import RunDirectory
-from shmserve.supervisor.processes.table import Child, ProcessTable
+from shmserve.supervisor.processes.table import Child, ProcessTable, RestartBackoff
 from shmserve.supervisor.processes.zygote import SPARE, TAKE_OVER, encode_request
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class _Process:
 
     child: Child
     link: socket.socket
+    since: float = field(default_factory=time.monotonic)
 
 
 def _link() -> tuple[socket.socket, socket.socket]:
@@ -72,6 +74,7 @@ class Zygote:
         self._room = asyncio.Semaphore(_MOST_REQUESTS)
         self._serving: _Process | None = None
         self._spare: _Process | None = None
+        self._backoff = RestartBackoff()  # of spares
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -212,7 +215,8 @@ class Zygote:
             spare.link.close()
             if not self._stopping:
                 logger.error("%s ended (%s)", spare.child.title, exited.result())
-                self._loop.call_later(_PAUSE_S, self._fork_spare)
+                pause_s = self._backoff.pause_s(time.monotonic() - spare.since)
+                self._loop.call_later(pause_s, self._fork_spare)
 
     # --- requests
 

@@ -4,6 +4,7 @@ bound."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from shmserve.client.errors import TimedOut
 from shmserve.errors import InvalidArgument, NotFound
 from tests.rigs.pipelines import add_ensemble, add_model, step
 from tests.support import repositories
+from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -52,7 +54,7 @@ class TritonPythonModel:
 def states(http: Http, **body: bool) -> dict[str, str]:
     """The state of each model by the repository index."""
     listed = http.post("/v2/repository/index", body or None).ok().json()
-    return {item["name"]: item["state"] for item in listed}
+    return {item["name"]: item.get("state", "") for item in listed}
 
 
 def answer(http: Http, name: str) -> int:
@@ -295,6 +297,21 @@ def test_an_ensemble_comes_with_its_steps_and_goes_before_them(tmp_path: Path) -
         assert states(http) == {**asleep, "add": "READY"}
 
 
+def test_openais_interface_has_them_loaded(tmp_path: Path) -> None:
+    """By each of its routes; its list has those that are loaded."""
+    for name in ("completes", "chats", "shown"):
+        write_folder(tmp_path / name / "1")
+    prompt = {"max_tokens": 2, "prompt": "a"}
+    chat = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    with running(tmp_path, "--load-on-demand") as server, server.http() as http:
+        assert http.get("/v1/models").json()["data"] == []
+        http.post("/v1/completions", {"model": "completes", **prompt}).ok()
+        http.post("/v1/chat/completions", {"model": "chats", **chat}).ok()
+        assert http.get("/v1/models/shown").ok().json()["id"] == "shown"
+        listed = [each["id"] for each in http.get("/v1/models").json()["data"]]
+        assert listed == ["chats", "completes", "shown"]
+
+
 HEAVY = """\
     def initialize(self, args):
         self.held = np.ones(64 << 20, np.uint8)
@@ -319,3 +336,22 @@ def test_the_least_recently_used_leave_when_there_is_no_room(tmp_path: Path) -> 
         until("d has left", lambda: states(http)["d"] == ON_DEMAND)
         assert states(http)["c"] == states(http)["a"] == "READY"
         assert loads(server, "c") == 2 and loads(server, "a") == 3
+
+
+def test_polling_has_what_comes_on_demand_and_reloads_what_is_loaded(tmp_path: Path) -> None:
+    repositories.add_as(tmp_path, "there", "constant")
+    flags = ("--load-on-demand", "--model-control-mode=poll", "--repository-poll-secs=1")
+    with running(tmp_path, *flags) as server, server.http() as http:
+        assert answer(http, "there") == 1
+        repositories.add_as(tmp_path, "comes", "constant")
+        until("it is seen", lambda: states(http).get("comes") == ON_DEMAND)
+        for name in ("there", "comes"):
+            code = tmp_path / name / "1" / "model.py"
+            code.write_text(code.read_text().replace("ANSWER = 1", "ANSWER = 2"))
+        until("it is reloaded", lambda: answer(http, "there") == 2)
+        assert not loads(server, "comes")
+        assert answer(http, "comes") == 2
+        for name in ("there", "comes"):
+            shutil.rmtree(tmp_path / name)
+        until("they are gone", lambda: {*states(http).values()} <= {"UNAVAILABLE"})
+        assert http.infer("comes", ASK).status == 404

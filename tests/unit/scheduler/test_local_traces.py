@@ -85,5 +85,7 @@ def test_slow_ones_are_told_at_their_last_response() -> None:
     assert [(each.sampled, each.error) for each in told] == [(False, ""), (False, "boom")]
     made.forget(901)
     assert made.open
+    made.begin(PEER, submit(5, age_ms=150))
     made.forget(900)
     assert not made.open
+    assert [each.error for each in told[2:]] == ["its client has gone"]  # the other was quick

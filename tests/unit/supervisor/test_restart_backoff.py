@@ -22,3 +22,15 @@ def test_a_long_life_ends_the_row() -> None:
     assert row.pause_s(31.0) == 0
     assert row.pause_s(1.0) == 0
     assert row.pause_s(1.0) > 0
+
+
+def test_what_works_in_between_waits_a_little_only() -> None:
+    """Not for nothing: to start it again and again would take a core from others."""
+    row = RestartBackoff()
+    pauses = []
+    for _ in range(12):
+        pauses.append(row.pause_s(1.0))
+        row.worked()
+    assert pauses[:2] == [0, 0]
+    assert all(pauses[2:])
+    assert max(pauses) <= 0.2

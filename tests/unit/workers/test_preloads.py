@@ -30,7 +30,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-@pytest.mark.parametrize("module", ["operations", "scripted"])
+@pytest.mark.parametrize("module", ["preloads.operations", "preloads.scripted", "backends.llm"])
 def test_what_is_forked_computes_with_several_threads(module: str) -> None:
-    command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.preloads.{module}"]
+    command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
     subprocess.run(command, check=True, timeout=60)

@@ -137,6 +137,11 @@ class Instances:
         ]
 
     @property
+    def device_byte_size(self) -> int:
+        """The bytes of accelerators' memory that the running processes had when they had loaded."""
+        return sum(instance.device_byte_size for instance in self._all if instance.alive)
+
+    @property
     def checks_ready(self) -> bool:
         """Whether the model says itself whether it is ready."""
         return any(instance.checks_ready for instance in self._all)
@@ -180,6 +185,7 @@ class Instances:
         message = await self._watched(instance, m.InstanceLoaded)
         self._refuse_if_over(instance)
         instance.loaded(message.checks_ready)
+        instance.device_byte_size = message.device_byte_size
         current = self._scheduler.instances_endpoint
         if current != endpoint:  # the scheduler was replaced while the model loaded
             self._send(instance, m.Attach(current))
@@ -408,6 +414,7 @@ class Instances:
         instance = self._of(process)
         if instance is not None:
             instance.crashes = 0
+            instance.backoff.worked()
 
     async def _restart(self, instance: Instance, why: str) -> None:
         pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)

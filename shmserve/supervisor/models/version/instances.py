@@ -91,6 +91,7 @@ class Instance:
     crashes: int = 0  # since one that lived had executed anything
     failed_loads: int = 0
     checks_ready: bool = False
+    device_byte_size: int = 0
 
     @property
     def alive(self) -> bool:
