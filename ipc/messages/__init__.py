@@ -68,6 +68,8 @@ from shmserve.ipc.messages.memory import (
     RegionNews,
     RegionRequest,
     RegionUse,
+    WorkspaceAllocated,
+    WorkspaceRequest,
 )
 from shmserve.ipc.messages.supervision import (
     Accept,
@@ -110,8 +112,6 @@ from shmserve.ipc.messages.supervision import (
     Stop,
     TicketGranted,
     WantModel,
-    WorkspaceAllocated,
-    WorkspaceRequest,
 )
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics

@@ -1,4 +1,5 @@
-"""Messages about shared memory: regions registered, published, withdrawn and checked."""
+"""Messages about shared memory: regions registered, published, withdrawn and checked; and
+devices' workspaces."""
 
 from __future__ import annotations
 
@@ -138,6 +139,35 @@ class MemoryChecked:
     message: str
 
 
+@message
+class LeaseWorkspace:
+    """An execution needs so much of its device's workspace: respond with {"place": where it begins,
+    packed} once that is there. `ReturnWorkspace` ends it."""
+
+    id: int
+    device: str
+    byte_size: int
+
+
+@message
+class ReturnWorkspace:
+    """The execution has ended that leased the workspace at `offset` of a memory, which nothing on
+    the device uses any more."""
+
+    device: str
+    memory_id: int
+    offset: int
+
+
+@message
+class WorkspaceAllocated:
+    """The memory of a CUDA device's workspace pool is there, and opened by this handle."""
+
+    handle: bytes
+    device_uuid: bytes
+
+
 RegionNews = RegionPublished | RegionWithdrawn | RegionDrained
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionReleased | RegionAbandoned
+WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

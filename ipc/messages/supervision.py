@@ -464,34 +464,6 @@ class FindModel:
 
 
 @message
-class LeaseWorkspace:
-    """An execution needs so much of its device's workspace: respond with {"place": where it begins,
-    packed} once that is there. `ReturnWorkspace` ends it."""
-
-    id: int
-    device: str
-    byte_size: int
-
-
-@message
-class ReturnWorkspace:
-    """The execution has ended that leased the workspace at `offset` of a memory, which nothing on
-    the device uses any more."""
-
-    device: str
-    memory_id: int
-    offset: int
-
-
-@message
-class WorkspaceAllocated:
-    """The memory of a CUDA device's workspace pool is there, and opened by this handle."""
-
-    handle: bytes
-    device_uuid: bytes
-
-
-@message
 class AskReady:
     """Respond with {"ready": whether a model that says so itself is ready}; version "" means the
     latest."""
@@ -527,4 +499,3 @@ PoolNews = InstanceExpected | InstanceGone | RetireInstance | CountChange
 PoolRequest = InstanceServed | KillInstance | InstanceRetired | AskTicket | TicketReturned
 Loading = CompleteConfig | LoadInstance | Attach  # a worker's
 Loaded = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
-WorkspaceRequest = LeaseWorkspace | ReturnWorkspace

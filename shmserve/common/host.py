@@ -12,6 +12,23 @@ _CPU_PERIOD_US = 100_000
 _IDLE_PAGES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
+class CpuUtilization:
+    """A meter of the host's processors, from one reading to the next."""
+
+    def __init__(self) -> None:
+        self._last = (0, 0)
+
+    def read(self) -> float:
+        """The share of time that they were busy since the last reading (at first: since boot)."""
+        first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
+        fields = [int(word) for word in first_line.split()[1:9]]
+        total, idle = sum(fields), fields[3] + fields[4]
+        before_total, before_idle = self._last
+        self._last = (total, idle)
+        passed = total - before_total
+        return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
+
+
 def memory_bytes() -> tuple[int, int]:
     """The host's memory and how much of it is not available, in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()

@@ -12,11 +12,13 @@ from shmserve.common.access.shm_access import Peer
 from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.memory import (
+    LeaseWorkspace,
     MemoryChecked,
     RegionAbandoned,
     RegionReleased,
     RegisterCudaRegion,
     RegisterRegion,
+    ReturnWorkspace,
     UnregisterRegion,
 )
 from shmserve.ipc.tensors.descriptors import CudaHandle
@@ -44,7 +46,7 @@ _Requests = (
     | m.WantModel
     | m.AskReady
 )
-_Workspace = m.LeaseWorkspace | m.ReturnWorkspace
+_Workspace = LeaseWorkspace | ReturnWorkspace
 _Notifications = RegionReleased | RegionAbandoned | MemoryChecked | m.ReadyChecked
 
 

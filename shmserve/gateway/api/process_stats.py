@@ -22,23 +22,6 @@ class Process:
     cpu_seconds: float
 
 
-class CpuUtilization:
-    """A meter of the host's processors, from one reading to the next."""
-
-    def __init__(self) -> None:
-        self._last = (0, 0)
-
-    def read(self) -> float:
-        """The share of time that they were busy since the last reading (at first: since boot)."""
-        first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
-        fields = [int(word) for word in first_line.split()[1:9]]
-        total, idle = sum(fields), fields[3] + fields[4]
-        before_total, before_idle = self._last
-        self._last = (total, idle)
-        passed = total - before_total
-        return 1.0 - (idle - before_idle) / passed if passed > 0 else 0.0
-
-
 def processes(supervisor: int) -> Iterator[Process]:
     """The supervisor and its children; those that end meanwhile are left out."""
     try:

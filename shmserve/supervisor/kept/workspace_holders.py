@@ -9,8 +9,8 @@ import secrets
 from typing import Any
 
 from shmserve.common.tasks import settle
+from shmserve.ipc.messages.memory import WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, encode
-from shmserve.ipc.messages.supervision import WorkspaceAllocated
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.kept.kept_processes import KeptProcess, KeptProcesses

@@ -86,10 +86,11 @@ class Resizer:
         if said.cancelled():
             return
         load = Load.of(said.result(), time.monotonic(), version.config.decoupled)
-        watch.room.look(version.instances.pids(), load.took_s)
         change = watch.sizing.look(load, version.instances.count)
-        may_change = version.instances.all_serve and not (watch.changing or model.orders)
-        if change is not None and may_change:
+        if not version.instances.all_serve:
+            return
+        watch.room.look(version.instances.pids(), load.took_s, load.at_s)
+        if change is not None and not (watch.changing or model.orders):
             self._follow(version, watch, change)
 
     def _follow(self, version: ModelVersion, watch: _Watch, change: Change) -> None:

@@ -80,8 +80,8 @@ class Change(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Sizing:
     """How many instances a model needs, from `least` to `most`. A request may wait until it misses
-    `target_s`, its execution included; without one (0) for `delay_s` on average, or (0) for as long
-    as an execution takes."""
+    `target_s`, its execution included; without one (0) for `delay_s` on average, or for as long as
+    an execution takes, where that is longer: so long it waits for one that has begun."""
 
     least: int
     most: int
@@ -150,7 +150,7 @@ class Sizing:
         if self.target_s:
             left_s = max(self.target_s - self._execution_s, _LEAST_ALLOWED * self.target_s)
             return left_s / _TAIL
-        return self.delay_s or self._execution_s
+        return max(self.delay_s, self._execution_s)
 
     def _too_long(self, load: Load) -> str:
         """How long requests wait, where that is too long."""

@@ -24,15 +24,13 @@ from shmserve.errors import ShmserveError, Unavailable
 from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation, Driver, Exporting
 from shmserve.ipc.memory.workspace_pool import GrantedLease, WorkspacePool
+from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.messages.supervision import (
     Answered,
-    LeaseWorkspace,
     Refused,
-    ReturnWorkspace,
     SetLogging,
     Stop,
-    WorkspaceAllocated,
 )
 from shmserve.ipc.tensors.descriptors import Memory, Place, pack_place
 from shmserve.ipc.transport.dealer import Dealer

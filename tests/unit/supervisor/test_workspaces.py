@@ -14,6 +14,7 @@ import pytest
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, WorkspaceAllocated
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router
@@ -54,8 +55,8 @@ class Told:
         return found
 
 
-def ask(number: int, byte_size: int) -> m.LeaseWorkspace:
-    return m.LeaseWorkspace(number, DEVICE, byte_size)
+def ask(number: int, byte_size: int) -> LeaseWorkspace:
+    return LeaseWorkspace(number, DEVICE, byte_size)
 
 
 def test_who_asks_waits_for_the_holder() -> None:
@@ -67,7 +68,7 @@ def test_who_asks_waits_for_the_holder() -> None:
     workspaces.handle(11, ask(1, MB))
     workspaces.handle(12, ask(1, MB))
     assert told.granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
-    workspaces.handle(10, m.ReturnWorkspace(DEVICE, 77, 0))
+    workspaces.handle(10, ReturnWorkspace(DEVICE, 77, 0))
     assert told.granted() == [(12, 1, 77, 0)]
     workspaces.close()  # of which no descriptor is ours
 
@@ -84,7 +85,7 @@ def test_leases_of_memory_that_is_gone_come_back_to_nobody() -> None:
     assert told.granted() == []
     workspaces.allocated(DEVICE, memory_of(78))
     assert told.granted() == [(11, 1, 78, 0)]
-    workspaces.handle(11, m.ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
+    workspaces.handle(11, ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
     assert told.granted() == []
     workspaces.process_exited(11)
     assert told.granted() == [(12, 5, 78, 0)]
@@ -106,7 +107,7 @@ def live(test: Callable[[Processes, WorkspaceHolders], Any], *flags: str) -> Any
 
 def test_a_holder_that_dies_is_started_again() -> None:
     def allocates(processes: Processes, child: Made) -> None:
-        processes._dispatch(child.pid, m.WorkspaceAllocated(bytes(64), bytes(16)))
+        processes._dispatch(child.pid, WorkspaceAllocated(bytes(64), bytes(16)))
 
     async def test(processes: Processes, holders: WorkspaceHolders) -> None:
         told = Told()

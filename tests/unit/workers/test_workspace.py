@@ -15,6 +15,7 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
@@ -38,11 +39,11 @@ class OnDevice:
     exported: Exported
     workspace: Workspace
     mappings: Mappings
-    came: list[tuple[m.LeaseWorkspace | m.ReturnWorkspace, int]] = field(default_factory=list)
+    came: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
 
     def returned(self) -> list[int]:
         """The offsets that were given back."""
-        return [each.offset for each, _ in self.came if isinstance(each, m.ReturnWorkspace)]
+        return [each.offset for each, _ in self.came if isinstance(each, ReturnWorkspace)]
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def supervise(router: Router, made: OnDevice, memory: Memory, ended: threading.E
     pools.close()
 
 
-def settled(worker: OnDevice, count: int, kind: type = m.ReturnWorkspace) -> None:
+def settled(worker: OnDevice, count: int, kind: type = ReturnWorkspace) -> None:
     """So many leases have come back, or were asked for."""
     for _ in range(500):
         if sum(isinstance(message, kind) for message, _ in worker.came) == count:
@@ -169,7 +170,7 @@ def test_a_coroutine_that_is_cancelled_while_it_waits_leaves_nothing(worker: OnD
         holder = asyncio.ensure_future(hold())
         await holds.wait()
         waiting = asyncio.ensure_future(use())
-        await asyncio.to_thread(settled, worker, 2, m.LeaseWorkspace)  # its question is there
+        await asyncio.to_thread(settled, worker, 2, LeaseWorkspace)  # its question is there
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
