@@ -464,6 +464,9 @@ def test_what_is_wrong_with_a_handle(
         def sharing(self, number: int) -> Any:
             return ShareDeviceMemory(number, size, handle, device, uuid), ()
 
+        def shared(self, memory: Any) -> None:
+            raise AssertionError(memory)
+
     with pytest.raises((InvalidArgument, PermissionDenied), match=text):
         connection.share(Asking())  # type: ignore[arg-type]
 
