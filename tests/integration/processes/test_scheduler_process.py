@@ -26,6 +26,7 @@ from shmserve.ipc.messages.supervision import (
     Drained,
     HealthChanged,
     InstanceExpected,
+    InstanceServed,
     OpenScheduler,
     ProcessExited,
     SchedulerClosed,
@@ -134,11 +135,12 @@ class Stage:
         return self.process.wait(5)
 
     def until_drained(self) -> None:
-        """Return when it is; its counts come before."""
+        """Return when it is; its counts come before, and that an instance has executed."""
         told: list[Any] = []
         while Drained() not in told:
             told += [message for _, message in self.all(self.control)]
-        assert [type(message) for message in told[:-1]] == [StatisticsSnapshot] * 2
+        before = [type(message) for message in told[:-1]]
+        assert before == [InstanceServed] + [StatisticsSnapshot] * 2
 
     def submit(self, timeout_ns: int = 0) -> int:
         """A client's request."""
