@@ -50,9 +50,11 @@ def over_http(port: int, shared: bool) -> Iterator[Ask]:
     def ask(number: int) -> str:
         return retried(lambda: through(connection, number))
 
-    yield ask
-    if isinstance(through, AskThroughMemory):
-        through.close(connection)
+    try:
+        yield ask
+    finally:
+        if isinstance(through, AskThroughMemory):
+            through.close(connection)
 
 
 def registering(port: int) -> Iterator[Ask]:
