@@ -8,6 +8,7 @@ log, an entry in Triton's trace file, spans for OpenTelemetry.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -51,6 +52,7 @@ class Tracer:
             from shmserve.gateway.tracing.otel import Exporter
 
             self._exporter = Exporter(common.exporter)
+            gc.freeze()  # the modules stay: no collection needs to look at them
         self.active = self._slow_ns > 0 or self._samplers.on
 
     def begin(
