@@ -122,6 +122,8 @@ class SparseAttention(Attention):
             return super().over(rows)
         seen = Seen.of(lone, len(rows.tokens), cache)
         alone = {row.place for row in lone}
+        last = rows.spans[-1]
+        count = last.first + last.size
         runs = [
             Run.of(span, rows.block_size, rows.device)
             for span in rows.spans
@@ -132,11 +134,11 @@ class SparseAttention(Attention):
             mine = seen.attend(heads, *cache.rows[layer])
             if not runs:
                 return _padded(mine, heads.shape[0])
-            found = heads.new_empty(heads.shape[0], mine.shape[1])
+            found = heads.new_empty(count, mine.shape[1])
             found[seen.places] = mine
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
-            return found
+            return _padded(found, heads.shape[0])
 
         return attend
 

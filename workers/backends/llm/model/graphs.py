@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
-from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS
 from shmserve.workers.backends.llm.model.transformer import Transformer
 
+_LEAST_ROWS = 2
 _LEAST_KEYS = 256  # of a row
 _MOST_KEYS = 1 << 17  # of all rows: what is gathered is memory that a graph keeps
 _COLUMNS = 3  # of a row, before its blocks: token, position, slot
@@ -109,7 +109,7 @@ def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> to
 def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, int]]:
     """The numbers of rows and blocks of all graphs, the smallest first."""
     wanted = min(-(-longest // cache.block_size), cache.slots // cache.block_size)
-    rows = FEWEST_ROWS
+    rows = _LEAST_ROWS
     while True:
         _, blocks = _size(rows, 1, cache.block_size)
         while rows * blocks * cache.block_size <= _MOST_KEYS:
@@ -125,7 +125,7 @@ def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, 
 def _size(rows: int, blocks: int, block_size: int) -> tuple[int, int]:
     """The rows and blocks of the graph for a pass with so many: powers of two."""
     least = max(-(-_LEAST_KEYS // block_size), blocks)
-    return _power(max(rows, FEWEST_ROWS)), _power(least)
+    return _power(max(rows, _LEAST_ROWS)), _power(least)
 
 
 def _power(least: int) -> int:

@@ -12,6 +12,7 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.attention import Attend, Attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.model.huge_pages import moved_to_huge_pages
 from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, Linear, make_linear
 
 _TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # by a token's position
@@ -43,13 +44,15 @@ class Transformer:
         self._checkpoint = checkpoint
         self._kind = kind
         self._turned = made.heads + made.kv_heads
-        # The norm of a row with this column is its root mean square, but for a factor.
-        self._embedding = functional.pad(self._weight("model.embed_tokens.weight"), (0, _WIDER))
-        self._embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
-        self.layers = [self._layer(number) for number in range(made.layers)]
-        self._norm = self._gain("model.norm")
-        weight = self._embedding[:, : made.hidden] if made.tied else self._weight("lm_head.weight")
-        self.head = make_linear(weight, None, kind)
+        with moved_to_huge_pages():
+            # The norm of a row with this column is its root mean square, but for a factor.
+            given = self._weight("model.embed_tokens.weight")
+            embedding = self._embedding = functional.pad(given, (0, _WIDER))
+            embedding[:, made.hidden] = math.sqrt(made.epsilon * made.hidden)
+            self.layers = [self._layer(number) for number in range(made.layers)]
+            self._norm = self._gain("model.norm")
+            head = embedding[:, : made.hidden] if made.tied else self._weight("lm_head.weight")
+            self.head = make_linear(head, None, kind)
         self._turns = _turns(made, device)
         checkpoint.close()
 

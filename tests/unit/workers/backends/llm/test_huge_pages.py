@@ -1,0 +1,49 @@
+"""Memory on huge pages: what is moved, and that nothing else is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shmserve.workers.backends.llm.model.huge_pages import moved_to_huge_pages, without
+
+MIB = 1 << 20
+_ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
+    lambda ends: list(zip(*[iter(sorted(ends))] * 2, strict=False))
+)
+
+
+@given(_ranges, _ranges)
+def test_what_is_without_others(
+    ranges: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    def addresses(of: list[tuple[int, int]]) -> set[int]:
+        return {address for begin, end in of for address in range(begin, end)}
+
+    found = list(without(ranges, others))
+    assert addresses(found) == addresses(ranges) - addresses(others)
+    assert all(begin < end for begin, end in found)
+
+
+def _huge_bytes() -> int:
+    rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return int(re.findall(r"AnonHugePages: +(\d+) kB", rollup)[0]) * 1024
+
+
+def test_what_is_allocated_meanwhile_is_moved() -> None:
+    size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    if not size.exists() or int(size.read_text(encoding="ascii")) > 2 * MIB:
+        pytest.skip("no huge pages of 2 MiB here")
+    earlier = torch.ones(16 * MIB)
+    before = _huge_bytes()
+    with moved_to_huge_pages():
+        kept = torch.arange(16 * MIB)
+    moved = _huge_bytes() - before
+    assert kept.nbytes - 8 * MIB <= moved <= kept.nbytes + 8 * MIB
+    assert torch.equal(kept[::4096], torch.arange(0, 16 * MIB, 4096))
+    assert earlier.sum() == 16 * MIB
