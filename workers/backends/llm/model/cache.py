@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,6 +100,19 @@ class Pass:
         self.slots += [table[place // size] * size + place % size for place in places]
         self.spans.append(Span(first, len(tokens), start, table, prompt))
         return first
+
+    def only(self, wanted: list[int]) -> Pass:
+        """A pass of the `wanted` rows: each span's are its last ones."""
+        few = Pass(self.block_size, self.device)
+        for first, size, before, table, prompt in self.spans:
+            end = first + size
+            count = bisect_left(wanted, end) - bisect_left(wanted, first)
+            if count:
+                few.spans.append(Span(len(few.tokens), count, before + size - count, table, prompt))
+                few.tokens += self.tokens[end - count : end]
+                few.positions += self.positions[end - count : end]
+                few.slots += self.slots[end - count : end]
+        return few
 
     def pad(self, rows: int) -> None:
         """Repeat the last row until there are so many."""

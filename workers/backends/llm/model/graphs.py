@@ -102,8 +102,7 @@ def decode_logits(model: Transformer, cache: KvCache, given: torch.Tensor) -> to
         )
         return found.transpose(0, 1).reshape(count, -1)
 
-    wide, states = model.states(tokens, positions, slots, cache, attend)
-    return model.logits(wide, states)
+    return model.logits(model.states(tokens, positions, slots, cache, attend))
 
 
 def _sizes(most_rows: int, longest: int, cache: KvCache) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -33,6 +34,13 @@ class Layer:
     down: Linear
 
 
+class Some(NamedTuple):
+    """Some rows of a pass, at `places`, with their own attention."""
+
+    places: list[int]
+    attend: Attend
+
+
 class Transformer:
     """A model's weights on a device, and the pass of rows through them.
 
@@ -60,14 +68,21 @@ class Transformer:
     def forward(
         self, rows: Pass, cache: KvCache, attention: Attention, wanted: list[int]
     ) -> torch.Tensor:
-        """The logits of the `wanted` rows, float32 [wanted, vocabulary]; keys and values of all
-        rows are in the cache then."""
+        """The logits of the `wanted` rows, the last ones of their spans, float32 [wanted,
+        vocabulary]; keys and values of all rows are in the cache then."""
+        count = len(rows.tokens)
         rows.pad(FEWEST_ROWS)
-        wide, states = self.states(*rows.tensors(), cache, attention.over(rows))
+        attend = attention.over(rows)
+        some = None
+        if len(wanted) < count:
+            few = rows.only(wanted)
+            few.pad(FEWEST_ROWS)
+            places = wanted + wanted[-1:] * (len(few.tokens) - len(wanted))
+            some = Some(places, attention.over(few) if wanted else attend)
+        wide = self.states(*rows.tensors(), cache, attend, some)
         if not wanted:
-            return states.new_empty(0, self.architecture.vocabulary)
-        padded = wanted * FEWEST_ROWS if len(wanted) < FEWEST_ROWS else wanted
-        return self.logits(wide[padded], states[padded])[: len(wanted)]
+            return wide.new_empty(0, self.architecture.vocabulary)
+        return self.logits(wide)[: len(wanted)]
 
     def states(
         self,
@@ -76,24 +91,32 @@ class Transformer:
         slots: torch.Tensor,
         cache: KvCache,
         attend: Attend,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states behind the last layer [rows, hidden], within a wider tensor, the first of the
-        two, whose norm is theirs."""
+        some: Some | None = None,
+    ) -> torch.Tensor:
+        """The states behind the last layer of all rows, or of `some`, within a wider tensor whose
+        norm is theirs: float32 [rows, hidden and more]."""
+        made = self.architecture
         wide = functional.embedding(tokens, self._embedding)
-        states = wide[:, : self.architecture.hidden]
+        states = wide[:, : made.hidden]
         turns = self._turns[positions].unsqueeze(1)
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers, 1):
             projected = layer.qkv(_normed(states, wide, layer.before))
             heads = self._turn(layer, projected, turns)
-            cache.write(number, heads[:, self.architecture.heads :], slots)
-            states += layer.output(attend(heads, number))
+            cache.write(number - 1, heads[:, made.heads :], slots)
+            if some is not None and number == made.layers:
+                # Behind this, nobody reads the others' states.
+                if not some.places:
+                    break
+                wide, heads, attend = wide[some.places], heads[some.places], some.attend
+                states = wide[:, : made.hidden]
+            states += layer.output(attend(heads, number - 1))
             gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
             states += layer.down(functional.silu(gate).mul_(up))
-        return wide, states
+        return wide
 
-    def logits(self, wide: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, wide: torch.Tensor) -> torch.Tensor:
         """The logits of rows of `states`, float32 [rows, vocabulary]."""
-        return self.head(_normed(states, wide, self._norm))
+        return self.head(_normed(wide[:, : self.architecture.hidden], wide, self._norm))
 
     def _turn(self, layer: Layer, projected: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """Turn queries and keys by their positions, in place: [rows, heads of queries, keys and
