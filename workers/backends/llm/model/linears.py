@@ -19,7 +19,7 @@ from torch.nn import functional
 
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 16
-_MOST_ROWS = 256  # in one call: above, other kernels give other bits
+MOST_ROWS = 256  # in one call: above, other kernels give other bits
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,10 +60,10 @@ def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         count = rows.shape[0]  # `len` takes longer
-        if count <= _MOST_ROWS:
+        if count <= MOST_ROWS:
             product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
-        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // _MOST_ROWS))])
+        return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MOST_ROWS))])
 
     return layer
 

@@ -14,7 +14,7 @@ from shmserve.workers.backends.llm.model.attention import Attend, Attention
 from shmserve.workers.backends.llm.model.cache import KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.huge_pages import moved_to_huge_pages
-from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, Linear, make_linear
+from shmserve.workers.backends.llm.model.linears import FEWEST_ROWS, MOST_ROWS, Linear, make_linear
 
 _TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")  # by a token's position
 _WIDER = 16  # columns
@@ -110,9 +110,19 @@ class Transformer:
                 wide, heads, attend = wide[some.places], heads[some.places], some.attend
                 states = wide[:, : made.hidden]
             states += layer.output(attend(heads, number - 1))
-            gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
-            states += layer.down(functional.silu(gate).mul_(up))
+            self._feed(layer, wide)
         return wide
+
+    def _feed(self, layer: Layer, wide: torch.Tensor) -> None:
+        """Add what a layer's gate, up and down make of each row, in parts that stay in caches."""
+        count = wide.shape[0]
+        if count > MOST_ROWS:
+            for part in wide.tensor_split(-(-count // MOST_ROWS)):
+                self._feed(layer, part)
+            return
+        states = wide[:, : self.architecture.hidden]
+        gate, up = layer.gate_up(_normed(states, wide, layer.after)).chunk(2, -1)
+        states += layer.down(functional.silu(gate).mul_(up))
 
     def logits(self, wide: torch.Tensor) -> torch.Tensor:
         """The logits of rows of `states`, float32 [rows, vocabulary]."""
