@@ -108,7 +108,7 @@ def test_who_takes_nothing_is_told_later_and_stops_nobody(
 ) -> None:
     scheduler.reads = False
     scheduler.add(1, stream=True, max_tokens=120, **GREEDY)
-    scheduler.add(2, stream=True, max_tokens=20, **GREEDY)
+    scheduler.add(2, max_tokens=120, **GREEDY)  # it ends when all texts of the other are there
     while scheduler.running:
         scheduler.step()
     while 2 not in scheduler.ended:
