@@ -20,6 +20,7 @@ _KEYS = 1e5  # a unit of the last term
 CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
 _EWMA = 0.1
 PROBE_STEPS = 50
+_GUESSED = 2  # tokens, as which a first guess of the acceptance counts
 _GAIN = 1.15  # that proposals have to promise: an estimate is some percent off
 
 
@@ -116,6 +117,7 @@ class Acceptance:
 
     rate: float = 0.7
     _pause: int = 0
+    _seen: int = _GUESSED
 
     def length(self, wanted: int, threshold: float) -> int:
         """The tokens to propose in this step: `wanted`, or none while it pauses; after a pause one
@@ -133,4 +135,6 @@ class Acceptance:
         """A step has accepted so many of those that were proposed: a run that ended early says
         nothing of what came behind."""
         for index in range(min(accepted + 1, proposed)):
-            self.rate += _EWMA * ((index < accepted) - self.rate)
+            self._seen += 1
+            weight = max(1 / self._seen, _EWMA)
+            self.rate += weight * ((index < accepted) - self.rate)
