@@ -24,6 +24,7 @@ from shmserve.workers.backends.llm.model.sparse import Seen, lone_rows
 # [rows, heads * head size].
 Attend = Callable[[torch.Tensor, int], torch.Tensor]
 CHUNK = 16
+_MOST_OF_RUN = 4 * CHUNK  # rows, on CPUs
 
 
 class Run(NamedTuple):
@@ -71,13 +72,16 @@ class Attention:
 
     def over(self, rows: Pass) -> Attend:
         """The attention of the rows of a pass."""
-        runs = [Run.of(span, rows.block_size, rows.device) for span in rows.spans]
+        runs = self._runs(rows, rows.spans)
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             found = torch.cat([self._find(heads, layer, run) for run in runs])
             return _padded(found, heads.shape[0])
 
         return attend
+
+    def _runs(self, rows: Pass, spans: Iterable[Span]) -> list[Run]:
+        return [Run.of(span, rows.block_size, rows.device) for span in spans]
 
     def _find(self, heads: torch.Tensor, layer: int, run: Run) -> torch.Tensor:
         cache = self._cache
@@ -124,11 +128,7 @@ class SparseAttention(Attention):
         alone = {row.place for row in lone}
         last = rows.spans[-1]
         count = last.first + last.size
-        runs = [
-            Run.of(span, rows.block_size, rows.device)
-            for span in rows.spans
-            if span.first not in alone
-        ]
+        runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             mine = seen.attend(heads, *cache.rows[layer])
@@ -141,6 +141,10 @@ class SparseAttention(Attention):
             return _padded(found, heads.shape[0])
 
         return attend
+
+    def _runs(self, rows: Pass, spans: Iterable[Span]) -> list[Run]:
+        # The kernel computes what is behind a row, too, up to the last key that its run sees.
+        return super()._runs(rows, (part for span in spans for part in span.parts(_MOST_OF_RUN)))
 
 
 class PagedAttention(Attention):

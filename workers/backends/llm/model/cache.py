@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,6 +76,14 @@ class Span(NamedTuple):
     def length(self) -> int:
         """The tokens that its last row sees."""
         return self.before + self.size
+
+    def parts(self, size: int) -> Iterator[Span]:
+        """Its rows as spans that end where the sequence has a multiple of `size` tokens, so that
+        they are the same wherever else a prompt is cut."""
+        for begin in range(self.before - self.before % size, self.length, size):
+            start, end = max(begin, self.before), min(begin + size, self.length)
+            first = self.first + start - self.before
+            yield Span(first, end - start, start, self.table, self.prompt)
 
 
 @dataclass(eq=False)

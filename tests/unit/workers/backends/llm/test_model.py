@@ -156,6 +156,29 @@ def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     assert torch.equal(in_company[place : place + 1], single)
 
 
+@pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
+def test_logits_of_a_long_prompt_are_the_same_bits_wherever_it_is_cut(
+    folder: Folder, size: int
+) -> None:
+    lone = Lone(folder(), 16, 40)
+    tokens, table = prompt(400), list(range(7, 32))
+    assert torch.equal(lone.chunks(tokens, size, table), lone.chunks(tokens, 400, table))
+
+
+def test_logits_of_some_rows_are_those_of_all(folder: Folder) -> None:
+    lone = Lone(folder(), 16)
+    tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
+    parts = [tokens[:1], tokens[:33], tokens]
+    every = lone.together([(part, 0, table) for part, table in zip(parts, tables, strict=True)])
+    rows = Pass(16)
+    for part, table in zip(parts, tables, strict=True):
+        rows.add(part, 0, table, len(part) > 1)
+    for wanted in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
+        given = rows.only(list(range(124)))
+        found = lone.model.forward(given, lone.cache, lone.attention, wanted)
+        assert torch.equal(found, every[wanted])
+
+
 def test_rows_of_drafts_are_the_same_bits_as_one_after_the_other(folder: Folder) -> None:
     """And so are those of sequences that are longer, or shorter."""
     lone = Lone(folder(), block_size=2, blocks=1024)
