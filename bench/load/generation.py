@@ -94,7 +94,8 @@ class Generating:
 
 
 def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
-    """One pass of so many rows through the linears, and of `heads` through the last one."""
+    """One pass of so many rows through the linears, of which `heads` go through those that nothing
+    but logits needs: the last one, and the last layer's but for its first."""
     architecture = model.architecture
     made = max(rows, FEWEST_ROWS)
     hidden = torch.randn(made, architecture.hidden)
@@ -103,8 +104,10 @@ def floor(model: Transformer, rows: int, heads: int) -> Callable[[], None]:
 
     @torch.inference_mode()
     def once() -> None:
-        for layer in model.layers:
+        for layer in model.layers[:-1]:
             layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
+        layer = model.layers[-1]
+        layer.qkv(hidden), layer.output(last), layer.gate_up(last), layer.down(inner[: len(last)])
         model.head(last)
 
     return once
