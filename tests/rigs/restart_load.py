@@ -93,7 +93,7 @@ def registering(port: int) -> Iterator[Ask]:
 
 def over_grpc(port: int, killed: bool) -> Iterator[Ask]:
     """One channel."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
+    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
     if killed:
         options.append(("grpc.service_config", json.dumps(_RETRY)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
