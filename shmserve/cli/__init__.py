@@ -2,7 +2,7 @@
 
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
-client_infer.py      its verb `infer`; client_tensors.py: what that reads and prints
+client_tensors.py    what its verb `infer` reads and prints
 client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
