@@ -50,6 +50,7 @@ from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
@@ -364,7 +365,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         body_budget=BodyBudget(1 << 20, trim),
         malloc_trim=trim,
         mappings=Mappings(),
-        health=supervision.HealthChanged(live=True, ready=True, exiting=False),
+        health=HealthChanged(live=True, ready=True, exiting=False),
     )
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(case.config, published))

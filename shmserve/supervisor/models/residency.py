@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -27,7 +28,7 @@ def leaving(residents: Iterable[Resident], bound: int, now_ns: int) -> list[str]
     """The names of those that are to leave now, ensembles before their steps: what was idle for too
     long, and where all together have more than `bound` bytes (0: any number) as many more as bring
     them below it, or as can be, the least recently used first."""
-    here = sorted(residents, key=lambda each: each.used_ns)
+    here = sorted(residents, key=attrgetter("used_ns"))
     chosen: list[str] = []
 
     def may_leave(each: Resident) -> bool:

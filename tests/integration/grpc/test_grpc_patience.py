@@ -22,6 +22,7 @@ from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
@@ -62,7 +63,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
 
     def take(peer: bytes, message: Any) -> None:
         if type(message) is m.Started:
-            puppet.router.post(peer, m.HealthChanged(live=True, ready=True, exiting=False))
+            puppet.router.post(peer, HealthChanged(live=True, ready=True, exiting=False))
         gateways.append(peer)
         opened.extend([peer] if type(message) is m.GatewayReady else [])
 

@@ -13,7 +13,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.events import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import resizer
-from shmserve.supervisor.models.orders import Kind, Order
+from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.models.room import Room
@@ -122,13 +122,13 @@ def test_not_while_an_order_is_followed_or_nothing_is_said(
 ) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 3
-        rig.model.orders.append(Order(rig.model, Kind.LOAD))
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         assert rig.told.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
         assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
         assert rig.told.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
-        rig.model.orders.append(Order(rig.model, Kind.LOAD))
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         rig.model.orders.clear()
         assert await rig.look() == 2
