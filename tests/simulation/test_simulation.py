@@ -1,4 +1,4 @@
-"""The simulation in the tests: seeds that once failed, and as many others as fit in half a minute."""
+"""The simulation in the tests: seeds that once failed, and as many others as fit in 30 seconds."""
 
 from __future__ import annotations
 
