@@ -15,9 +15,7 @@ from typing import Any
 
 from shmserve import __version__
 from shmserve.cli import client_server
-from shmserve.cli.client_tensors import WrongInput
-from shmserve.cli.transports import TransportError
-from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.errors import InvalidArgument, refused
 from shmserve.perf import arrivals, plot, points, report, targets
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.poller import Poller
@@ -157,16 +155,11 @@ def run(args: argparse.Namespace) -> int:
     kind, values = _loads(args)
     plan = _plan(args)
     old = report.older(args.compare) if args.compare else None
-    try:
-        with contextlib.ExitStack() as stack:
-            poller = stack.enter_context(contextlib.closing(Poller()))
-            target = targets.target(args, poller, stack)
-            measured = partial(_measured, args, plan, poller, target, kind)
-            found = list(map(measured, values))
-    except TransportError as error:
-        raise Unavailable(str(error)) from None
-    except WrongInput as error:
-        raise InvalidArgument(str(error)) from None
+    with contextlib.ExitStack() as stack:
+        poller = stack.enter_context(contextlib.closing(Poller()))
+        target = targets.target(args, poller, stack)
+        measured = partial(_measured, args, plan, poller, target, kind)
+        found = list(map(measured, values))
     print(f"{args.model} at {target.where}\n{report.table(found)}")
     if old is not None:
         print(f"\n{report.comparison(old, found)}")
