@@ -27,7 +27,6 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
@@ -43,7 +42,7 @@ from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import GatewaySettings
+from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE
 from shmserve.ipc.memory.arena import Arena

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.common.grpc_settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.events import HealthChanged

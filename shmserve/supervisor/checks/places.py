@@ -17,8 +17,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.checks.memory import room
 from shmserve.supervisor.checks.verdict import Verdict, megabytes, ok, warning, wrong
-from shmserve.supervisor.host.listeners import listen
-from shmserve.supervisor.host.port_holder import port_holders
+from shmserve.supervisor.host.listeners import listen, port_holders
 from shmserve.supervisor.host.run_directory import objection
 
 _LITTLE = 16 * 2**20

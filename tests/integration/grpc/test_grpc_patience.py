@@ -18,8 +18,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
-from shmserve.common.grpc_settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.events import HealthChanged
