@@ -381,9 +381,14 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, at) for at in range(BATCH)]
+        sizes = list(map(len, requests))
         with counted:
-            for (connection, _), sent in zip(connections, requests, strict=True):
-                connection.data_received(sent)
+            for (connection, _), sent, size in zip(connections, requests, sizes, strict=True):
+                if grpc:
+                    connection.get_buffer(-1)[:size] = sent
+                    connection.buffer_updated(size)
+                else:
+                    connection.data_received(sent)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())
