@@ -13,7 +13,7 @@ from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.calls.messages import Deflater
+from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
 from shmserve.gateway.grpc.connection.protocol import GrpcConnection
 from shmserve.gateway.grpc.status import Ending
 from shmserve.gateway.inference.body_arrival import BodyBudget
@@ -108,6 +108,7 @@ class Scene:
             deflater=deflater,
         )
         self.lost = 0
+        self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(gone=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
@@ -127,7 +128,9 @@ class Scene:
     def _begin(self, connection: Any, stream: Any, head: CallHead) -> GrpcCall:
         call: UnaryCall | StreamingCall
         if head.path == UNARY:
-            call = UnaryCall(connection, stream, head, lambda raw, c: self.calls.append((raw, c)))
+            call = UnaryCall(
+                connection, stream, head, lambda raw, c: self.calls.append((raw, c)), self.sinks
+            )
         else:
             call = StreamingCall(connection, stream, head)
             call.run(lambda made: self.serve(made))
