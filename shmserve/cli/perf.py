@@ -19,7 +19,7 @@ from shmserve.cli.client_tensors import WrongInput
 from shmserve.cli.transports import TransportError
 from shmserve.errors import InvalidArgument, Unavailable, refused
 from shmserve.perf import arrivals, plot, points, report, targets
-from shmserve.perf.load import Load
+from shmserve.perf.load import LoadGenerator
 from shmserve.perf.poller import Poller
 
 _SCHEDULES = ("poisson", "constant")
@@ -116,7 +116,7 @@ def add_data(group: Any) -> None:
 
 
 def _add_measuring(group: Any) -> None:
-    plan = points.Plan()
+    plan = points.MeasurementPlan()
     for flag, default, text in (
         ("warm-up", plan.warm_up_s, "seconds before the first window"),
         ("window", plan.window_s, "seconds of a window"),
@@ -184,7 +184,7 @@ def _loads(args: argparse.Namespace) -> tuple[str, list[float]]:
     return "concurrency", arrivals.points(args.concurrency or "1", "concurrency", int)
 
 
-def _plan(args: argparse.Namespace) -> points.Plan:
+def _plan(args: argparse.Namespace) -> points.MeasurementPlan:
     for flag, value in (
         *(("window", args.window), ("stability", args.stability), ("patience", args.patience)),
     ):
@@ -192,14 +192,14 @@ def _plan(args: argparse.Namespace) -> points.Plan:
             raise InvalidArgument(f"--{flag}: {value:g} is not more than 0")
     if not 0 <= args.warm_up < math.inf:
         raise InvalidArgument(f"--warm-up: {args.warm_up:g} is less than 0")
-    return points.Plan(args.warm_up, args.window, args.windows, args.stability / 100)
+    return points.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 
 def _measured(
     args: argparse.Namespace,
-    plan: points.Plan,
+    plan: points.MeasurementPlan,
     poller: Poller,
-    target: targets.Target,
+    target: targets.LoadTarget,
     kind: str,
     value: float,
 ) -> points.Point:
@@ -208,7 +208,7 @@ def _measured(
         schedule = arrivals.schedule(args.arrivals, value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
-    load = Load(poller, target.door, requests, slots, schedule, args.patience)
+    load = LoadGenerator(poller, target.door, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
         found = points.measured(load, plan, kind, value, target.streams, target.statistics)
     print(f"{found.name}: {found.per_second:,.1f} requests/s", file=sys.stderr)

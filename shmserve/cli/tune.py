@@ -19,7 +19,7 @@ from shmserve.cli.client_tensors import WrongInput
 from shmserve.cli.transports import AdminTransport, TransportError
 from shmserve.errors import InvalidArgument, Unavailable, refused
 from shmserve.perf import plot, points, targets, tuned
-from shmserve.perf.load import Load
+from shmserve.perf.load import LoadGenerator
 from shmserve.perf.poller import Poller
 from shmserve.perf.search import Candidate, Search, Trial
 
@@ -142,7 +142,7 @@ class _Runs:
     args: argparse.Namespace
     server: AdminTransport
     poller: Poller
-    target: targets.Target
+    target: targets.LoadTarget
     config: dict[str, Any]
     target_ms: float
     count: int = 0
@@ -171,9 +171,9 @@ class _Runs:
     def _point(self, in_flight: int) -> points.Point:
         usual_s = max(_LEAST_WINDOW_S, _LEAST_LATENCIES * self.target_ms / 1000)
         window_s = self.args.window or usual_s
-        plan = points.Plan(window_s / 2, window_s, _MOST_WINDOWS)
+        plan = points.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
         requests = self.target.requests(in_flight)
-        load = Load(
+        load = LoadGenerator(
             *(self.poller, self.target.door, requests, in_flight),
             schedule=None,
             patience_s=self.args.patience,

@@ -32,7 +32,7 @@ Item = list[InputTensor]
 
 
 @dataclass(frozen=True)
-class Signature:
+class ModelInterface:
     """What a model takes and gives: `outputs` are datatype and shape of a row, -1 any size."""
 
     inputs: Mapping[str, ModelTensor]
@@ -53,10 +53,12 @@ class Given:
     text_length: int = 128
 
 
-def signature(transport: Transport, config: Mapping[str, Any], model: str, ver: str) -> Signature:
+def signature(
+    transport: Transport, config: Mapping[str, Any], model: str, ver: str
+) -> ModelInterface:
     """As the server says; `config` is {} of one that tells none. Raises TransportError."""
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
-    return Signature(
+    return ModelInterface(
         transport.inputs(model, ver),
         {
             each["name"]: (
@@ -71,7 +73,7 @@ def signature(transport: Transport, config: Mapping[str, Any], model: str, ver: 
     )
 
 
-def items(found: Signature, given: Given) -> list[Item]:
+def items(found: ModelInterface, given: Given) -> list[Item]:
     """The requests that take turns. Raises InvalidArgument or WrongInput for what the model does
     not take, or a file that is not what it must be."""
     if given.batch > 1 and not found.batches:
@@ -95,7 +97,7 @@ def items(found: Signature, given: Given) -> list[Item]:
 
 @dataclass(frozen=True)
 class _Maker:
-    model: Signature
+    model: ModelInterface
     given: Given
     shapes: Mapping[str, tuple[int, ...]]
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
@@ -164,7 +166,7 @@ class _Maker:
         return InputTensor(name, datatype, list(shape), raw)
 
 
-def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
+def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     name, colon, dims = text.rpartition(":")
     try:
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
@@ -179,7 +181,7 @@ def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
-def _value(text: str, model: Signature) -> tuple[str, InputTensor]:
+def _value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
     name, value = split_input(text)
     if name not in model.inputs:
         raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model.inputs)}")
@@ -241,7 +243,7 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
             raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 
 
-def output_sizes(found: Signature, batch: int, otherwise: int) -> dict[str, int]:
+def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
     """Bytes of each output of a request; `otherwise` where the model does not say."""
     sizes = {}
     for name, (datatype, dims) in found.outputs.items():

@@ -24,10 +24,10 @@ _LOOK_AROUND_NS = 1_000_000_000
 _clock = time.monotonic_ns
 
 
-class Slot:
+class LoadSlot:
     """A lane, and the encoded requests that take turns on it."""
 
-    def __init__(self, load: Load, requests: Sequence[Any]) -> None:
+    def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
         self._requests = itertools.cycle(requests)
         self._began_ns = self._late_ns = self._first_ns = self._latest_ns = 0
@@ -66,7 +66,7 @@ class Slot:
         self._load.freed(self, now)
 
 
-class Load:
+class LoadGenerator:
     """Slots in a closed loop, or with a schedule in an open one; ends with `finish`."""
 
     def __init__(
@@ -88,11 +88,11 @@ class Load:
         self._due_ns = 0
         self._waiting: deque[int] = deque()  # since when, for a slot
         self._running = False
-        self._free: list[Slot] = []
+        self._free: list[LoadSlot] = []
         self._count = slots
         self._last_ns = 0  # when something ended
         for number in range(slots):
-            slot = Slot(self, requests(number))
+            slot = LoadSlot(self, requests(number))
             slot.lane = door.lane(slot)
             self._free.append(slot)
         self._lanes = [slot.lane for slot in self._free]
@@ -142,7 +142,7 @@ class Load:
             self._due_ns = self._began_ns + next(self._schedule)
         return self._due_ns - now
 
-    def freed(self, slot: Slot, now: int) -> None:
+    def freed(self, slot: LoadSlot, now: int) -> None:
         """A slot's request has ended."""
         self._last_ns = now
         if self._running and self._schedule is None:
@@ -156,7 +156,7 @@ class Load:
         """A request ended with an error."""
         errors = self.records.errors
         name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
-        errors[name] = errors.get(name, 0) + 1
+        errors[name] += 1
 
     def mark(self) -> Mark:
         """Now."""
@@ -211,4 +211,4 @@ def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
         lane.close()
 
 
-_: type[Heard] = Slot
+_: type[Heard] = LoadSlot

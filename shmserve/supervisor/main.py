@@ -46,9 +46,9 @@ from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket
 from shmserve.supervisor.processes.log_control import LogControl
@@ -198,7 +198,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
-    kept = KeptRegions(manager.keep, manager.drop)
+    kept = KeptRegions(manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
@@ -223,7 +223,7 @@ def compose(
 
     models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
-    poller = Poller(context, planner, registry, models)
+    poller = RepositoryPoller(context, planner, registry, models)
     resizer = Resizer(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
@@ -18,6 +17,7 @@ from shmserve.gateway.grpc.connection.protocol import GrpcConnection
 from shmserve.gateway.grpc.status import Ending
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.settings import GrpcSettings
 from tests.rigs.clocks import Clock
 from tests.support.wire.http2 import (
     ACK,

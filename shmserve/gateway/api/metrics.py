@@ -13,9 +13,8 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, memory_bytes
+from shmserve.common.host import CpuUtilization, memory_bytes, processes
 from shmserve.gateway.api import generation_families, metric_families, statistics
-from shmserve.gateway.api.process_stats import processes
 from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)

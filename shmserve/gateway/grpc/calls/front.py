@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage, Deflater
@@ -16,6 +15,7 @@ from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.settings import GrpcSettings
 
 _READ = 64 * 1024  # bytes
 
