@@ -374,7 +374,9 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
     request = case.call if grpc else case.post
     ends = socket.socketpair()
-    connections = [(server(), _Transport(ends[0])) for _ in range(BATCH)]
+    connections: list[tuple[Any, _Transport]] = [
+        (server(), _Transport(ends[0])) for _ in range(BATCH)
+    ]
     for connection, transport in connections:
         connection.connection_made(transport)
     await asyncio.sleep(0)
