@@ -196,7 +196,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
-    kept = KeptRegions(manager.keep, manager.drop)
+    kept = KeptRegions(manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,7 +355,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
     async def story() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.at_start = lambda child: child.kill()
+        server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await turns(1)
         assert server.state("e") == ("LOADING", "a process that ended is started again")
@@ -492,7 +493,7 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         instance.ready_at -= 3600
         backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff
-        server.at_start = lambda child: child.kill()
+        server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await until(lambda: server.state("s")[0] == "UNAVAILABLE")
         first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]

@@ -172,7 +172,7 @@ def test_none_that_the_host_has_no_room_for(
     played(monkeypatch, play)
 
 
-def test_a_load_of_the_same_leaves_them_and_another_number_holds(
+def test_a_load_again_begins_with_as_many_as_the_load_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play(rig: Rig) -> None:
@@ -185,6 +185,13 @@ def test_a_load_of_the_same_leaves_them_and_another_number_holds(
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (len(other.added), len(other.leaving)) == (0, 1)
+        assert (other.differs, other.added, other.leaving) == (True, [], [])
+        anew = ModelVersion(rig.processes.context, spec, lambda _: None, ModelRegistry(), ALONE)
+        assert anew.instances.count == 1
+        anew.instances.begin_like(instances)
+        assert anew.instances.count == 3
+        await anew.instances.complete_config()
+        assert anew.instances.count == 3
+        await anew.kill()
 
     played(monkeypatch, play)
