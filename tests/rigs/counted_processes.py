@@ -374,16 +374,23 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
     request = case.call if grpc else case.post
     ends = socket.socketpair()
-    connections = [(server(), _Transport(ends[0])) for _ in range(BATCH)]
+    connections: list[tuple[Any, _Transport]] = [
+        (server(), _Transport(ends[0])) for _ in range(BATCH)
+    ]
     for connection, transport in connections:
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, at) for at in range(BATCH)]
+        sizes = list(map(len, requests))
         with counted:
-            for (connection, _), sent in zip(connections, requests, strict=True):
-                connection.data_received(sent)
+            for (connection, _), sent, size in zip(connections, requests, sizes, strict=True):
+                if grpc:
+                    connection.get_buffer(-1)[:size] = sent
+                    connection.buffer_updated(size)
+                else:
+                    connection.data_received(sent)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())

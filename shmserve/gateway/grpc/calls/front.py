@@ -17,6 +17,8 @@ from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.settings import GrpcSettings
 
+_READ = 64 * 1024  # bytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrpcFront:
@@ -33,6 +35,8 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
+    # What comes of any of them is read to this, and used before the next is.
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ)))
 
 
 class Carrier(Protocol):
