@@ -12,7 +12,6 @@ guide.py             `shmserve guide`: pages to read, some of which are made whe
 kserve/              `shmserve kserve`: the manifest by which KServe runs servers
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
-serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
 top.py               `shmserve top`
 tune.py              `shmserve tune`
@@ -81,9 +80,9 @@ def _run(arguments: list[str]) -> int:
 
 def _serve(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
-        from shmserve.cli import serve_help
+        from shmserve.cli.guide import flags_reference
 
-        print(serve_help.text())
+        print(flags_reference())
         return 0
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve

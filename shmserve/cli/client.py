@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shmserve.cli import client_server
-from shmserve.cli.client_tensors import WrongInput, encode, load, split_input
+from shmserve.cli.client_tensors import encode, input_named, load, split_input
 from shmserve.cli.transports import (
     AdminTransport,
     InputTensor,
@@ -100,16 +100,15 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Send the request that the command line says. Raises WrongInput or TransportError."""
+    """Send the request that the command line says. Raises InvalidArgument or TransportError."""
     given = [split_input(text) for text in args.inputs]
     values = [(name, load(name, value)) for name, value in given]
     model = transport.inputs(args.model, args.model_version)
     inputs = []
     for name, value in values:
-        if name not in model:
-            raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model)}")
-        shape, raw = encode(model[name], value)
-        inputs.append(InputTensor(name, model[name].datatype, shape, raw))
+        tensor = input_named(name, model)
+        shape, raw = encode(tensor, value)
+        inputs.append(InputTensor(name, tensor.datatype, shape, raw))
     yield from transport.infer(
         OutgoingRequest(
             args.model,
@@ -202,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
             where = f"{transport.where}: "
             for answer in verb.act(transport, args):
                 print(json.dumps(answer), flush=True)
-    except (WrongInput, InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
+    except (InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
         return _complain(name, str(error), _USAGE)
     except (TransportError, ShmserveError) as error:
         return _complain(name, f"{where}{error}", _FAILED)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.cli import client_server, perf
-from shmserve.cli.client_tensors import WrongInput
 from shmserve.cli.transports import AdminTransport, TransportError
-from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.errors import InvalidArgument, refused
 from shmserve.perf import plot, points, targets, tuned
 from shmserve.perf.load import LoadGenerator
 from shmserve.perf.poller import Poller
@@ -76,13 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--openai: what generates text has its settings in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
-    try:
-        with contextlib.ExitStack() as stack:
-            return _tuned(args, target_ms, stack)
-    except TransportError as error:
-        raise Unavailable(str(error)) from None
-    except WrongInput as error:
-        raise InvalidArgument(str(error)) from None
+    with contextlib.ExitStack() as stack:
+        return _tuned(args, target_ms, stack)
 
 
 def _milliseconds(text: str) -> float:

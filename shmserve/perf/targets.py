@@ -42,7 +42,7 @@ class LoadTarget:
 
 def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
     """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument,
-    WrongInput, Unavailable and TransportError."""
+    InvalidArgument, Unavailable and TransportError."""
     if args.openai:
         return _openai(args, poller, stack)
     address = client_server.address(args.url) if args.url else None

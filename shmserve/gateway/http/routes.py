@@ -11,7 +11,7 @@ from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.dashboard.page import page
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.openai import embeddings, generation, models
-from shmserve.gateway.http.openai.errors import openai_error
+from shmserve.gateway.http.openai.answers import openai_error
 from shmserve.gateway.http.openapi import operations as op
 from shmserve.gateway.http.openapi.description import OpenApiHandlers
 from shmserve.gateway.http.openapi.operations import Operation
