@@ -80,6 +80,8 @@ class ControlApi:
                 self._readiness.checked(pid, message)
 
     def _requested(self, pid: int, message: Any) -> None:
+        if isinstance(message, m.FindModel):
+            self._context.control.calls(pid)
         self._context.background(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:
@@ -120,7 +122,8 @@ class ControlApi:
         return None
 
     async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Done here, and at the server that takes over, where one does."""
+        """Done here, and known to whom it outlives this server by: a service manager, or the server
+        that takes over."""
         payload = await self._region_here(pid, request)
         await self._kept.told()
         return payload

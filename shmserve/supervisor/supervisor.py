@@ -33,9 +33,9 @@ from shmserve.supervisor.kept.gateways import Gateways
 from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -43,6 +43,11 @@ from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+_READERS = ("gateway", LOCAL_CLIENT)
+# As many as models; of what has stopped, which nobody waits for, they hear a little later.
+_OTHERS = ("scheduler", "ensemble", "worker")
+_TOLD_AFTER_S = 0.5
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -74,7 +79,7 @@ class Supervisor:
     models: ModelManager
     registry: ModelRegistry
     readiness: ReadinessCheck
-    poller: Poller
+    poller: RepositoryPoller
     resizer: Resizer
     health: Health
     announce_health: Callable[[], None]
@@ -87,6 +92,7 @@ class Supervisor:
     _terminal: bool = field(init=False, default_factory=has_terminal)
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
+    _stopped: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
@@ -181,7 +187,7 @@ class Supervisor:
         self.health.started = True
         self.announce_health()
         self.gateways.accept()
-        self.context.local_clients.accept()
+        self.context.local_clients.connections.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
@@ -221,8 +227,19 @@ class Supervisor:
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
-        everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
-        context.broadcast(ProcessExited(pid, reason), *everybody)
+        exited = ProcessExited(pid, reason)
+        context.broadcast(exited, *_READERS, *(() if child.stops else _OTHERS))
+        if child.stops:
+            self._stopped.append(exited)
+            if len(self._stopped) == 1:
+                asyncio.get_running_loop().call_later(_TOLD_AFTER_S, self._tell_stopped)
+
+    def _tell_stopped(self) -> None:
+        """Have everybody forget the memory of what has stopped lately: to wake all processes for
+        each takes most of the time in which many models are unloaded."""
+        for exited in self._stopped:
+            self.context.broadcast(exited, *_OTHERS)
+        self._stopped.clear()
 
     # --- end
 
@@ -244,7 +261,7 @@ class Supervisor:
         await end_all(*context.tasks)
         await self.models.kill()
         await self._kill_rest()
-        context.local_clients.close()
+        context.local_clients.connections.close()
         self.regions.close()
         self.local_memory.close()
         context.workspaces.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
@@ -34,8 +34,6 @@ from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
-
-logger = logging.getLogger(__name__)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _UNLOADED = "the model was unloaded while the request arrived"
@@ -181,7 +179,7 @@ class Inferences(ActiveCount):
 
     def sink(self, head: CallHead, size: int) -> Sink:
         """Where a large request of a call with this head goes while it arrives."""
-        return RequestSink(self.gateway, size, lambda: self.headers(head))
+        return RequestSink(self.gateway, size, partial(self.headers, head))
 
     def submit(
         self,

@@ -38,6 +38,7 @@ class Child:
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     cause: str = ""  # why it is killed, where the server does that
+    stops: bool = False  # it was told to, and has nothing in flight
 
     @property
     def alive(self) -> bool:
@@ -49,6 +50,11 @@ class Child:
         """Why it ended, once it has: its exit status or signal, and the cause."""
         reason = self.exited.result()
         return f"{reason}: {self.cause}" if self.cause else reason
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else has killed it: an operator, or the kernel for memory."""
+        return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def gone(self) -> str:
         """Wait for its end; why it ended."""

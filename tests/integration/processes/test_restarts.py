@@ -25,8 +25,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
-RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "3"))
-TAKE_OVERS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))  # each loads beside what serves
+RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
 CLIENTS = 8  # of each door
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
@@ -90,7 +89,8 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
     with (
         socket.create_server(("127.0.0.1", 0), backlog=100) as http,
         socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
@@ -110,13 +110,14 @@ def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
 
         server = begin()
         ports = (str(sock.getsockname()[1]) for sock in (http, grpc))
-        load = Load([*PROGRAM, *ports, folder / "local"])
+        killed = number == signal.SIGKILL
+        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * killed])
         try:
             load.wait_answered()
             for _ in range(RESTARTS):
-                server.send_signal(signal.SIGTERM)
-                manager.hear("STOPPING=1")
-                assert server.wait(40) == 0
+                server.send_signal(number)
+                assert server.wait(40) == (-signal.SIGKILL if killed else 0)
+                manager.hear_all()
                 server = begin()
                 load.wait_answered()
         finally:
@@ -136,7 +137,7 @@ def test_by_taking_over(folder: Path) -> None:
         ports = str(server.http_port), str(server.grpc_port)
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
-        for _ in range(TAKE_OVERS):
+        for _ in range(RESTARTS):
             before, same = server, (first.http_port, first.metrics_port)
             server = Server(
                 [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True
@@ -192,12 +193,14 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")
     path = f"PYTHONPATH={ROOT}"
     there = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
-    load = Load([*there, *PROGRAM, "8000", "8001", "/run/shmserve/local.sock"])
-    try:
-        load.wait_answered()
-        for _ in range(RESTARTS):
-            assert "status" not in systemd.run("systemctl", "restart", "shmserve.service")
+    doors = ("8000", "8001", "/run/shmserve/local.sock", "registering")
+    for how in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
+        load = Load([*there, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
+        try:
             load.wait_answered()
-    finally:
-        found = load.end()
-    assert_unnoticed(found)
+            for _ in range(RESTARTS):
+                assert "status" not in systemd.run("systemctl", *how, "shmserve.service")
+                load.wait_answered()
+        finally:
+            found = load.end()
+        assert_unnoticed(found)

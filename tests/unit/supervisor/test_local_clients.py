@@ -20,6 +20,7 @@ from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.local_clients import Hello, ShareMemory
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
@@ -60,7 +61,7 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
             lambda _: left.set(),
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.close)
+            stack.callback(local_clients.connections.close)
             inside = []
             for _ in range(PLACES):
                 link = stack.enter_context(come(folder))
@@ -96,7 +97,7 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         async with asyncio.timeout(10):
             await left.wait()
         assert not len(registry)
-        local_clients.close()
+        local_clients.connections.close()
         registry.close()
 
     asyncio.run(serve())
@@ -108,7 +109,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
 ) -> None:
     """Neither who is there when it is loaded, nor who comes later."""
     wide = _model("wide", tensors)
-    models: list[Any] = [_model("plain", 1), m.HealthChanged(True, True, False)]
+    models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     nobody: Any = None
 
     async def serve() -> None:
@@ -117,7 +118,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
             folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, known, lambda _: None
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.close)
+            stack.callback(local_clients.connections.close)
             there = stack.enter_context(come(folder))
             assert _names(await _told(there, 3)) == {"plain"}
             number = known.begin(local_clients.numbers())

@@ -12,7 +12,6 @@ text/        requests to tokens, tokens to responses, in a thread of their own
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +26,9 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, Request, Response, ResponseStream
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import WorkerEngine
+from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.cache import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.memory import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.passes import Passes
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from shmserve.workers.backends.llm.sampling.parameters import parse
@@ -38,8 +37,6 @@ from shmserve.workers.backends.llm.text.texts import Texts, given_inputs
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
-
-logger = logging.getLogger(__name__)
 
 
 def _tensor(name: str, data_type: str, size: int, **more: Any) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class GrpcCall(ABC):
     by itself, which a drain waits for."""
 
     awaited: ClassVar[bool]
+    _unasked: ClassVar[float]  # of a stream's window, what a message may count on
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
         *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
@@ -143,10 +144,15 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window = self._connection.front.limits.window
-            assembly = self._assembly = Assembly(window, self.head, self._sinks)
+            unasked = self._connection.front.limits.window * self._unasked
+            assembly = self._assembly = Assembly(int(unasked), self.head, self._sinks)
         assembly.feed(piece)
         self._cut(assembly, len(piece))
+
+    def place(self, most: int) -> memoryview | None:
+        """Where its next bytes go in the end, `most` of them; None where that is not known."""
+        assembly = self._assembly
+        return None if assembly is None or self.done else assembly.place(most)
 
     def _cut(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are whole with the `size` bytes that came."""
@@ -267,6 +273,7 @@ class UnaryCall(GrpcCall):
     `fail` it once."""
 
     awaited = True
+    _unasked = 3 / 4  # the rest may be used up by padding
     __slots__ = ("_asked", "_task", "on_message")
 
     def __init__(
@@ -349,6 +356,7 @@ class StreamingCall(GrpcCall):
     when the client has left."""
 
     awaited = False
+    _unasked = 1 / 2  # as much may be used up by those before it
     __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
     def __init__(
@@ -404,23 +412,22 @@ class StreamingCall(GrpcCall):
                     continue
                 if self._closed or self.done:
                     return
-                self._grant(0)
+                self._grant()
                 self._news = self._connection.loop.create_future()
                 await self._news
                 self._news = None
             message = self._queue.popleft()
             self._consumed += len(message.data) + PREFIX.size - message.extra
-            self._grant(self._connection.front.limits.window // 4)
+            self._grant()
             yield await self._inflated(message) if message.compressed else message.data
 
-    def _grant(self, least: int) -> None:
-        if self._consumed > least:
+    def _grant(self) -> None:
+        if self._consumed > self._connection.front.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.grant(self._stream, consumed)
-            self._connection.flush()
         if not self._queue and self._assembly is not None:
             self._wants(self._assembly)
-            self._connection.flush()
+        self._connection.flush()
 
     def _wants(self, assembly: Assembly) -> None:
         if not self._queue:  # what was asked for before is to be taken first
@@ -463,15 +470,19 @@ class StreamingCall(GrpcCall):
         sending = self._connection.http2.sending
         sending.head(self._stream, response_blocks.HEADS[self._compression])
 
-    async def write_all(self, responses: Sequence[bytes]) -> None:
-        """Write these; returns when the client takes the last of them, or has left."""
+    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
+        """Write these; returns when the client takes the last of them, or has left. Raises
+        TimeoutError where it has not taken all within `stall_s` seconds."""
         if self.done or not responses:
             return
         if not self._begun:
             self._begin()
         pieces: list[bytes] = []
         for response in responses:
-            pieces += await self._framed_in_turns(response)
+            if self._compression is None:
+                pieces += framed(response)
+            else:
+                pieces += await self._framed_in_turns(response)
         if self.done:
             return
         sending = self._connection.http2.sending
@@ -486,7 +497,8 @@ class StreamingCall(GrpcCall):
             return
         self._stream.on_progress = self._progress
         self._written = self._connection.loop.create_future()
-        await self._written
+        async with asyncio.timeout(stall_s):
+            await self._written
 
     def _progress(self) -> None:
         if not self._stream.queued:

@@ -8,11 +8,8 @@ the next, and nothing is read meanwhile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import time
-from typing import cast
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
@@ -25,6 +22,7 @@ from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.events import Begun, Data, StreamReset
 from shmserve.gateway.http2.frames import FaultCode
+from shmserve.gateway.http2.incoming import Bytes
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 
@@ -38,7 +36,7 @@ _LINGER_S = 0.25
 _LOOKS = 4  # at a call that waits, while its client has patience left
 
 
-class GrpcConnection(LimitedConnection):
+class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     """One client's connection, whose identity is `client`."""
 
     def __init__(self, owner: Acceptor, front: GrpcFront) -> None:
@@ -50,6 +48,7 @@ class GrpcConnection(LimitedConnection):
         self.guarded = False
         self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
         self.lifetime = ConnectionLifetime(self)
+        self._reading = front.read_buffer  # where what comes is read to
         self._handling = False
         self._ended = False  # by us
         self._debt = self.http2.debt  # as the engine had it at the end of the last turn
@@ -65,17 +64,12 @@ class GrpcConnection(LimitedConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register it; a client that says nothing is shown out."""
-        self.transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # it has ended already
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        made = self.attach(transport)
         self.client = self._owner.connection_made(self)
         rules = self.client.listener.authorisation
         self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
-        self.transport.set_write_buffer_limits(high=_HIGH_WATER)
+        made.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
         self.flush()
 
@@ -146,8 +140,19 @@ class GrpcConnection(LimitedConnection):
 
     # --- bytes
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes are read to: to their place, where a large tensor arrives."""
+        self._reading = self.front.read_buffer
+        http2 = self.http2
+        if http2.arriving >= _LARGE and self._tls is None:
+            stream = http2.arriving_for
+            if stream is not None and stream.call is not None:
+                self._reading = stream.call.place(http2.arriving) or self._reading
+        return self._reading
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Handle what came, as far as it has its turn."""
+        data: Bytes = self._reading[:nbytes]
         self._since = self.loop.time()
         if self._tls is not None and data:
             try:
@@ -203,7 +208,7 @@ class GrpcConnection(LimitedConnection):
     def _go_on(self) -> None:
         if self.open and self.transport is not None:
             self.transport.resume_reading()
-            self.data_received(b"")
+            self.buffer_updated(0)
 
     def _begin(self, stream: Stream, head: CallHead, fresh: list[GrpcCall]) -> None:
         try:
