@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from struct import Struct
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
 
@@ -91,33 +91,29 @@ class BoundedCache(Generic[K, V]):
             self._on_evict(value)
 
 
-class _Cut(NamedTuple, Generic[T]):
-    """A template: its layout, pieces and inline tensors by turns, and the pieces; its meaning."""
-
-    layout: Struct
-    pieces: tuple[bytes, ...]
-    meaning: T
-
-
 class TemplateCache(Generic[T]):
     """Templates of recent packed requests, or responses, and what they mean: `most` with inline
     tensors, once they come again, and as many without any; of up to `longest` bytes."""
 
-    __slots__ = ("_cuts", "_longest", "_whole")
+    __slots__ = ("_cuts", "_layouts", "_longest", "_whole")
 
     def __init__(self, most: int = _MOST_KNOWN, longest: int = LONGEST_KNOWN) -> None:
-        self._cuts: BoundedCache[int, _Cut[T]] = BoundedCache(most)  # by the size of what is packed
+        # Pieces and inline tensors by turns, by the size of what is packed.
+        self._layouts: BoundedCache[int, Struct] = BoundedCache(most)
+        # By the pieces: places of memory that is used again differ, and come again.
+        self._cuts: BoundedCache[tuple[bytes, ...], tuple[T]] = BoundedCache(most)
         self._whole: BoundedCache[bytes, tuple[T, tuple[bytes, ...]]] = BoundedCache(most)
         self._longest = longest
 
     def find(self, packed: bytes) -> tuple[T, tuple[bytes, ...]] | None:
         """The meaning of the template of `packed`, and the bytes of its inline tensors in order."""
         size = len(packed)
-        cut = self._cuts.find(size)
-        if cut is not None:
-            parts = cut.layout.unpack(packed)
-            if parts[::2] == cut.pieces:
-                return cut.meaning, parts[1::2]
+        layout = self._layouts.find(size)
+        if layout is not None:
+            parts = layout.unpack(packed)
+            cut = self._cuts.find(parts[::2])
+            if cut is not None:
+                return cut[0], parts[1::2]
         return self._whole.find(packed) if size <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
@@ -129,9 +125,10 @@ class TemplateCache(Generic[T]):
         if not datas:
             # Who uses memory again sends the very same bytes.
             self._whole.remember(packed, (meaning, ()))
-        elif self._cuts.notice(len(packed)):
+        elif self._layouts.notice(len(packed)):
             pieces = PackedTemplate(unpacked).pieces
             parts = [*chain.from_iterable(zip(pieces, datas, strict=False)), pieces[-1]]
             if b"".join(parts) == packed:  # else it was packed by someone who packs in another way
                 layout = Struct("<" + "".join([f"{len(part)}s" for part in parts]))
-                self._cuts.remember(len(packed), _Cut(layout, tuple(pieces), meaning))
+                self._layouts.remember(len(packed), layout)
+                self._cuts.remember(tuple(pieces), (meaning,))

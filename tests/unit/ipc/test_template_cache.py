@@ -96,13 +96,15 @@ def test_memory_is_bounded() -> None:
         request = inference([bytes(n)])
         for _ in range(2):
             templates.learn(pack_inference(request), request, None)
-    assert 0 < len(templates._cuts) <= 256 and 0 < len(templates._cuts._noticed) <= 256
+    assert 0 < len(templates._cuts) <= 256
+    assert 0 < len(templates._layouts) <= 256 and 0 < len(templates._layouts._noticed) <= 256
     few: TemplateCache[None] = TemplateCache(4)
     for n in range(20):
         answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
         for _ in range(2):
             few.learn(pack_inferred(answer), answer, None)
-    assert 0 < len(few._cuts) <= 4 and 0 < len(few._cuts._noticed) <= 4
+    assert 0 < len(few._cuts) <= 4
+    assert 0 < len(few._layouts) <= 4 and 0 < len(few._layouts._noticed) <= 4
 
 
 @given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
@@ -135,6 +137,10 @@ def test_an_answer_is_known_by_its_form() -> None:
     assert templates.find(answer(b"xy")[1]) == ("both", (b"xy",))
     assert templates.find(answer(b"xyz")[1]) is None
     assert templates.find(answer(b"xy", at=5)[1]) is None, "another place"
+    made, packed = answer(b"ab", at=5)
+    templates.learn(packed, made, "there")
+    for at, meaning in ((0, "both"), (5, "there"), (0, "both")):
+        assert templates.find(answer(b"xy", at)[1]) == (meaning, (b"xy",)), "places by turns"
 
 
 def test_what_lies_in_memory_is_known_as_a_whole() -> None:
