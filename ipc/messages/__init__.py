@@ -17,6 +17,7 @@ transport/frames.py packs them.
 from __future__ import annotations
 
 from shmserve.ipc.messages.events import (
+    HealthChanged,
     ModelEvent,
     ProcessEvent,
     RegionEvent,
@@ -83,7 +84,6 @@ from shmserve.ipc.messages.supervision import (
     Ending,
     FindModel,
     GatewayReady,
-    HealthChanged,
     Loaded,
     Loading,
     LoadRequest,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc.messages.supervision import HealthChanged
 from shmserve.ipc.transport.frames import message
 
 MODELS = "models"
@@ -30,6 +29,15 @@ class EventHeader:
 
     sequence: int
     time_ns: int
+
+
+@message
+class HealthChanged:
+    """The response of health checks from now on. `exiting`: refuse new inferences."""
+
+    live: bool
+    ready: bool
+    exiting: bool
 
 
 @message

@@ -218,15 +218,6 @@ class SchedulerLost:
 
 
 @message
-class HealthChanged:
-    """The response of health checks from now on. `exiting`: refuse new inferences."""
-
-    live: bool
-    ready: bool
-    exiting: bool
-
-
-@message
 class Acknowledged:
     """The acknowledgement that what carried this number holds in this process."""
 

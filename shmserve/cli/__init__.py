@@ -2,7 +2,7 @@
 
 check.py             `shmserve check`
 client.py            `shmserve client VERB`: the table of verbs
-client_infer.py      its verb `infer`; client_tensors.py: what that reads and prints
+client_tensors.py    what its verb `infer` reads and prints
 client_server.py     the flags that name a server
 doctor.py            `shmserve doctor`
 transports/          the ways to a server: HTTP, gRPC, shared memory
@@ -12,7 +12,6 @@ guide.py             `shmserve guide`: pages to read, some of which are made whe
 kserve/              `shmserve kserve`: the manifest by which KServe runs servers
 perf.py              `shmserve perf`
 profile.py           `shmserve profile`
-serve_help.py        `shmserve serve --help`
 systemd/             `shmserve systemd`
 top.py               `shmserve top`
 tune.py              `shmserve tune`
@@ -21,9 +20,10 @@ tune.py              `shmserve tune`
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shmserve import __version__
@@ -32,26 +32,6 @@ from shmserve.errors import InvalidArgument, ShmserveError
 
 if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
-
-_USAGE = """\
-usage: shmserve VERB ...
-
-  serve          run a server
-  check          load every model of a repository once, run one batch each, report
-  doctor         what this host lacks for a server, and what to do about it
-  client         ask a server: infer, ready, models, load, unload, stats, config, regions
-  events         what is in a server, and what happens there
-  grafana        a dashboard for Grafana, alert rules for Prometheus
-  guide          pages to read: how to make models, ask a server, run it
-  kserve         the manifest of a ServingRuntime, by which KServe runs servers
-  perf           how many requests a second a model answers, and how fast
-  profile        where the steps of a model that generates text spend their time
-  systemd        install, show, remove: the units by which systemd runs a server
-  top            what a server does now, in a terminal: the models that hurt first
-  tune           the configuration with which a model answers most within a latency target
-
-shmserve VERB --help tells more; shmserve --version prints the version.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,38 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     verb = arguments.pop(0) if arguments else ""
     match verb:
-        case "serve":
-            return _serve(arguments)
-        case "check":
-            return _check(arguments)
-        case "doctor":
-            return _doctor(arguments)
-        case "client":
-            return _client(arguments)
-        case "events":
-            return _events(arguments)
-        case "grafana":
-            return _grafana(arguments)
-        case "guide":
-            return _guide(arguments)
-        case "kserve":
-            return _kserve(arguments)
-        case "perf":
-            return _perf(arguments)
-        case "profile":
-            return _profile(arguments)
-        case "systemd":
-            return _systemd(arguments)
-        case "top":
-            return _top(arguments)
-        case "tune":
-            return _tune(arguments)
         case "--version":
             print(f"shmserve {__version__}")
             return 0
         case "--help" | "-h":
             print(_USAGE, end="")
             return 0
+    if verb in _VERBS:
+        _, run = _VERBS[verb]
+        return run(arguments)
     if verb:
         print(f"shmserve: unknown verb '{verb}'", file=sys.stderr)
     print(_USAGE, end="", file=sys.stderr)
@@ -123,9 +80,9 @@ def _run(arguments: list[str]) -> int:
 
 def _serve(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
-        from shmserve.cli import serve_help
+        from shmserve.cli.guide import flags_reference
 
-        print(serve_help.text())
+        print(flags_reference())
         return 0
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
@@ -165,116 +122,29 @@ def _doctor(arguments: list[str]) -> int:
     return doctor(config, ours.peer, as_json=ours.json)
 
 
+def _asks_for_help(arguments: list[str]) -> bool:
+    return "--help" in arguments or "-h" in arguments
+
+
 def _client(arguments: list[str]) -> int:
     from shmserve.cli import client
 
     return client.run(arguments)
 
 
-def _events(arguments: list[str]) -> int:
-    from shmserve.cli import events
+def _verb_of(module: str, description: str) -> Callable[[list[str]], int]:
+    """A verb whose module has `add_arguments(parser)` and `run(args)`."""
 
-    parser = argparse.ArgumentParser(
-        prog="shmserve events",
-        description="Print what is in a server: models, processes, regions; and what happens.",
-    )
-    events.add_arguments(parser)
-    return events.run(parser.parse_args(arguments))
+    def run(arguments: list[str]) -> int:
+        verb = importlib.import_module(f"shmserve.cli.{module}")
+        parser = argparse.ArgumentParser(
+            prog=f"shmserve {module}", description=description, allow_abbrev=False
+        )
+        verb.add_arguments(parser)
+        status: int = verb.run(parser.parse_args(arguments))
+        return status
 
-
-def _grafana(arguments: list[str]) -> int:
-    from shmserve.cli import grafana
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve grafana",
-        description="Print a dashboard of the metrics for Grafana to import.",
-    )
-    grafana.add_arguments(parser)
-    return grafana.run(parser.parse_args(arguments))
-
-
-def _guide(arguments: list[str]) -> int:
-    from shmserve.cli import guide
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve guide", description="Show a page of the guide; without a topic its contents."
-    )
-    guide.add_arguments(parser)
-    return guide.run(parser.parse_args(arguments))
-
-
-def _kserve(arguments: list[str]) -> int:
-    from shmserve.cli import kserve
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve kserve",
-        description="Print the manifest of a ServingRuntime, by which KServe runs servers.",
-    )
-    kserve.add_arguments(parser)
-    return kserve.run(parser.parse_args(arguments))
-
-
-def _perf(arguments: list[str]) -> int:
-    from shmserve.cli import perf
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve perf",
-        description="Send a model of any v2 server requests, and say how many a second it answers.",
-        allow_abbrev=False,
-    )
-    perf.add_arguments(parser)
-    return perf.run(parser.parse_args(arguments))
-
-
-def _profile(arguments: list[str]) -> int:
-    from shmserve.cli import profile
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve profile",
-        description="Watch a model that generates text, and print where its steps spend time.",
-    )
-    profile.add_arguments(parser)
-    return profile.run(parser.parse_args(arguments))
-
-
-def _systemd(arguments: list[str]) -> int:
-    from shmserve.cli import systemd
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve systemd",
-        description="Write, show or remove the units by which systemd runs a server.",
-    )
-    systemd.add_arguments(parser)
-    return systemd.run(parser.parse_args(arguments))
-
-
-def _top(arguments: list[str]) -> int:
-    from shmserve.cli import top
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve top",
-        description="Show what a server does now: its models, those first that hurt.",
-        allow_abbrev=False,
-    )
-    top.add_arguments(parser)
-    return top.run(parser.parse_args(arguments))
-
-
-def _tune(arguments: list[str]) -> int:
-    from shmserve.cli import tune
-
-    parser = argparse.ArgumentParser(
-        prog="shmserve tune",
-        description="Load a model with one configuration after the other, and say with which it "
-        "answers most requests a second within a latency target.",
-        allow_abbrev=False,
-    )
-    tune.add_arguments(parser)
-    return tune.run(parser.parse_args(arguments))
-
-
-def _asks_for_help(arguments: list[str]) -> bool:
-    return "--help" in arguments or "-h" in arguments
+    return run
 
 
 _CHECK_HELP = """\
@@ -295,3 +165,71 @@ prints a finding a check: ok, warning or wrong, what was found, and behind an ar
 it. --peer PID asks instead whether that process can share memory with the server, the one that runs
 in the run directory, or else one that this user would start here. --json prints an object. Exit
 status: 0 all is well, 1 there are warnings, 2 something is wrong."""
+
+
+# The line of each verb in the usage, and what runs it.
+_VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("run a server", _serve),
+    "check": ("load every model of a repository once, run one batch each, report", _check),
+    "doctor": ("what this host lacks for a server, and what to do about it", _doctor),
+    "client": (
+        "ask a server: infer, ready, models, load, unload, stats, config, regions",
+        _client,
+    ),
+    "events": (
+        "what is in a server, and what happens there",
+        _verb_of(
+            "events",
+            "Print what is in a server: models, processes, regions; and what happens.",
+        ),
+    ),
+    "grafana": (
+        "a dashboard for Grafana, alert rules for Prometheus",
+        _verb_of("grafana", "Print a dashboard of the metrics for Grafana to import."),
+    ),
+    "guide": (
+        "pages to read: how to make models, ask a server, run it",
+        _verb_of("guide", "Show a page of the guide; without a topic its contents."),
+    ),
+    "kserve": (
+        "the manifest of a ServingRuntime, by which KServe runs servers",
+        _verb_of("kserve", "Print the manifest of a ServingRuntime, by which KServe runs servers."),
+    ),
+    "perf": (
+        "how many requests a second a model answers, and how fast",
+        _verb_of(
+            "perf",
+            "Send a model of any v2 server requests, and say how many a second it answers.",
+        ),
+    ),
+    "profile": (
+        "where the steps of a model that generates text spend their time",
+        _verb_of(
+            "profile",
+            "Watch a model that generates text, and print where its steps spend time.",
+        ),
+    ),
+    "systemd": (
+        "install, show, remove: the units by which systemd runs a server",
+        _verb_of("systemd", "Write, show or remove the units by which systemd runs a server."),
+    ),
+    "top": (
+        "what a server does now, in a terminal: the models that hurt first",
+        _verb_of("top", "Show what a server does now: its models, those first that hurt."),
+    ),
+    "tune": (
+        "the configuration with which a model answers most within a latency target",
+        _verb_of(
+            "tune",
+            "Load a model with one configuration after the other, and say with which it answers "
+            "most requests a second within a latency target.",
+        ),
+    ),
+}
+
+_USAGE = f"""\
+usage: shmserve VERB ...
+
+{"".join(f"  {name:<15}{line}{chr(10)}" for name, (line, _) in _VERBS.items())}
+shmserve VERB --help tells more; shmserve --version prints the version.
+"""

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shmserve import logs
-from shmserve.cli.client_tensors import ModelTensor, WrongInput, encode, load, split_input
+from shmserve.cli.client_tensors import ModelTensor, encode, load, split_input
 from shmserve.config.server import ServerConfig
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import name_process
@@ -55,10 +55,7 @@ _NO_INPUTS = "\nits configuration names no input, so it was asked with none"
 def check(config: ServerConfig, given: Sequence[str] = ()) -> int:
     """Check the repositories of `config`, with the inputs `given` as NAME=VALUE; prints a line a
     model; 0 when all is well, 2 otherwise, 128 + N when signal N came first."""
-    try:
-        values = {name: load(name, text) for name, text in map(split_input, given)}
-    except WrongInput as error:
-        raise InvalidArgument(str(error)) from None
+    values = {name: load(name, text) for name, text in map(split_input, given)}
     with written_to(config.log.log_file):
         return _checked(config, values)
 
@@ -142,8 +139,6 @@ class _Model:
             requests = self._requests()
         except (MemoryError, OverflowError, ValueError):  # ValueError: more than a message holds
             return "not tried: a batch of zeros is too large to be sent"
-        except WrongInput as error:
-            return str(error)
         failures = (self._ask(inputs, work) for inputs, work in requests)
         return next(filter(None, failures), "")
 

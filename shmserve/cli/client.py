@@ -7,12 +7,18 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shmserve.cli import client_infer, client_server
-from shmserve.cli.client_tensors import WrongInput
-from shmserve.cli.transports import AdminTransport, TransportError
+from shmserve.cli import client_server
+from shmserve.cli.client_tensors import encode, input_named, load, split_input
+from shmserve.cli.transports import (
+    AdminTransport,
+    InputTensor,
+    OutgoingRequest,
+    Transport,
+    TransportError,
+)
 from shmserve.errors import InvalidArgument, ShmserveError
 
 _DONE, _FAILED, _USAGE = 0, 1, 2
@@ -44,6 +50,78 @@ def _a_version(parser: argparse.ArgumentParser) -> None:
 def _perhaps_a_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="[all of it]")
     parser.add_argument("--model-version", default="", metavar="V", help="[every one]")
+
+
+def _infer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="the model to ask")
+    _add_tensors(parser)
+    parser.add_argument(
+        "--model-version", default="", metavar="V", help="of the model [the latest]"
+    )
+    parser.add_argument("--request-id", default="", metavar="ID", help="shown in the server's log")
+    parser.add_argument(
+        "--sequence",
+        default="",
+        metavar="ID",
+        help="the sequence that the request belongs to, a number or a text [none]",
+    )
+    parser.add_argument("--start", action="store_true", help="it is the first of its sequence")
+    parser.add_argument("--end", action="store_true", help="it is the last of its sequence")
+    parser.add_argument(
+        "--timeout-us",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how long it may take, in microseconds [no limit]",
+    )
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        required=True,
+        dest="inputs",
+        metavar="NAME=VALUE",
+        help="an input (repeatable): a JSON number, text or list, @FILE.npy, or @FILE for "
+        "what is in it, as one text; a value with one "
+        "dimension less than the model takes becomes a batch of one",
+    )
+    parser.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        dest="outputs",
+        metavar="NAME",
+        help="an output to ask for (repeatable) [all]",
+    )
+
+
+def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Send the request that the command line says. Raises InvalidArgument or TransportError."""
+    given = [split_input(text) for text in args.inputs]
+    values = [(name, load(name, value)) for name, value in given]
+    model = transport.inputs(args.model, args.model_version)
+    inputs = []
+    for name, value in values:
+        tensor = input_named(name, model)
+        shape, raw = encode(tensor, value)
+        inputs.append(InputTensor(name, tensor.datatype, shape, raw))
+    yield from transport.infer(
+        OutgoingRequest(
+            args.model,
+            args.model_version,
+            args.request_id,
+            args.timeout_us,
+            inputs,
+            args.outputs,
+            int(args.sequence) if args.sequence.isdecimal() else args.sequence,
+            args.start,
+            args.end,
+        )
+    )
 
 
 def _ready(server: AdminTransport, args: argparse.Namespace) -> Iterable[Any]:
@@ -80,7 +158,7 @@ def _regions(server: AdminTransport, _: argparse.Namespace) -> Iterable[Any]:
 VERBS = {
     "infer": Verb(
         "send one request to a model and print its responses, each on a line when it comes",
-        *(client_infer.infer, client_infer.add_arguments, client_server.transport),
+        *(_infer, _infer_arguments, client_server.transport),
     ),
     "ready": Verb("whether the server, or a model, is ready", _ready, _perhaps_a_version),
     "models": Verb("the models of the repository, and their states", _models, _nothing),
@@ -123,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
             where = f"{transport.where}: "
             for answer in verb.act(transport, args):
                 print(json.dumps(answer), flush=True)
-    except (WrongInput, InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
+    except (InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
         return _complain(name, str(error), _USAGE)
     except (TransportError, ShmserveError) as error:
         return _complain(name, f"{where}{error}", _FAILED)

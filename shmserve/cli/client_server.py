@@ -7,11 +7,10 @@ import importlib.util
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmserve.cli.client_tensors import WrongInput
 from shmserve.cli.transports import Address, AdminTransport, Credentials, Transport
 from shmserve.cli.transports.http import HttpTransport
 from shmserve.client.server import discovery
-from shmserve.errors import Unavailable, refused
+from shmserve.errors import InvalidArgument, Unavailable, refused
 
 _USUAL_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
 _FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
@@ -57,7 +56,8 @@ def transport(args: argparse.Namespace) -> Transport:
 
 
 def admin_transport(args: argparse.Namespace) -> AdminTransport:
-    """The way for every request. Raises WrongInput, or Disconnected where no server is found."""
+    """The way for every request. Raises InvalidArgument, or Disconnected where there is no
+    server."""
     given = credentials(args)
     return transport_at(address(args.url), given) if args.url else _discovered(args, given)
 
@@ -70,17 +70,17 @@ def _discovered(args: argparse.Namespace, given: Credentials) -> AdminTransport:
 
 
 def credentials(args: argparse.Namespace) -> Credentials:
-    """Who asks, as the flags say. Raises WrongInput."""
+    """Who asks, as the flags say. Raises InvalidArgument."""
     headers = []
     for text in args.headers:
         name, colon, value = text.partition(":")
         if not (name.strip() and colon):
-            raise WrongInput(f"--header takes NAME:VALUE, not '{text}'")
+            raise InvalidArgument(f"--header takes NAME:VALUE, not '{text}'")
         headers.append((name.strip(), value.strip()))
     if args.token_file:
         headers.append(("Authorization", f"Bearer {token(args.token_file)}"))
     if bool(args.client_cert) != bool(args.client_key):
-        raise WrongInput("--client-cert and --client-key go together")
+        raise InvalidArgument("--client-cert and --client-key go together")
     return Credentials(headers, args.root_cert, args.client_cert, args.client_key)
 
 
@@ -91,11 +91,11 @@ def token(path: str) -> str:
     for words in (line.partition("#")[0].split() for line in lines):
         if words:
             return words[0]
-    raise WrongInput(f"--token-file: '{path}' has no token")
+    raise InvalidArgument(f"--token-file: '{path}' has no token")
 
 
 def address(url: str) -> Address:
-    """What `--url` says. Raises WrongInput."""
+    """What `--url` says. Raises InvalidArgument."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
@@ -108,15 +108,15 @@ def address(url: str) -> Address:
             return Address(f"{parts.scheme}://{target}", parts.scheme[:4], target, tls)
     except ValueError:
         pass
-    raise WrongInput(f"--url takes {_FORMS}, not '{url}'")
+    raise InvalidArgument(f"--url takes {_FORMS}, not '{url}'")
 
 
 def transport_at(place: Address, given: Credentials) -> AdminTransport:
-    """The way to an address. Raises WrongInput."""
+    """The way to an address. Raises InvalidArgument."""
     if place.protocol == "http":
         return HttpTransport(place, given)
     if importlib.util.find_spec("grpc") is None:
-        raise WrongInput("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
+        raise InvalidArgument("--url grpc://... takes the extra: pip install 'shmserve[grpc]'")
     from shmserve.cli.transports.grpc import GrpcTransport
 
     return GrpcTransport(place, given)

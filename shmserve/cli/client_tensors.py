@@ -4,13 +4,14 @@ outputs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, encode_bytes, to_bf16
 
 _Array = np.ndarray[Any, Any]
@@ -27,10 +28,6 @@ _ELEMENTS: dict[str, tuple[type | tuple[type, ...], str]] = {
 }
 
 
-class WrongInput(Exception):
-    """A value on the command line is not what the model takes; the text is for the user."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
     """An input as the model's metadata has it; -1 in `shape` is any size."""
@@ -40,26 +37,33 @@ class ModelTensor:
     shape: tuple[int, ...]
 
 
+def input_named(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
+    """The input of this name; raises InvalidArgument where the model has none."""
+    if name not in inputs:
+        raise InvalidArgument(f"the model has no input '{name}'; it has {', '.join(inputs)}")
+    return inputs[name]
+
+
 def split_input(text: str) -> tuple[str, str]:
-    """Name and value of an `--input`; raises WrongInput."""
+    """Name and value of an `--input`; raises InvalidArgument."""
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise WrongInput(f"--input takes NAME=VALUE, not '{text}'")
+        raise InvalidArgument(f"--input takes NAME=VALUE, not '{text}'")
     return name, value
 
 
 def load(name: str, text: str) -> Any:
     """The value in `text`: JSON, or if it starts with @ the array in a file of numpy's (.npy), or
-    all of another file as one text; raises WrongInput."""
+    all of another file as one text; raises InvalidArgument."""
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise WrongInput(f"input '{name}': the lists are nested too deeply") from error
+        raise InvalidArgument(f"input '{name}': the lists are nested too deeply") from error
     except ValueError as error:
         hint = "" if text[:1] in tuple('[{"') else f" (a text has quotes: --input '{name}=\"...\"')"
-        raise WrongInput(f"input '{name}': not JSON: {error}{hint}") from error
+        raise InvalidArgument(f"input '{name}': not JSON: {error}{hint}") from error
 
 
 def _load_array(name: str, path: Path) -> _Array:
@@ -69,9 +73,9 @@ def _load_array(name: str, path: Path) -> _Array:
                 return np.array(file.read(), np.object_)
             array = np.load(file, allow_pickle=False)
     except Exception as error:  # whatever numpy makes of a file that is none of its own
-        raise WrongInput(f"input '{name}': cannot read {path}: {error}") from error
+        raise InvalidArgument(f"input '{name}': cannot read {path}: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise WrongInput(f"input '{name}': {path} holds several arrays, not one")
+        raise InvalidArgument(f"input '{name}': {path} holds several arrays, not one")
     return array
 
 
@@ -80,10 +84,10 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
 
     A value with exactly one dimension less than the model takes, where the model's first is of any
     size, becomes a batch of one; a single value becomes the one element that a model takes. Raises
-    WrongInput if the elements are not of the datatype.
+    InvalidArgument if the elements are not of the datatype.
     """
     if tensor.datatype not in ITEM_SIZE:
-        raise WrongInput(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
+        raise InvalidArgument(f"input '{tensor.name}' is of an unknown datatype, {tensor.datatype}")
     convert = _from_array if isinstance(value, np.ndarray) else _from_json
     array = convert(tensor, value)
     shape = list(array.shape)
@@ -120,13 +124,13 @@ def _texts(raw: memoryview) -> Iterator[str]:
 def _from_json(tensor: ModelTensor, value: Any) -> _Array:
     shape = _shape(value)
     if len(shape) > _MOST_DIMENSIONS:
-        raise WrongInput(f"input '{tensor.name}': the lists are nested too deeply")
+        raise InvalidArgument(f"input '{tensor.name}': the lists are nested too deeply")
     kind, called = _ELEMENTS.get(tensor.datatype, _INTEGER)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):
         # To Python, true is an integer too.
         if not isinstance(element, kind) or (isinstance(element, bool) and kind is not bool):
-            raise WrongInput(
+            raise InvalidArgument(
                 f"input '{tensor.name}' is {tensor.datatype}: its elements are {called}, not "
                 f"{json.dumps(element)}"
             )
@@ -140,14 +144,14 @@ def _typed(tensor: ModelTensor, elements: list[Any]) -> _Array:
         limits = np.iinfo(wanted)
         for element in elements:
             if not limits.min <= element <= limits.max:
-                raise WrongInput(
+                raise InvalidArgument(
                     f"input '{tensor.name}' is {tensor.datatype}: {element} does not fit"
                 )
     try:
         with np.errstate(over="ignore"):
             array = np.array(elements, dtype=wanted)
     except OverflowError as error:
-        raise WrongInput(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
+        raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {error}") from error
     return to_bf16(array) if tensor.datatype == "BF16" else array
 
 
@@ -167,7 +171,7 @@ def _leaves(tensor: ModelTensor, value: Any, shape: tuple[int, ...]) -> Iterator
         yield value
         return
     if not isinstance(value, list) or len(value) != shape[0]:
-        raise WrongInput(f"input '{tensor.name}': the lists are of unequal length or depth")
+        raise InvalidArgument(f"input '{tensor.name}': the lists are of unequal length or depth")
     for item in value:
         yield from _leaves(tensor, item, shape[1:])
 
@@ -186,4 +190,4 @@ def _from_array(tensor: ModelTensor, array: _Array) -> _Array:
     elif tensor.datatype != "BF16" and np.can_cast(array.dtype, NUMPY[tensor.datatype], "safe"):
         return array.astype(NUMPY[tensor.datatype])
     found = "what is in a file as it is" if array.dtype == object else f"an array of {array.dtype}"
-    raise WrongInput(f"input '{tensor.name}' is {tensor.datatype}: {found} is not")
+    raise InvalidArgument(f"input '{tensor.name}' is {tensor.datatype}: {found} is not")

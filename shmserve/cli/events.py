@@ -8,9 +8,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from shmserve.client.events import TOPICS, EventReader, Told
+from shmserve.client.events import TOPICS, EventReader, ReceivedEvent
 from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.ipc.messages.events import HealthChanged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,26 +47,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _time(told: Told) -> str:
+def _time(told: ReceivedEvent) -> str:
     when = datetime.fromtimestamp(told.time_ns / 1e9, UTC)
     return f"{when:%Y-%m-%dT%H:%M:%S}.{told.time_ns // 1_000_000 % 1000:03d}Z"
 
 
-def _as_json(told: Told) -> str:
+def _as_json(told: ReceivedEvent) -> str:
     event = told.event
     kind = type(event)
     shown = {"time": _time(told), "topic": m.TOPICS[kind], "event": kind.__name__}
     return json.dumps(shown | asdict(event))
 
 
-def _lost(told: Told, as_json: bool) -> str:
+def _lost(told: ReceivedEvent, as_json: bool) -> str:
     if as_json:
         shown = {"time": _time(told), "topic": told.topic, "event": "EventsLost"}
         return json.dumps(shown | {"count": told.lost})
     return f"{_time(told)} {told.lost} events of {told.topic} lost: they were not read in time"
 
 
-def _as_text(told: Told) -> str:
+def _as_text(told: ReceivedEvent) -> str:
     return "".join(c if c.isprintable() else "?" for c in f"{_time(told)} {_text(told.event)}")
 
 

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import shmserve
-from shmserve.cli import serve_help
+from shmserve.config.options import GROUPS, IDLE, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def page(topic: str) -> str:
     """The text of a page. Raises InvalidArgument naming the nearest when there is none."""
-    made: dict[str, Callable[[], str]] = {"client": client_reference, "flags": serve_help.text}
+    made: dict[str, Callable[[], str]] = {"client": client_reference, "flags": flags_reference}
     files = {file.stem.lower(): file for file in Path(shmserve.__path__[0]).glob("**/*.md")}
     name = topic.lower()
     if name in made:
@@ -101,3 +101,39 @@ def _indented(text: str | None) -> list[str]:
 
 def _is_a(thing: Any, kind: type) -> bool:
     return inspect.isclass(thing) and issubclass(thing, kind)
+
+
+def flags_reference() -> str:
+    """All flags, in their groups, and those of tritonserver that are accepted without effect."""
+    lines = [
+        "usage: shmserve serve --model-repository DIR [flags]",
+        "       shmserve serve path/model.py:Class [flags]",
+    ]
+    for group, flags in GROUPS.items():
+        lines += ["", f"{group}:"]
+        for flag in flags:
+            lines += _flag_help(flag)
+    lines += ["", "Accepted and without effect, so that a tritonserver command line starts:"]
+    for instead, flags in IDLE.items():
+        names = ", ".join(f"--{flag.name}" for flag in flags)
+        lines += textwrap.wrap(
+            f"{names}: {instead}",
+            92,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def _flag_help(flag: Flag) -> list[str]:
+    kind = "|".join(flag.choices) or {"bool": "true|false"}.get(
+        flag.kind.__name__, flag.kind.__name__.upper().replace("STR", "TEXT")
+    )
+    default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
+    return [
+        f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}",
+        *textwrap.wrap(
+            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
+        ),
+    ]

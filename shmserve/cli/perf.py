@@ -15,11 +15,9 @@ from typing import Any
 
 from shmserve import __version__
 from shmserve.cli import client_server
-from shmserve.cli.client_tensors import WrongInput
-from shmserve.cli.transports import TransportError
-from shmserve.errors import InvalidArgument, Unavailable, refused
-from shmserve.perf import arrivals, plot, points, report, targets
-from shmserve.perf.load import Load
+from shmserve.errors import InvalidArgument, refused
+from shmserve.perf import plot, points, report, targets
+from shmserve.perf.load import LoadGenerator, loads_of, schedule
 from shmserve.perf.poller import Poller
 
 _SCHEDULES = ("poisson", "constant")
@@ -116,7 +114,7 @@ def add_data(group: Any) -> None:
 
 
 def _add_measuring(group: Any) -> None:
-    plan = points.Plan()
+    plan = points.MeasurementPlan()
     for flag, default, text in (
         ("warm-up", plan.warm_up_s, "seconds before the first window"),
         ("window", plan.window_s, "seconds of a window"),
@@ -157,16 +155,11 @@ def run(args: argparse.Namespace) -> int:
     kind, values = _loads(args)
     plan = _plan(args)
     old = report.older(args.compare) if args.compare else None
-    try:
-        with contextlib.ExitStack() as stack:
-            poller = stack.enter_context(contextlib.closing(Poller()))
-            target = targets.target(args, poller, stack)
-            measured = partial(_measured, args, plan, poller, target, kind)
-            found = list(map(measured, values))
-    except TransportError as error:
-        raise Unavailable(str(error)) from None
-    except WrongInput as error:
-        raise InvalidArgument(str(error)) from None
+    with contextlib.ExitStack() as stack:
+        poller = stack.enter_context(contextlib.closing(Poller()))
+        target = targets.target(args, poller, stack)
+        measured = partial(_measured, args, plan, poller, target, kind)
+        found = list(map(measured, values))
     print(f"{args.model} at {target.where}\n{report.table(found)}")
     if old is not None:
         print(f"\n{report.comparison(old, found)}")
@@ -180,11 +173,11 @@ def _loads(args: argparse.Namespace) -> tuple[str, list[float]]:
             flag = name.replace("_", "-")
             raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {least}")
     if args.rate:
-        return "rate", arrivals.points(args.rate, "rate", float)
-    return "concurrency", arrivals.points(args.concurrency or "1", "concurrency", int)
+        return "rate", loads_of(args.rate, "rate", float)
+    return "concurrency", loads_of(args.concurrency or "1", "concurrency", int)
 
 
-def _plan(args: argparse.Namespace) -> points.Plan:
+def _plan(args: argparse.Namespace) -> points.MeasurementPlan:
     for flag, value in (
         *(("window", args.window), ("stability", args.stability), ("patience", args.patience)),
     ):
@@ -192,23 +185,23 @@ def _plan(args: argparse.Namespace) -> points.Plan:
             raise InvalidArgument(f"--{flag}: {value:g} is not more than 0")
     if not 0 <= args.warm_up < math.inf:
         raise InvalidArgument(f"--warm-up: {args.warm_up:g} is less than 0")
-    return points.Plan(args.warm_up, args.window, args.windows, args.stability / 100)
+    return points.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 
 def _measured(
     args: argparse.Namespace,
-    plan: points.Plan,
+    plan: points.MeasurementPlan,
     poller: Poller,
-    target: targets.Target,
+    target: targets.LoadTarget,
     kind: str,
     value: float,
 ) -> points.Point:
-    schedule, slots = None, int(value)
+    due, slots = None, int(value)
     if kind == "rate":
-        schedule = arrivals.schedule(args.arrivals, value, args.seed)
+        due = schedule(args.arrivals, value, args.seed)
         slots = args.max_in_flight
     requests = target.requests(slots)
-    load = Load(poller, target.door, requests, slots, schedule, args.patience)
+    load = LoadGenerator(poller, target.door, requests, slots, due, args.patience)
     with contextlib.closing(load):
         found = points.measured(load, plan, kind, value, target.streams, target.statistics)
     print(f"{found.name}: {found.per_second:,.1f} requests/s", file=sys.stderr)

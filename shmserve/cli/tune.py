@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shmserve.cli import client_server, perf
-from shmserve.cli.client_tensors import WrongInput
 from shmserve.cli.transports import AdminTransport, TransportError
-from shmserve.errors import InvalidArgument, Unavailable, refused
+from shmserve.errors import InvalidArgument, refused
 from shmserve.perf import plot, points, targets, tuned
-from shmserve.perf.load import Load
+from shmserve.perf.load import LoadGenerator
 from shmserve.perf.poller import Poller
 from shmserve.perf.search import Candidate, Search, Trial
 
@@ -76,13 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("--openai: what generates text has its settings in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
-    try:
-        with contextlib.ExitStack() as stack:
-            return _tuned(args, target_ms, stack)
-    except TransportError as error:
-        raise Unavailable(str(error)) from None
-    except WrongInput as error:
-        raise InvalidArgument(str(error)) from None
+    with contextlib.ExitStack() as stack:
+        return _tuned(args, target_ms, stack)
 
 
 def _milliseconds(text: str) -> float:
@@ -142,7 +136,7 @@ class _Runs:
     args: argparse.Namespace
     server: AdminTransport
     poller: Poller
-    target: targets.Target
+    target: targets.LoadTarget
     config: dict[str, Any]
     target_ms: float
     count: int = 0
@@ -171,9 +165,9 @@ class _Runs:
     def _point(self, in_flight: int) -> points.Point:
         usual_s = max(_LEAST_WINDOW_S, _LEAST_LATENCIES * self.target_ms / 1000)
         window_s = self.args.window or usual_s
-        plan = points.Plan(window_s / 2, window_s, _MOST_WINDOWS)
+        plan = points.MeasurementPlan(window_s / 2, window_s, _MOST_WINDOWS)
         requests = self.target.requests(in_flight)
-        load = Load(
+        load = LoadGenerator(
             *(self.poller, self.target.door, requests, in_flight),
             schedule=None,
             patience_s=self.args.patience,

@@ -25,6 +25,7 @@ from shmserve.client.server.listener_link import GONE, ControlRequest, ListenerL
 from shmserve.client.server.state import ServerState
 from shmserve.errors import ShmserveError, from_code
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.local_clients import OwnerExited, ServerEnding, Welcome, WithdrawMemory
 from shmserve.ipc.transport.records import MalformedMessage
 
@@ -114,7 +115,7 @@ class ServerConnection(ServerState):
                 case ServerEnding(acknowledge):
                     self.leaving = True
                     self._acknowledge(acknowledge)
-                case m.HealthChanged(ready=ready):
+                case HealthChanged(ready=ready):
                     self.models.ready = ready
                     informed = True
                 case m.Answered(number, payload):

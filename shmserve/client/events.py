@@ -37,7 +37,7 @@ _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReceivedEvent:
     """Something that the server told: an event of shmserve.ipc.messages.events, when (ns since the
     epoch), and how many of its topic were lost just before it. Event None: only that they were."""
 
@@ -92,7 +92,7 @@ class EventReader:
             self._context.destroy(linger=0)
             raise
 
-    def snapshot(self) -> list[Told]:
+    def snapshot(self) -> list[ReceivedEvent]:
         """The present state; events that came before it are in it. Raises Disconnected."""
         mine = SNAPSHOT + secrets.token_hex(8)
         self._socket.subscribe(mine)
@@ -103,12 +103,12 @@ class EventReader:
                     raise Disconnected("the server does not say what is")
                 topic, header, events = arrived
                 if topic == mine:
-                    return [Told(topic, event, header.time_ns, 0) for event in events]
+                    return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]
                 self._gaps.before(topic, header.sequence)
         finally:
             self._socket.unsubscribe(mine)
 
-    def follow(self) -> Iterator[Told]:
+    def follow(self) -> Iterator[ReceivedEvent]:
         """The events as they happen. Raises Disconnected when the server has ended.
 
         Where nothing comes any more the server is asked how far it is: what was lost at the end is
@@ -129,14 +129,16 @@ class EventReader:
             quiet = False
             lost = self._gaps.before(topic, header.sequence)
             for event in events:
-                yield Told(topic, event, header.time_ns, lost)
+                yield ReceivedEvent(topic, event, header.time_ns, lost)
                 lost = 0
 
-    def _missing(self, header: EventHeader, events: list[SequenceReached]) -> Iterator[Told]:
+    def _missing(
+        self, header: EventHeader, events: list[SequenceReached]
+    ) -> Iterator[ReceivedEvent]:
         for reached in events:
             lost = self._gaps.reached(reached.topic, reached.sequence)
             if lost and reached.topic in self._topics:
-                yield Told(reached.topic, None, header.time_ns, lost)
+                yield ReceivedEvent(reached.topic, None, header.time_ns, lost)
 
     def _next(self, timeout_ms: int | None) -> tuple[str, EventHeader, list[Any]] | None:
         poller = zmq.Poller()

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
     Raises Problems, whose lines name the flag, what was found and what is allowed.
     """
-    given = config_file.Settings()
+    given = config_file.FlagValues()
     positional: list[str] = []
     behind: dict[str, str] = {}
     rest = list(arguments)
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         if value is not None:
             given.add(flag, name, value)
     file = given.values.get("config")
-    written = config_file.Settings() if file is None else wrong(config_file.read, str(file))
+    written = config_file.FlagValues() if file is None else wrong(config_file.read, str(file))
     wrong.check()
     said = {*given.values, *given.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}

@@ -21,7 +21,7 @@ _NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FlagValues:
     """What a file, or a command line, sets: values by flag (lists where it repeats), and the flags
     without effect. `places`: where a file does, "'FILE' line N"."""
 
@@ -40,7 +40,7 @@ class Settings:
             self.values[flag.name] = value
 
 
-def read(path: str) -> Settings:
+def read(path: str) -> FlagValues:
     """The settings in a file.
 
     Raises InvalidArgument where it cannot be read, and Problems, whose lines name the file, the
@@ -51,7 +51,7 @@ def read(path: str) -> Settings:
     return parse(text, path)
 
 
-def parse(text: str, path: str) -> Settings:
+def parse(text: str, path: str) -> FlagValues:
     """The settings in the text of the file at `path` (pure). Raises Problems."""
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -60,11 +60,11 @@ def parse(text: str, path: str) -> Settings:
         reason = getattr(error, "problem", None) or clip(str(error), 200)
         raise Problems([f"{_at(path, mark)}: it is not YAML: {reason}"]) from None
     if top is None:
-        return Settings()
+        return FlagValues()
     if not isinstance(top, yaml.MappingNode):
         kind = "list" if isinstance(top, yaml.SequenceNode) else "text"
         raise Problems([f"{_at(path, top.start_mark)}: a {kind} is no flag's value: NAME: VALUE"])
-    settings = Settings()
+    settings = FlagValues()
     lines: dict[str, int] = {}
     problems: list[str] = []
     for key, value in top.value:

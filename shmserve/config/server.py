@@ -18,8 +18,8 @@ from shmserve.common.access.auth_tokens import (
 )
 from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.common.model_names import CLASS_IN_FILE, is_inline
+from shmserve.common.tls import Tls, check_file
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
-from shmserve.config import grpc
 from shmserve.config.command_line import Parsed
 from shmserve.config.flag_values import (
     MetricsConfig,
@@ -30,8 +30,8 @@ from shmserve.config.flag_values import (
     parse_resources,
     workspace_byte_sizes,
 )
-from shmserve.config.grpc import GrpcConfig
 from shmserve.errors import Collected, InvalidArgument, Problems, refused
+from shmserve.gateway.settings import GrpcSettings
 from shmserve.logs import LogSettings
 from shmserve.model_config import ModelDefaults
 
@@ -46,6 +46,18 @@ class HttpConfig:
     unix_socket: Path | None
     max_input_size: int
     body_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """The gRPC listener: `workers` processes share its sockets, a unix socket among them if there
+    is a path for one."""
+
+    address: str
+    port: int
+    unix_socket: Path | None
+    workers: int
+    settings: GrpcSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +187,7 @@ def _from_flags(
         execution_timeout_s=value["execution-timeout-secs"],
         load_timeout_s=value["load-timeout-secs"],
         http=_http(value),
-        grpc=wrong(grpc.from_values, value),
+        grpc=wrong(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics=wrong(parse_metrics_config, parsed.repeated["metrics-config"]),
         tokens=wrong(_tokens, value["auth-token-file"]),
@@ -340,3 +352,56 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise InvalidArgument(f"{name}: '{text}' is not a number of requests")
     return int(text)
+
+
+# Flag -> the setting of the same meaning.
+_GRPC_SETTINGS = {
+    "grpc-keepalive-time": "keepalive_time_ms",
+    "grpc-keepalive-timeout": "keepalive_timeout_ms",
+    "grpc-keepalive-permit-without-calls": "keepalive_permit_without_calls",
+    "grpc-http2-max-pings-without-data": "max_pings_without_data",
+    "grpc-http2-min-recv-ping-interval-without-data": "min_ping_interval_ms",
+    "grpc-http2-max-ping-strikes": "max_ping_strikes",
+    "grpc-max-connection-age": "max_connection_age_ms",
+    "grpc-max-connection-age-grace": "max_connection_age_grace_ms",
+}
+_COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # zlib's
+
+
+def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:
+    """The settings that the flags' values give, None for --allow-grpc=false.
+
+    Raises InvalidArgument with one line naming the flag.
+    """
+    if not value["allow-grpc"]:
+        return None
+    level = _COMPRESSION_LEVELS[value["grpc-infer-response-compression-level"]]
+    settings = {setting: value[flag] for flag, setting in _GRPC_SETTINGS.items()}
+    unix_socket = value["grpc-unix-socket"]
+    return GrpcConfig(
+        address=value["grpc-address"] or value["http-address"],
+        port=value["grpc-port"],
+        unix_socket=Path(unix_socket) if unix_socket else None,
+        workers=value["grpc-workers"],
+        settings=GrpcSettings(tls=_tls(value), compression_level=level, **settings),
+    )
+
+
+def _tls(value: Mapping[str, Any]) -> Tls | None:
+    mutual: bool = value["grpc-use-ssl-mutual"]
+    if not (value["grpc-use-ssl"] or mutual):
+        return None
+    tls = Tls(
+        server_cert=_file(value, "grpc-server-cert"),
+        server_key=_file(value, "grpc-server-key"),
+        root_cert=_file(value, "grpc-root-cert") if mutual else None,
+    )
+    # A gateway would say it, and would be started again and again.
+    tls.context()
+    return tls
+
+
+def _file(value: Mapping[str, Any], flag: str) -> str:
+    path: str = value[flag] or ""
+    check_file(flag, path)
+    return str(Path(path).absolute())

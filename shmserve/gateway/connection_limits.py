@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MOST_WARNINGS = 10  # about too many connections; more are debug lines
 
 
-class LimitedConnection(asyncio.Protocol, ABC):
+class LimitedConnection(asyncio.BaseProtocol, ABC):
     """A connection that may be ended to make room for others."""
 
     transport: asyncio.Transport | None

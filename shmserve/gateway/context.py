@@ -14,7 +14,7 @@ from shmserve.gateway.settings import GatewaySettings
 from shmserve.gateway.tracing.tracer import Tracer
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.ipc.messages.events import HealthChanged
 
 
 @dataclass(slots=True, eq=False)

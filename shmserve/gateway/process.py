@@ -34,6 +34,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.memory import (
     RegionDrained,
     RegionPublished,
@@ -170,7 +171,7 @@ class _Process:
             body_budget=BodyBudget(max(settings.arena_byte_size, settings.max_input_size), trim),
             malloc_trim=trim,
             mappings=Mappings(),
-            health=m.HealthChanged(live=True, ready=False, exiting=False),
+            health=HealthChanged(live=True, ready=False, exiting=False),
             tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
         self._front = make_front(self._gateway)
@@ -220,7 +221,7 @@ class _Process:
             case RegionDrained(memory_id, acknowledge):
                 gateway.regions.drained(memory_id)
                 self._acknowledge(acknowledge)
-            case m.HealthChanged():
+            case HealthChanged():
                 gateway.health = message
                 self._front.health_changed()
                 self._informed.set()

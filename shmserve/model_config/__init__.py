@@ -14,10 +14,9 @@ The Source remembers where everything was written and what could not be read: `v
 """
 
 from shmserve.model_config.autocomplete import merge_autocomplete
-from shmserve.model_config.class_source import class_source
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.normalise import ModelDefaults, detect_backend, normalise
-from shmserve.model_config.parse import from_json, parse_pbtxt, read_json, read_pbtxt
+from shmserve.model_config.parse import class_source, from_json, parse_pbtxt, read_json, read_pbtxt
 from shmserve.model_config.rules.ensembles import GraphProblem, compose
 from shmserve.model_config.validation import LoadProblem, validate
 from shmserve.model_config.views import doubts, ignored_fields, read_labels, to_dict

@@ -1,12 +1,22 @@
-"""Parsing a configuration: config.pbtxt text, or the JSON of a load request."""
+"""Parsing a configuration: config.pbtxt text, or the JSON of a load request; and where a class that
+is a model writes its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shmserve.common.duplicate_keys import members
+from shmserve.common.model_settings import (
+    MAX_INSTANCES,
+    MAX_STREAMS,
+    MIN_INSTANCES,
+    STRATEGY,
+    TARGET,
+)
 from shmserve.errors import InvalidArgument
-from shmserve.model_config.diagnostics import Source, located
+from shmserve.ipc.class_places import class_places
+from shmserve.model_config.diagnostics import Key, Source, located, member
+from shmserve.model_config.rules.padding import PADDING
 from shmserve.model_config.syntax.json_format import decode_json, tree_from_json
 from shmserve.model_config.syntax.message_builder import Builder
 from shmserve.model_config.syntax.text_format import parse
@@ -74,3 +84,24 @@ def _filled(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelCon
 
 def _refusal(origin: str, malformed: Malformed) -> InvalidArgument:
     return InvalidArgument(f"{located(origin, malformed.at)} {malformed.message}")
+
+
+# Attribute or method -> the keys of a configuration that it makes; others are keys themselves.
+_KEYS: dict[str, tuple[Key, ...]] = {
+    "instances": (("instance_group",),),
+    "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
+    "predict": (("input",), ("output",)),
+    **{
+        name: (("parameters", member(name)),)
+        for name in (STRATEGY, TARGET, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING)
+    },
+}
+
+
+def class_source(text: str, name: str, origin: str) -> Source:
+    """The places of a class `name` in the text of its file (pure); `origin` names the file."""
+    places: dict[Key, str] = {}
+    for attribute, place in class_places(text, name).items():
+        for key in _KEYS.get(attribute, ((attribute,),)):
+            places[key] = place
+    return Source(origin, places)

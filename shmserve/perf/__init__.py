@@ -1,12 +1,11 @@
 """The load generator of `shmserve perf`, for any server of the v2 protocol.
 
-arrivals.py    when requests are to be sent: schedules, and sweeps of loads
 data.py        what is sent: inputs made by shape, or from values, a file or a program
 regions.py     memory that is registered with the server, for inputs and outputs
 targets.py     what a command line asks: a door, and the requests for it
 poller.py      the loop that everything runs in
 doors/         the ways to a server: encoded requests, and lanes that carry one at a time
-load.py        a load: slots, each with a lane, and the records of what became of requests
+load.py        a load: when requests are sent, slots, each with a lane, and what became of them
 measure.py     windows, when they agree, percentiles
 points.py      one point of a sweep, measured
 report.py      the table, JSON, CSV, and a comparison with an older report

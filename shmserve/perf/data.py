@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.cli.client_tensors import ModelTensor, WrongInput, encode, load, split_input
+from shmserve.cli.client_tensors import ModelTensor, encode, input_named, load, split_input
 from shmserve.cli.transports import InputTensor, Transport, TransportError
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
@@ -32,7 +32,7 @@ Item = list[InputTensor]
 
 
 @dataclass(frozen=True)
-class Signature:
+class ModelInterface:
     """What a model takes and gives: `outputs` are datatype and shape of a row, -1 any size."""
 
     inputs: Mapping[str, ModelTensor]
@@ -53,10 +53,12 @@ class Given:
     text_length: int = 128
 
 
-def signature(transport: Transport, config: Mapping[str, Any], model: str, ver: str) -> Signature:
+def signature(
+    transport: Transport, config: Mapping[str, Any], model: str, ver: str
+) -> ModelInterface:
     """As the server says; `config` is {} of one that tells none. Raises TransportError."""
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
-    return Signature(
+    return ModelInterface(
         transport.inputs(model, ver),
         {
             each["name"]: (
@@ -71,9 +73,9 @@ def signature(transport: Transport, config: Mapping[str, Any], model: str, ver: 
     )
 
 
-def items(found: Signature, given: Given) -> list[Item]:
-    """The requests that take turns. Raises InvalidArgument or WrongInput for what the model does
-    not take, or a file that is not what it must be."""
+def items(found: ModelInterface, given: Given) -> list[Item]:
+    """The requests that take turns. Raises InvalidArgument for what the model does not take,
+    or a file that is not what it must be."""
     if given.batch > 1 and not found.batches:
         raise InvalidArgument(f"--batch: {given.batch} rows, but the model takes no batches")
     shapes = dict(_shape(text, found) for text in given.shapes)
@@ -95,17 +97,14 @@ def items(found: Signature, given: Given) -> list[Item]:
 
 @dataclass(frozen=True)
 class _Maker:
-    model: Signature
+    model: ModelInterface
     given: Given
     shapes: Mapping[str, tuple[int, ...]]
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
 
     def tensor(self, name: str) -> ModelTensor:
         """The model's input; raises InvalidArgument."""
-        if name not in self.model.inputs:
-            known = ", ".join(self.model.inputs)
-            raise InvalidArgument(f"the model has no input '{name}'; it has {known}")
-        return self.model.inputs[name]
+        return input_named(name, self.model.inputs)
 
     def shape(self, name: str, given: Sequence[int] | None = None) -> tuple[int, ...]:
         """Of an input as it is sent; `given`: of a row, where it is known."""
@@ -164,7 +163,7 @@ class _Maker:
         return InputTensor(name, datatype, list(shape), raw)
 
 
-def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
+def _shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]]:
     name, colon, dims = text.rpartition(":")
     try:
         shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
@@ -179,11 +178,9 @@ def _shape(text: str, model: Signature) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
-def _value(text: str, model: Signature) -> tuple[str, InputTensor]:
+def _value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
     name, value = split_input(text)
-    if name not in model.inputs:
-        raise WrongInput(f"the model has no input '{name}'; it has {', '.join(model.inputs)}")
-    tensor = model.inputs[name]
+    tensor = input_named(name, model.inputs)
     shape, raw = encode(tensor, load(name, value))
     return name, InputTensor(name, tensor.datatype, shape, raw)
 
@@ -210,7 +207,7 @@ def _file(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
             raise InvalidArgument(f"--data: request {number} of '{path}' is no object of inputs")
         try:
             yield {name: maker.of_elements(name, value) for name, value in entry.items()}
-        except (InvalidArgument, WrongInput, KeyError, ValueError, TypeError) as error:
+        except (InvalidArgument, KeyError, ValueError, TypeError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgument(f"--data: request {number} of '{path}': {text}") from None
 
@@ -237,11 +234,11 @@ def _program(path: Path, maker: _Maker) -> Iterator[dict[str, InputTensor]]:
             raise InvalidArgument(f"--data: request {number} of '{path}' is no mapping of inputs")
         try:
             yield {name: maker.encoded(name, value) for name, value in entry.items()}
-        except (WrongInput, ValueError, TypeError) as error:
+        except (InvalidArgument, ValueError, TypeError) as error:
             raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 
 
-def output_sizes(found: Signature, batch: int, otherwise: int) -> dict[str, int]:
+def output_sizes(found: ModelInterface, batch: int, otherwise: int) -> dict[str, int]:
     """Bytes of each output of a request; `otherwise` where the model does not say."""
     sizes = {}
     for name, (datatype, dims) in found.outputs.items():

@@ -2,18 +2,20 @@
 
 closed loop    each slot begins its next request when one has ended
 open loop      a schedule says when; a request that finds no free slot waits, and its time counts
-               from when it was to be sent
+               from when it was to be sent; schedules are offsets from the load's start
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.perf.doors import Door, Heard, Lane
 from shmserve.perf.measure import Mark, Records
 from shmserve.perf.poller import Poller
@@ -21,13 +23,15 @@ from shmserve.perf.poller import Poller
 _MOST_ERRORS = 20  # texts that are told apart
 _OTHERS = "other errors"
 _LOOK_AROUND_NS = 1_000_000_000
+_MOST_LOADS = 1000  # of a sweep
+_NS = 1e9
 _clock = time.monotonic_ns
 
 
-class Slot:
+class LoadSlot:
     """A lane, and the encoded requests that take turns on it."""
 
-    def __init__(self, load: Load, requests: Sequence[Any]) -> None:
+    def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
         self._requests = itertools.cycle(requests)
         self._began_ns = self._late_ns = self._first_ns = self._latest_ns = 0
@@ -66,7 +70,7 @@ class Slot:
         self._load.freed(self, now)
 
 
-class Load:
+class LoadGenerator:
     """Slots in a closed loop, or with a schedule in an open one; ends with `finish`."""
 
     def __init__(
@@ -88,11 +92,11 @@ class Load:
         self._due_ns = 0
         self._waiting: deque[int] = deque()  # since when, for a slot
         self._running = False
-        self._free: list[Slot] = []
+        self._free: list[LoadSlot] = []
         self._count = slots
         self._last_ns = 0  # when something ended
         for number in range(slots):
-            slot = Slot(self, requests(number))
+            slot = LoadSlot(self, requests(number))
             slot.lane = door.lane(slot)
             self._free.append(slot)
         self._lanes = [slot.lane for slot in self._free]
@@ -142,7 +146,7 @@ class Load:
             self._due_ns = self._began_ns + next(self._schedule)
         return self._due_ns - now
 
-    def freed(self, slot: Slot, now: int) -> None:
+    def freed(self, slot: LoadSlot, now: int) -> None:
         """A slot's request has ended."""
         self._last_ns = now
         if self._running and self._schedule is None:
@@ -156,7 +160,7 @@ class Load:
         """A request ended with an error."""
         errors = self.records.errors
         name = error if error in errors or len(errors) < _MOST_ERRORS else _OTHERS
-        errors[name] = errors.get(name, 0) + 1
+        errors[name] += 1
 
     def mark(self) -> Mark:
         """Now."""
@@ -211,4 +215,62 @@ def probe(poller: Poller, door: Door, request: Any, patience_s: float) -> str:
         lane.close()
 
 
-_: type[Heard] = Slot
+def constant(per_second: float) -> Iterator[int]:
+    """One after the other at the same distance."""
+    number = 0
+    while True:
+        yield round(number * _NS / per_second)
+        number += 1
+
+
+def poisson(per_second: float, seed: int) -> Iterator[int]:
+    """Independent arrivals: the times between two are exponentially distributed."""
+    draw = random.Random(seed).expovariate
+    at = 0.0
+    while True:
+        at += draw(per_second)
+        yield round(at * _NS)
+
+
+def schedule(kind: str, per_second: float, seed: int) -> Iterator[int]:
+    """The schedule of a kind, one of `KINDS`."""
+    return KINDS[kind](per_second, seed)
+
+
+KINDS: dict[str, Callable[[float, int], Iterator[int]]] = {
+    "poisson": poisson,
+    "constant": lambda per_second, _: constant(per_second),
+}
+
+
+def loads_of(text: str, flag: str, kind: type[int] | type[float]) -> list[float]:
+    """The loads that a flag says: "1,2,8", or "FIRST:LAST[:STEP]", both ends included. Raises
+    InvalidArgument for what is no number, not above 0, or too many."""
+    refuse = partial(_refused, flag, text)
+    try:
+        if ":" not in text:
+            found = [float(kind(part)) for part in text.split(",")]
+        else:
+            first, last, step = [*map(kind, text.split(":")), kind(1)][:3]
+            if step <= 0 or last < first or text.count(":") > 2:
+                raise refuse()
+            count = int((last - first) / step + 1e-9) + 1
+            if count > _MOST_LOADS:
+                raise InvalidArgument(
+                    f"--{flag}: '{text}' are {count} loads, at most {_MOST_LOADS}"
+                )
+            found = [float(first + step * number) for number in range(count)]
+    except ValueError:
+        raise refuse() from None
+    if any(not 0 < each < float("inf") for each in found):
+        raise refuse()
+    return found
+
+
+def _refused(flag: str, text: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"--{flag}: '{text}' is none of N, N,N,... and FIRST:LAST[:STEP], numbers above 0"
+    )
+
+
+_: type[Heard] = LoadSlot

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class Records:
     ended: array[int] = field(default_factory=_column)
     responses: array[int] = field(default_factory=_column)
     gaps: array[int] = field(default_factory=_column)
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
 
     def failed(self) -> int:
         """How many requests ended with an error."""

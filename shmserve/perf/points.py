@@ -14,7 +14,7 @@ import numpy as np
 
 from shmserve.cli.transports import TransportError
 from shmserve.perf import measure
-from shmserve.perf.load import Load
+from shmserve.perf.load import LoadGenerator
 from shmserve.perf.measure import AGREEING, Mark, Records, spread
 
 _PARTS = ("queue", "compute_input", "compute_infer", "compute_output")
@@ -23,7 +23,7 @@ Statistics = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """How a load is measured; seconds. `within`: a share of the mean."""
 
     warm_up_s: float = 1.0
@@ -65,8 +65,8 @@ class Point:
 
 
 def measured(
-    load: Load,
-    plan: Plan,
+    load: LoadGenerator,
+    plan: MeasurementPlan,
     kind: str,
     value: float,
     streams: bool,
@@ -117,7 +117,7 @@ def _point(records: Records, marks: Sequence[Mark], kind: str, value: float, ok:
     late = np.array(records.late[first.requests : last.requests], np.int64)
     return Point(
         *(kind, value, count, failed),
-        max(records.errors, key=lambda text: records.errors[text]) if failed else "",
+        records.errors.most_common(1)[0][0] if failed else "",
         seconds,
         count / seconds,
         measure.confidence(measure.rates(marks)),

@@ -29,7 +29,7 @@ Requests = Callable[[int], Sequence[Any]]  # of a slot, encoded
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """What is asked. `requests(n)` are those of n slots; `statistics()` what the server counts, by
     model; `where` is what a report calls it."""
 
@@ -40,9 +40,9 @@ class Target:
     where: str
 
 
-def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> Target:
+def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
     """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument,
-    WrongInput, Unavailable and TransportError."""
+    InvalidArgument, Unavailable and TransportError."""
     if args.openai:
         return _openai(args, poller, stack)
     address = client_server.address(args.url) if args.url else None
@@ -68,7 +68,7 @@ def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
     models = (args.model, *model.steps)
     statistics = partial(points.statistics_of, transport, models, args.model_version)
     where = address.where if address else str(run_dir)
-    return Target(door, requests, statistics, door.streams, where)
+    return LoadTarget(door, requests, statistics, door.streams, where)
 
 
 def _teller(args: argparse.Namespace, address: Address | None) -> Any:
@@ -86,7 +86,7 @@ def _native(
     args: argparse.Namespace,
     run_dir: Path | None,
     poller: Poller,
-    model: data.Signature,
+    model: data.ModelInterface,
     sizes: dict[str, int],
 ) -> Door:
     from shmserve.perf.doors.native import NativeDoor
@@ -173,7 +173,7 @@ def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any)
         raise Unavailable(f"the first request to '{args.model}' failed: {error}")
 
 
-def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> Target:
+def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
     from shmserve.perf.doors.events import OPENAI, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
@@ -185,7 +185,7 @@ def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
     requests = [door.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _try_one(args, poller, door, requests[0])
     where = address.where + door.route
-    return Target(door, lambda slots: partial(_turned, requests), dict, True, where)
+    return LoadTarget(door, lambda slots: partial(_turned, requests), dict, True, where)
 
 
 def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

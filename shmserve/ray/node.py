@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from shmserve.ray import routes
 from shmserve.ray.server import NodeServer
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ class Node:
         itself can do is refused with 501; without its server a node answers 503."""
         from starlette.responses import JSONResponse, StreamingResponse
 
-        path = routes.path(request.scope)
-        if refusal := routes.refusal(path):
-            return JSONResponse({"error": refusal}, 501)
+        path = path_of(request.scope)
+        if reason := refusal(path):
+            return JSONResponse({"error": reason}, 501)
         try:
             response = await self._server.request(
-                request.method, path, routes.passed_on(request.headers.items()), request.body
+                request.method, path, passed_on(request.headers.items()), request.body
             )
         except aiohttp.ClientConnectionError:
             return JSONResponse({"error": "the server of this node has ended"}, 503)
-        headers = dict(routes.passed_on(response.headers.items()))
+        headers = dict(passed_on(response.headers.items()))
         return StreamingResponse(_parts(response), response.status, headers)
 
     def __del__(self) -> None:
@@ -55,3 +55,36 @@ async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     async with response:
         async for part in response.content.iter_any():
             yield part
+
+
+# What holds for one connection alone (RFC 9110, 7.6.1).
+_HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+    *("upgrade", "host"),
+}
+_OF_ONE_NODE = {
+    r"/v2/(system|cuda)sharedmemory\b": "memory is shared with the server of the client's own node",
+    r"/v2/repository/models/.*/(un)?load$": "each node loads what its server's flags say",
+    r"/v2/(logging|trace/setting|models/.*/trace/setting)$": "settings are those of one node",
+}
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """The path and query of a request (ASGI's scope) below the application's prefix, as its client
+    has spelled them."""
+    found = scope["raw_path"].decode("latin-1").removeprefix(scope["root_path"])
+    query = scope["query_string"].decode("latin-1")
+    return f"{found}?{query}" if query else found
+
+
+def refusal(path: str) -> str:
+    """Why this request is not for whichever node comes next; empty if it is."""
+    for pattern, reason in _OF_ONE_NODE.items():
+        if re.match(pattern, path.partition("?")[0]):
+            return f"{reason}: not through Ray's proxy, ask that node's server"
+    return ""
+
+
+def passed_on(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers that are for the other end."""
+    return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

@@ -17,7 +17,6 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order, timers
                         priority.py     the order: by level, and delayed requests behind
                         responses.py    what clients are told; ordering
-                        overload.py     the log's lines of a full queue
 batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
                         estimates.py    what the adaptive one learns
@@ -31,5 +30,5 @@ response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 generative/             text: engines instead of a batcher, blocks instead of slots
 ensemble/               the core of an ensemble: its steps are other models
-reports.py              what clients, and a successor, are told of them
+reports.py              what clients, a successor and the log are told of them
 """

@@ -37,9 +37,8 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.transport.router import last_number
 from shmserve.scheduler.outboxes import ClientLinks, ControlLink
-from shmserve.scheduler.reports import Reports
+from shmserve.scheduler.reports import OverloadLog, Reports
 from shmserve.scheduler.requests.client import Client, ClientTable
-from shmserve.scheduler.requests.overload import OverloadLog
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
 from shmserve.scheduler.response_cache import ResponseCache

@@ -25,10 +25,9 @@ from shmserve.logs import LogSettings
 from shmserve.supervisor.events.feed import EventPublisher
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.processes.control_socket import Address, ControlSocket
-from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets

@@ -120,7 +120,8 @@ class ControlApi:
         return None
 
     async def _region(self, pid: int, request: Any) -> dict[str, Any] | None:
-        """Done here, and at the server that takes over, where one does."""
+        """Done here, and known to whom it outlives this server by: a service manager, or the server
+        that takes over."""
         payload = await self._region_here(pid, request)
         await self._kept.told()
         return payload

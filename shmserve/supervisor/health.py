@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.registry import ModelRegistry

@@ -20,10 +20,9 @@ from shmserve.common import accelerators, fd_limits
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
-from shmserve.ipc.memory.large_copies import past_the_caches
 from shmserve.ipc.messages.events import ProcessStarted
 from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
-from shmserve.ipc.processes import marked, name_process
+from shmserve.ipc.processes import marked, name_process, past_the_caches
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
 from shmserve.supervisor.context import SupervisorContext
@@ -46,15 +45,14 @@ from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket
-from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
-from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
@@ -198,7 +196,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(found.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if found.kind == "cuda" else None)
-    kept = KeptRegions(manager.keep, manager.drop)
+    kept = KeptRegions(manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.kept)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
@@ -223,7 +221,7 @@ def compose(
 
     models = ModelManager(context, planner, registry, models_changed)
     readiness = ReadinessCheck(control.send)
-    poller = Poller(context, planner, registry, models)
+    poller = RepositoryPoller(context, planner, registry, models)
     resizer = Resizer(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 

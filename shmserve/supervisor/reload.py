@@ -16,7 +16,7 @@ from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import SetTokens
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
-from shmserve.supervisor.models.poller import Poller
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.regions.opener import RegionOpener
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Reload:
 
     _context: SupervisorContext
     _opener: RegionOpener
-    _poller: Poller
+    _poller: RepositoryPoller
     _manager: ServiceManager
     _read: Callable[[], ServerConfig]
     _state: Callable[[], str]

@@ -33,9 +33,9 @@ from shmserve.supervisor.kept.gateways import Gateways
 from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.readiness import ReadinessCheck
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -74,7 +74,7 @@ class Supervisor:
     models: ModelManager
     registry: ModelRegistry
     readiness: ReadinessCheck
-    poller: Poller
+    poller: RepositoryPoller
     resizer: Resizer
     health: Health
     announce_health: Callable[[], None]

@@ -27,7 +27,6 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
@@ -43,13 +42,14 @@ from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.links.schedulers import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import GatewaySettings
+from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages import supervision
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
 from shmserve.ipc.model_spec import ModelSpec
@@ -364,7 +364,7 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
         body_budget=BodyBudget(1 << 20, trim),
         malloc_trim=trim,
         mappings=Mappings(),
-        health=supervision.HealthChanged(live=True, ready=True, exiting=False),
+        health=HealthChanged(live=True, ready=True, exiting=False),
     )
     published = MagicMock(endpoint=schedulers.endpoint)
     made.models.publish(gateway_rig.publication(case.config, published))
@@ -374,16 +374,23 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     server = Acceptor(_grpc(made) if grpc else _http(made), rules, 1000)
     request = case.call if grpc else case.post
     ends = socket.socketpair()
-    connections = [(server(), _Transport(ends[0])) for _ in range(BATCH)]
+    connections: list[tuple[Any, _Transport]] = [
+        (server(), _Transport(ends[0])) for _ in range(BATCH)
+    ]
     for connection, transport in connections:
         connection.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counted = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, at) for at in range(BATCH)]
+        sizes = list(map(len, requests))
         with counted:
-            for (connection, _), sent in zip(connections, requests, strict=True):
-                connection.data_received(sent)
+            for (connection, _), sent, size in zip(connections, requests, sizes, strict=True):
+                if grpc:
+                    connection.get_buffer(-1)[:size] = sent
+                    connection.buffer_updated(size)
+                else:
+                    connection.data_received(sent)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())

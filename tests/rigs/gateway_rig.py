@@ -13,18 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.common.grpc_settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.start import encode
-from shmserve.ipc.messages.supervision import (
-    Acknowledged,
-    Answered,
-    HealthChanged,
-    ModelPublished,
-    Refused,
-)
+from shmserve.ipc.messages.supervision import Acknowledged, Answered, ModelPublished, Refused
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef

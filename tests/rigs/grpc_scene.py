@@ -8,16 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.access.auth_tokens import Authorisation
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.front import GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
-from shmserve.gateway.grpc.calls.messages import Deflater
+from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
 from shmserve.gateway.grpc.connection.protocol import GrpcConnection
 from shmserve.gateway.grpc.status import Ending
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.settings import GrpcSettings
 from tests.rigs.clocks import Clock
 from tests.support.wire.http2 import (
     ACK,
@@ -108,6 +108,7 @@ class Scene:
             deflater=deflater,
         )
         self.lost = 0
+        self.sinks: Sinks | None = None
         rules = ListenerRules(ListenerKind.UNIX, Authorisation(None, {}), None)
         client = SimpleNamespace(gone=lambda: None, listener=rules)
         owner: Any = SimpleNamespace(
@@ -127,7 +128,9 @@ class Scene:
     def _begin(self, connection: Any, stream: Any, head: CallHead) -> GrpcCall:
         call: UnaryCall | StreamingCall
         if head.path == UNARY:
-            call = UnaryCall(connection, stream, head, lambda raw, c: self.calls.append((raw, c)))
+            call = UnaryCall(
+                connection, stream, head, lambda raw, c: self.calls.append((raw, c)), self.sinks
+            )
         else:
             call = StreamingCall(connection, stream, head)
             call.run(lambda made: self.serve(made))
@@ -142,7 +145,7 @@ class Scene:
 
     def say(self, data: bytes) -> None:
         """The client's bytes."""
-        self.connection.data_received(data)
+        read(self.connection, data)
 
     def head(self, stream: int, path: str = UNARY, *more: tuple[bytes, bytes]) -> bytes:
         """A call begins."""
@@ -160,6 +163,17 @@ class Scene:
             for kind, flags, stream, payload in self.transport.frames()
             if kind == HEADERS and flags & END_STREAM
         }
+
+
+def read(connection: GrpcConnection, data: bytes) -> None:
+    """Have a connection read these bytes, as a loop does."""
+    view = memoryview(data)
+    while view:
+        buffer = connection.get_buffer(-1)
+        size = min(len(buffer), len(view))
+        buffer[:size] = view[:size]
+        connection.buffer_updated(size)
+        view = view[size:]
 
 
 def played(play: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:

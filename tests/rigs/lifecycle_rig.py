@@ -25,7 +25,7 @@ class Generation:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(labels={}, checks_ready=False)
+        self.instances = SimpleNamespace(labels={}, checks_ready=False, begin_like=lambda _: None)
         self.ready = False
         self.problem = ""
         self.load_seconds = 0.0

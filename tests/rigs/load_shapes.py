@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Load, Sizing
+from shmserve.supervisor.models.sizing import LOOK_EVERY_S, LoadSample, Sizing
 
 _SAME_RATE_S = 0.1
 START_S = 0.1  # of an instance, from the fork to its first request
@@ -95,7 +95,7 @@ class Host:
             else:
                 looks += LOOK_EVERY_S
                 counts = executed, executed, waited_s, executed, took_s
-                load = Load(at_s, *counts, len(queue), ready, min(ready, len(done)))
+                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(done)))
                 change = self.sizing.look(load, self.count)
                 if change is not None and not starting and change.total > self.count:
                     starting, changes_at = 1, at_s + START_S

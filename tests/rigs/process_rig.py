@@ -29,10 +29,9 @@ from shmserve.supervisor.processes.control_socket import (
     SchedulerAddress,
     pid_of,
 )
-from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
+from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child
-from shmserve.supervisor.processes.trace_control import TraceControl
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces

@@ -1,9 +1,10 @@
 """Clients of every door that ask while servers come and go: a program of its own, which runs until
 its input ends, and prints what each door's clients have got, as JSON.
 
-    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL [registering]
+    python -m tests.rigs.restart_load CLIENTS HTTP_PORT GRPC_PORT LOCAL [registering] [killed]
 
-One is `registering` regions all the time, where that is said.
+One is `registering` regions all the time, where that is said. Servers that are `killed` take what
+they were asked with them: who uses HTTP or gRPC asks again until it is answered.
 """
 
 from __future__ import annotations
@@ -34,10 +35,28 @@ Ask = Callable[[int], str]
 T = TypeVar("T")
 
 
+# What a client of gRPC says that may lose an answer with its server, and ask again.
+_RETRY = {
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 3,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+
 def retried(ask: Callable[[], T]) -> T:
-    """What it returns, at once or on a new connection."""
-    with contextlib.suppress(*_CLOSED):
-        return ask()
+    """What it returns, at once or on a new connection; a killed server may have one more yet."""
+    for _ in range(2):
+        with contextlib.suppress(*_CLOSED):
+            return ask()
     return ask()
 
 
@@ -72,9 +91,11 @@ def registering(port: int) -> Iterator[Ask]:
     yield ask
 
 
-def over_grpc(port: int) -> Iterator[Ask]:
+def over_grpc(port: int, killed: bool) -> Iterator[Ask]:
     """One channel."""
-    options = (("grpc.use_local_subchannel_pool", 1),)
+    options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1)]
+    if killed:
+        options.append(("grpc.service_config", json.dumps(_RETRY)))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
 
@@ -100,7 +121,9 @@ def native(path: str) -> Iterator[Ask]:
         yield ask
 
 
-def main(clients: int, http_port: int, grpc_port: int, local: str, often: bool) -> None:
+def main(
+    clients: int, http_port: int, grpc_port: int, local: str, often: bool, killed: bool
+) -> None:
     """Ask until the input ends."""
     stop = threading.Event()
     found: dict[str, Counter[str]] = {}
@@ -127,7 +150,7 @@ def main(clients: int, http_port: int, grpc_port: int, local: str, often: bool) 
             if often and number == 0
             else over_http(http_port, number % 2 == 1)
         ),
-        "grpc": lambda _: over_grpc(grpc_port),
+        "grpc": lambda _: over_grpc(grpc_port, killed),
         "native": lambda _: native(local),
     }
     found.update((door, Counter()) for door in doors)
@@ -153,4 +176,5 @@ if __name__ == "__main__":
         int(sys.argv[3]),
         sys.argv[4],
         "registering" in sys.argv[5:],
+        "killed" in sys.argv[5:],
     )

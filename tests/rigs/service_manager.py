@@ -6,32 +6,53 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import queue
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.servers import ROOT
 
+_OWN, _ENDS = "TOLD_BY_ITSELF=1", "ENDS=1"
+
 
 class Manager:
-    """A service manager's end: what it hears, a datagram each."""
+    """A service manager's end, which reads all the time: what it hears, a datagram each; it keeps
+    what it is to keep."""
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
         self.address = address
         self.kept: dict[str, list[int]] = {}
+        self._heard: queue.Queue[str] = queue.Queue()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
 
     def hear(self, text: str) -> list[str]:
-        """What it hears up to what has this text; it keeps what it is to keep."""
-        heard = [self._heard()]
+        """What it hears up to what has this text."""
+        heard = [self._heard.get(timeout=60)]
         while text not in heard[-1]:
-            heard.append(self._heard())
+            heard.append(self._heard.get(timeout=60))
         return heard
 
-    def _heard(self) -> str:
+    def hear_all(self) -> list[str]:
+        """What it was told up to now, perhaps by who has ended."""
+        self._tell(_OWN)
+        return self.hear(_OWN)[:-1]
+
+    def _tell(self, text: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(text.encode(), self.address)
+
+    def _read(self) -> None:
+        while (heard := self._hear()) != _ENDS:
+            self._heard.put(heard)
+
+    def _hear(self) -> str:
         data, fds, _, _ = socket.recv_fds(self._sock, 4096, 4)
         said = dict(line.split("=", 1) for line in data.decode().split("\n"))
         if "FDSTORE" in said:
@@ -46,7 +67,9 @@ class Manager:
             os.close(fd)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Read no more, and keep nothing."""
+        self._tell(_ENDS)
+        self._thread.join()
         for name in list(self.kept):
             self._drop(name)
 
@@ -57,11 +80,12 @@ def managed() -> Iterator[Manager]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         address = tempfile.mktemp(prefix="notify-")
         sock.bind(address)
-        sock.settimeout(60)
         manager = Manager(sock, address)
-        yield manager
-        manager.close()
-        os.unlink(address)
+        try:
+            yield manager
+        finally:
+            manager.close()
+            os.unlink(address)
 
 
 def start(

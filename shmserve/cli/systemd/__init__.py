@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from shmserve.cli.systemd import units
-from shmserve.cli.systemd.units import File, Host
+from shmserve.cli.systemd.units import File, Installation
 from shmserve.config import config_file
 from shmserve.errors import InvalidArgument, refused
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _Change(host, root, arguments).run(arguments.verb)
 
 
-def _host(arguments: argparse.Namespace, root: Path) -> Host:
+def _host(arguments: argparse.Namespace, root: Path) -> Installation:
     home = None
     if arguments.user:
         config, data = (
@@ -63,10 +63,10 @@ def _host(arguments: argparse.Namespace, root: Path) -> Host:
         )
         home = (config, data)
     has_gpu = (root / "dev/nvidiactl").exists()
-    place = Host((), home)
+    place = Installation((), home)
     if arguments.verb == "remove":  # works also where what was installed cannot
         return place
-    return Host(
+    return Installation(
         program=_program(arguments),
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
@@ -115,7 +115,7 @@ def _below(root: Path, path: Path) -> Path:
 class _Change:
     """What is done to the files of a host, and said about it."""
 
-    def __init__(self, host: Host, root: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
         self._host = host
         self._root = root
         self._dry = arguments.dry_run

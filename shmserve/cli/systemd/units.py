@@ -31,7 +31,7 @@ _MARK = re.compile(r"# Written by `shmserve systemd install` \(sha256 ([0-9a-f]{
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Installation:
     """Where the units are for: the system's manager, or with `home` that of a user, whose
     configuration and data are in these folders."""
 
@@ -78,7 +78,7 @@ class File:
     own: bool = False
 
 
-def files(host: Host) -> list[File]:
+def files(host: Installation) -> list[File]:
     """All that may be there, in the order in which it is written."""
     return [
         File(path, purpose, None if body is None else stamped(body, own), own)
@@ -86,7 +86,7 @@ def files(host: Host) -> list[File]:
     ]
 
 
-def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
+def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None, bool]]:
     user = host.home is not None
     models = json.dumps(str(host.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
@@ -128,7 +128,7 @@ def _bodies(host: Host) -> Iterator[tuple[Path, str, str | None, bool]]:
     yield host.tmpfiles, "the folders that must be there", text, False
 
 
-def _service(host: Host, instance: bool) -> str:
+def _service(host: Installation, instance: bool) -> str:
     user = host.home is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"

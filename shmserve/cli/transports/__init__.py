@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shmserve.cli.client_tensors import ModelTensor, decode
-from shmserve.errors import refused
+from shmserve.errors import Unavailable, refused
 
 NOT_READY = "the server is not ready"
 
 
-class TransportError(Exception):
+class TransportError(Unavailable):
     """The server cannot be reached, refused, or sent something else than a response."""
 
 

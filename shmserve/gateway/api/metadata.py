@@ -1,19 +1,21 @@
-"""Liveness and readiness, metadata and configurations, of the server and of models; the logging of
-the server's processes, shown and changed, and tracing, which is not supported.
+"""Liveness and readiness, metadata and configurations, of the server and of models; the logging and
+tracing of the server's processes, shown and changed.
 
 Gateways keep no log settings: the supervisor has them, and tells every process of a change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import shmserve
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
+from shmserve.common.trace_settings import read_changes
+from shmserve.errors import InvalidArgument, NotFound, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.model_table import describe
 from shmserve.gateway.on_demand import loaded
-from shmserve.ipc.messages.supervision import AskReady, ChangeLogging
+from shmserve.ipc.messages.supervision import AskReady, ChangeLogging, ChangeTracing
 
 EXTENSIONS = (
     "classification",
@@ -93,3 +95,13 @@ async def change_log_settings(gateway: Gateway, changes: dict[str, Any]) -> dict
 def refuse_file() -> Unsupported:
     """The refusal of another log file."""
     return Unsupported("log file location can not be updated through network protocol")
+
+
+async def change_trace_settings(
+    gateway: Gateway, model: str, given: Mapping[str, Sequence[str] | None]
+) -> dict[str, list[str]]:
+    """Have the supervisor change trace settings, as `read_changes` reads them; all of them, as
+    texts. Raises NotFound, InvalidArgument or Unsupported."""
+    if model and not gateway.models.versions(model):
+        raise NotFound(f"Request for unknown model : {model}")
+    return await gateway.supervisor.ask(ChangeTracing, model, read_changes(given))

@@ -1,6 +1,7 @@
 """The metric families of models, made of what their schedulers report: tables of counters and
 gauges, histograms, and summaries with the quantiles of the last minute. Names and labels of nv_*
-are Triton's; what Triton does not have is called shmserve_*.
+are Triton's; what Triton does not have is called shmserve_*, of models that generate text
+shmserve_llm_* (shmserve/scheduler/statistics has what is counted).
 """
 
 from __future__ import annotations
@@ -248,3 +249,77 @@ def _padding(reports: Reports) -> Iterator[Metric]:
                 family.add_sample(f"{name}_total", {**labels, "input": tensor}, counts[at])
         if family.samples:
             yield family
+
+
+_GENERATIVE = tuple(
+    ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
+    for kind, name, path, text, label in (
+        ("counter", "requests", "requests", "Requests by how they ended", "outcome"),
+        ("gauge", "requests_queued", "queued", "Sequences that wait for their first step", ""),
+        ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
+        ("gauge", "requests_swapped", "sequences.swapped", "Sequences in the host's blocks", ""),
+        (
+            "gauge",
+            "batch_utilization",
+            "utilization",
+            "Rows of the step, of the most there are",
+            "",
+        ),
+        ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
+        ("counter", "preemption", "preemptions", "Sequences that made room for others", "mode"),
+        ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
+        ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
+        ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
+        ("counter", "recomputed_tokens", "recomputed", "Tokens thrown away by preemption", ""),
+        ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
+        ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
+        ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
+        ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked for", ""),
+        ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
+        ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
+        ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
+        ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
+        ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
+        ("counter", "step_seconds", "seconds", "Time of steps by phase, and beside them", "phase"),
+        ("counter", "finished", "finished", "Sequences by why they ended", "reason"),
+    )
+)
+_GENERATIVE_HISTOGRAMS = (
+    ("request_latency_seconds", "request_seconds", "Time from arrival to the last response"),
+    ("batch_size", "batch_size", "Sequences in a step"),
+    ("batch_tokens", "batch_tokens", "Tokens computed in a step"),
+    ("iteration_latency_seconds", "iteration_seconds", "Time of a step in its worker"),
+    ("scheduler_overhead_seconds", "scheduler_seconds", "Time to plan a step"),
+    ("time_to_first_token_seconds", "first_token_seconds", "From arrival to the first token"),
+    ("inter_token_latency_seconds", "inter_token_seconds", "Between two tokens of a sequence"),
+    ("prompt_tokens", "prompt_tokens", "Tokens of a prompt"),
+    ("generation_tokens", "generation_tokens", "Tokens generated in a sequence"),
+)
+
+
+def generative(reports: Reports) -> Iterator[Metric]:
+    """The families of those models that generate text; nothing where there is none."""
+    found = [
+        (labels, {**report, **_derived(report)})
+        for labels, report in reports
+        if "generated" in report
+    ]
+    if not found:
+        return
+    for family in _GENERATIVE:
+        yield family.metric(found)
+    for name, path, text in _GENERATIVE_HISTOGRAMS:
+        yield histogram(f"shmserve_llm_{name}", path, text, found)
+
+
+def _derived(report: dict[str, Any]) -> dict[str, Any]:
+    gauges: dict[str, Any] = report["generation"]
+    drafted, rows = report["drafted"], report["speculative_steps"]
+    return {
+        **gauges,
+        "queued": gauges["sequences"]["waiting"] + report["pending"],
+        "requests": {"success": report["success"], "failure": report["fail"]},
+        "seconds": {phase: ns / 1e9 for phase, ns in report["phases"].items()},
+        "accept_rate": report["accepted"] / drafted if drafted else 0.0,
+        "speedup": 1 + report["accepted"] / rows if rows else 1.0,
+    }

@@ -13,9 +13,8 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, memory_bytes
-from shmserve.gateway.api import generation_families, metric_families, statistics
-from shmserve.gateway.api.process_stats import processes
+from shmserve.common.host import CpuUtilization, memory_bytes, processes
+from shmserve.gateway.api import metric_families, statistics
 from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ class _Families:
             yield from metric_families.summaries(tagged)
         yield self._load_seconds()
         yield from metric_families.ours(self._reports)
-        yield from generation_families.families(self._reports)
+        yield from metric_families.generative(self._reports)
         yield from self._regions()
         yield from self._host()
         yield from _processes()

@@ -14,7 +14,7 @@ import orjson
 from google.protobuf.json_format import ParseDict
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.gateway.api import metadata, repository, statistics, tracing
+from shmserve.gateway.api import metadata, repository, statistics
 from shmserve.gateway.api import shared_memory as api
 from shmserve.gateway.api.metadata import (
     FILE,
@@ -145,7 +145,7 @@ class AdminCall:
         """TraceSetting: all of the changes or none, then what the settings are."""
         given = {key: list(setting.value) for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        settings = await tracing.change(self.gateway, request.model_name, given)
+        settings = await metadata.change_trace_settings(self.gateway, request.model_name, given)
         for key, values in settings.items():
             response.settings[key].value.extend(values)
         return response

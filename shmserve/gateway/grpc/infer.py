@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
@@ -181,7 +182,7 @@ class Inferences(ActiveCount):
 
     def sink(self, head: CallHead, size: int) -> Sink:
         """Where a large request of a call with this head goes while it arrives."""
-        return RequestSink(self.gateway, size, lambda: self.headers(head))
+        return RequestSink(self.gateway, size, partial(self.headers, head))
 
     def submit(
         self,

@@ -11,7 +11,6 @@ import uvloop
 
 from shmserve.common import fd_limits
 from shmserve.common.access.auth_tokens import Authorisation, decode_restrictions
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway import process
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
@@ -21,7 +20,7 @@ from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection.protocol import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
-from shmserve.gateway.settings import GatewayStart
+from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc.messages.start import decode
 
 

@@ -74,6 +74,10 @@ class RequestSink:
         self._headers = headers
         self._arriving = ArrivingRequest(self._find)
 
+    def place(self, most: int) -> memoryview | None:
+        """Where the next bytes go, `most` of them, if they are of a tensor."""
+        return self._arriving.place(most)
+
     def feed(self, piece: memoryview) -> None:
         """The next bytes."""
         self._arriving.feed(piece)

@@ -11,9 +11,9 @@ from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.dashboard.page import page
 from shmserve.gateway.http.handlers import repository, server, shared_memory
 from shmserve.gateway.http.openai import embeddings, generation, models
-from shmserve.gateway.http.openai.errors import openai_error
+from shmserve.gateway.http.openai.answers import openai_error
 from shmserve.gateway.http.openapi import operations as op
-from shmserve.gateway.http.openapi.description import Description
+from shmserve.gateway.http.openapi.description import OpenApiHandlers
 from shmserve.gateway.http.openapi.operations import Operation
 from shmserve.gateway.http.response import triton_error
 from shmserve.gateway.http.routing import ANY, Handler, Route, RouteTable
@@ -35,7 +35,7 @@ def _route(method: str, path: str, scope: str, handler: Handler, operation: Oper
     return Route(method, path, scope, handler, form, operation)
 
 
-_DESCRIPTION = Description(lambda: ROUTES)
+_DESCRIPTION = OpenApiHandlers(lambda: ROUTES)
 ROUTES: RouteTable = RouteTable(
     _route("POST", _MODEL + "/infer", "inference", infer.infer, op.INFER),
     _route("GET", "/v2/health/live", "health", server.live, op.LIVE),

@@ -39,7 +39,7 @@ from shmserve.gateway.http2.frames import (
     pack_long,
 )
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
-from shmserve.gateway.http2.incoming import FrameReader
+from shmserve.gateway.http2.incoming import Bytes, FrameReader
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 
@@ -89,7 +89,7 @@ class Http2Connection(FrameReader[T]):
             + frames.frame(WINDOW_UPDATE, 0, 0, pack_long(LARGEST_WINDOW - DEFAULT_WINDOW))
         )
 
-    def receive(self, data: bytes) -> Sequence[Event[T]]:
+    def receive(self, data: Bytes) -> Sequence[Event[T]]:
         """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
         the connection is `closing`."""
         events = super().receive(data)
@@ -124,8 +124,8 @@ class Http2Connection(FrameReader[T]):
                 stream = None
             elif padding:
                 self._pad(stream, padding)
-        self._piece_stream = stream
-        if not self._piece_left:
+        self.arriving_for = stream
+        if not self.arriving:
             if not self._piece_ends:
                 self._control.spend()
             if stream is not None:
@@ -133,7 +133,7 @@ class Http2Connection(FrameReader[T]):
 
     def _is_as_said(self, stream: Stream) -> bool:
         """Whether a DATA frame that begins agrees with the content-length of its request."""
-        stream.said -= self._piece_left
+        stream.said -= self.arriving
         return stream.said == 0 if self._piece_ends else stream.said >= 0
 
     def _pad(self, stream: Stream, size: int) -> None:
@@ -144,7 +144,7 @@ class Http2Connection(FrameReader[T]):
             self.grant(stream, padding)
 
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:
-        last = self._piece_ends and not self._piece_left
+        last = self._piece_ends and not self.arriving
         if last:
             stream.ended = True
         events.append(Data(stream, piece, last))
@@ -323,8 +323,8 @@ class Http2Connection(FrameReader[T]):
         stream.ended = True
         self.sending.drop(stream)
         self.streams.pop(stream.id, None)
-        if self._piece_stream is stream:
-            self._piece_stream = None
+        if self.arriving_for is stream:
+            self.arriving_for = None
 
     def _remember(self, number: int) -> None:
         self._left[number] = None

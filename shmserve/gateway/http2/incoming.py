@@ -31,6 +31,8 @@ from shmserve.gateway.http2.header_blocks import T
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
 
+Bytes = bytes | memoryview
+
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
 _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else
 _SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
@@ -54,9 +56,9 @@ class FrameReader(ABC, Generic[T]):
         self._block_stream = 0
         self._block_flags = 0
         self._block_frames = 0
-        self._piece_left = 0  # bytes of a DATA frame that is arriving; of one of no use, too
+        self.arriving = 0  # bytes of a DATA frame that come next; of one of no use, too
+        self.arriving_for: Stream | None = None
         self._padding_left = 0
-        self._piece_stream: Stream | None = None
         self._piece_ends = False
 
     @property
@@ -64,9 +66,9 @@ class FrameReader(ABC, Generic[T]):
         """Whether there is more to be handled of what came."""
         return not self.closing and len(self._buffer) >= self._needed > 0
 
-    def receive(self, data: bytes) -> Sequence[Event[T]]:
+    def receive(self, data: Bytes) -> Sequence[Event[T]]:
         """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
-        the connection is `closing`."""
+        the connection is `closing`. Of `data` nothing is kept but by who handles the events."""
         if self.closing:
             return ()
         if self._buffer:
@@ -92,7 +94,7 @@ class FrameReader(ABC, Generic[T]):
         self.closing = True
         self._buffer.clear()
 
-    def _handle(self, data: bytes, events: list[Event[T]]) -> int:
+    def _handle(self, data: Bytes, events: list[Event[T]]) -> int:
         """Handle the frames in `data`, as many as have their turn; how far it came."""
         at, end = 0, len(data)
         if not self._opened:
@@ -103,7 +105,7 @@ class FrameReader(ABC, Generic[T]):
         work = self._limits.frames
         unpack = HEAD.unpack_from
         while True:
-            if self._piece_left or self._padding_left:
+            if self.arriving or self._padding_left:
                 if at == end:
                     break
                 at = self._take_piece(view, at, end, events)
@@ -136,14 +138,14 @@ class FrameReader(ABC, Generic[T]):
             work -= self._limits.begin if kind == HEADERS else _CONTROL_WORK
             work -= size >> _SIZE_SHIFT
             try:
-                self._frame(kind, flags, number, data[at : at + size], events)
+                self._frame(kind, flags, number, bytes(view[at : at + size]), events)
             except StreamFault as fault:
                 self._fail_stream(number, fault.code, events)
             at += size
         return at
 
-    def _open(self, data: bytes) -> int:
-        if not PREFACE.startswith(data[: len(PREFACE)]):
+    def _open(self, data: Bytes) -> int:
+        if not PREFACE.startswith(bytes(data[: len(PREFACE)])):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "not HTTP/2")
         if len(data) < len(PREFACE):
             self._needed = len(PREFACE)
@@ -163,7 +165,7 @@ class FrameReader(ABC, Generic[T]):
     # --- data
 
     def _begin_data(
-        self, number: int, flags: int, size: int, data: bytes, at: int, events: list[Event[T]]
+        self, number: int, flags: int, size: int, data: Bytes, at: int, events: list[Event[T]]
     ) -> int:
         """The head of a DATA frame is here; how many bytes of padding's length were behind it."""
         if size > self._limits.frame:
@@ -175,7 +177,7 @@ class FrameReader(ABC, Generic[T]):
             padding, taken = data[at], 1
             if padding >= size:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "more padding than frame")
-        self._piece_left = size - taken - padding
+        self.arriving = size - taken - padding
         self._padding_left = padding
         self._piece_ends = bool(flags & END_STREAM)
         self._data_begins(number, size, padding + taken, events)
@@ -183,11 +185,11 @@ class FrameReader(ABC, Generic[T]):
 
     def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
         """Take what is here of a DATA frame; returns where that ends."""
-        if self._piece_left:
-            size = min(self._piece_left, end - at)
-            self._piece_left -= size
-            if self._piece_stream is not None:
-                self._give(self._piece_stream, view[at : at + size], events)
+        if self.arriving:
+            size = min(self.arriving, end - at)
+            self.arriving -= size
+            if self.arriving_for is not None:
+                self._give(self.arriving_for, view[at : at + size], events)
             return at + size
         size = min(self._padding_left, end - at)
         self._padding_left -= size
@@ -225,7 +227,7 @@ class FrameReader(ABC, Generic[T]):
     @abstractmethod
     def _data_begins(self, number: int, size: int, padding: int, events: list[Event[T]]) -> None:
         """A DATA frame of so many bytes begins, some of them padding; its pieces are for
-        `_piece_stream`."""
+        `arriving_for`."""
 
     @abstractmethod
     def _give(self, stream: Stream, piece: memoryview, events: list[Event[T]]) -> None:

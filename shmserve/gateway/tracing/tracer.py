@@ -14,8 +14,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from shmserve.common.trace_sampling import Sampler, Samplers
-from shmserve.common.trace_settings import OPENTELEMETRY, TraceSettings
+from shmserve.common.trace_settings import OPENTELEMETRY, Sampler, Samplers, TraceSettings
 from shmserve.gateway.tracing import file
 from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.messages.supervision import RequestTraced

@@ -28,7 +28,7 @@ class Receiver(Protocol):
         """It has ended; it is closed."""
 
 
-class Connection:
+class ClientConnection:
     """An open connection to a server, watched by a poller."""
 
     def __init__(

@@ -20,7 +20,7 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import frames as h2
 from shmserve.gateway.http2.header_blocks import encode
 from shmserve.perf.doors import Heard
-from shmserve.perf.doors.connection import Connection, tls_of
+from shmserve.perf.doors.connection import ClientConnection, tls_of
 from shmserve.perf.poller import Poller
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -42,7 +42,9 @@ class GrpcDoor:
         """Raises InvalidArgument for files of TLS that are none."""
         self.streams = streams
         self.poller = poller
-        self._connect = partial(Connection, address, tls_of(address, credentials, "h2"), poller)
+        self._connect = partial(
+            ClientConnection, address, tls_of(address, credentials, "h2"), poller
+        )
         fields = {
             ":method": "POST",
             ":scheme": "https" if address.tls else "http",
@@ -53,7 +55,7 @@ class GrpcDoor:
             **{name.lower(): value for name, value in credentials.headers},
         }
         self.head = encode((name.encode(), value.encode()) for name, value in fields.items())
-        self._connections: list[Http2Connection] = []
+        self._connections: list[Http2Client] = []
         self._lanes = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
@@ -68,13 +70,13 @@ class GrpcDoor:
         """A stream of a connection that it shares."""
         number, self._lanes = self._lanes // _SHARE, self._lanes + 1
         if number == len(self._connections):
-            self._connections.append(Http2Connection(self._connect, self.poller))
+            self._connections.append(Http2Client(self._connect, self.poller))
         return GrpcLane(self, number, heard)
 
-    def connection(self, number: int) -> Http2Connection:
+    def connection(self, number: int) -> Http2Client:
         """That of lanes, made anew if it was lost."""
         if not self._connections[number].open:
-            self._connections[number] = Http2Connection(self._connect, self.poller)
+            self._connections[number] = Http2Client(self._connect, self.poller)
         return self._connections[number]
 
     def close(self) -> None:
@@ -156,12 +158,12 @@ class _Outgoing:
         self.read = 0  # bytes since its window was made larger
 
 
-class Http2Connection:
+class Http2Client:
     """A client's side of HTTP/2."""
 
-    def __init__(self, connect: partial[Connection], poller: Poller) -> None:
+    def __init__(self, connect: partial[ClientConnection], poller: Poller) -> None:
         self._poller = poller
-        self._connection: Connection = connect(self)
+        self._connection: ClientConnection = connect(self)
         self._streams: dict[int, _Outgoing] = {}
         self._next = 1
         self._out: list[bytes] = []

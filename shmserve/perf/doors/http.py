@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.cli.transports import Address, Credentials, OutgoingRequest
 from shmserve.cli.transports.http import HEADER_LENGTH, inference_header, model_path
 from shmserve.perf.doors import Heard
-from shmserve.perf.doors.connection import Connection, tls_of
+from shmserve.perf.doors.connection import ClientConnection, tls_of
 from shmserve.perf.poller import Poller
 
 _length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
@@ -30,7 +30,7 @@ class HttpDoor:
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
         """Raises InvalidArgument for files of TLS that are none."""
         tls = tls_of(address, credentials, "http/1.1")
-        self.connect = partial(Connection, address, tls, poller)
+        self.connect = partial(ClientConnection, address, tls, poller)
         self._host = address.target or "localhost"
         self._headers = credentials.headers
 
@@ -66,7 +66,7 @@ class HttpLane:
     def __init__(self, door: HttpDoor, heard: Heard) -> None:
         self.heard = heard
         self._door = door
-        self._connection: Connection = door.connect(self)
+        self._connection: ClientConnection = door.connect(self)
         self._busy = False
         self._in_body = False
         self._left = 0  # bytes of the body

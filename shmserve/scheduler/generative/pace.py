@@ -23,7 +23,7 @@ PROBE_STEPS = 50
 _GAIN = 1.15  # that proposals have to promise: an estimate is some percent off
 
 
-class Load(NamedTuple):
+class StepWork(NamedTuple):
     """The work of a step: tokens that decode, those of prompts, and (query, key) pairs."""
 
     decoded: int = 0
@@ -50,7 +50,7 @@ class StepTimes:
     copy_ms: float = 0.05  # of a block
     draft_ms: float = 0.2  # of a token that is proposed
 
-    def expect(self, load: Load) -> float:
+    def expect(self, load: StepWork) -> float:
         """The time in ms that a step is expected to take."""
         return max(sum(w * x for w, x in zip(self._weights, load.terms, strict=True)), 1e-3)
 
@@ -59,7 +59,7 @@ class StepTimes:
         """What a token of a prompt adds."""
         return max(self._weights[2], 1e-3)
 
-    def observe(self, load: Load, took_ms: float) -> None:
+    def observe(self, load: StepWork, took_ms: float) -> None:
         """A step has taken so long."""
         terms, covariance = load.terms, self._covariance
         spread = [sum(c * x for c, x in zip(row, terms, strict=True)) for row in covariance]
@@ -89,7 +89,7 @@ class StepTimes:
         """Whether to copy blocks out and back costs less than to compute their tokens again."""
         return 2 * blocks * self.copy_ms < tokens * self.prompt_token_ms
 
-    def chunk(self, load: Load, target_ms: float) -> int:
+    def chunk(self, load: StepWork, target_ms: float) -> int:
         """The prompt tokens that fit a step beside `load` within the target, a multiple of 16; one
         multiple at least, so that prompts get on."""
         room = int((target_ms - self.expect(load)) / self.prompt_token_ms)
@@ -99,12 +99,12 @@ class StepTimes:
         """The tokens to propose for each of so many sequences that decode together, where each is
         accepted with this probability: as many as yield most tokens a ms (Leviathan et al., "Fast
         Inference from Transformers via Speculative Decoding", 2023); perhaps none."""
-        best, best_rate = 0, _GAIN / self.expect(Load(decoding))
+        best, best_rate = 0, _GAIN / self.expect(StepWork(decoding))
         tokens, chance = 1.0, 1.0
         for length in range(1, most + 1):
             chance *= acceptance
             tokens += chance
-            took_ms = self.expect(Load(decoding * (1 + length))) + length * self.draft_ms
+            took_ms = self.expect(StepWork(decoding * (1 + length))) + length * self.draft_ms
             if tokens / took_ms > best_rate:
                 best, best_rate = length, tokens / took_ms
         return best

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import Row, Step, Stepped
-from shmserve.scheduler.generative.pace import Load, StepTimes
+from shmserve.scheduler.generative.pace import StepTimes, StepWork
 from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.statistics.generation_stats import GenerationStats
 
@@ -16,7 +16,7 @@ class Running(NamedTuple):
 
     step: int
     rows: dict[int, tuple[Sequence[Any], Row]]
-    load: Load
+    load: StepWork
     copies: int
     drafts: int
 
@@ -50,7 +50,7 @@ class StepPlan:
         self.tokens = settings.max_tokens_per_batch
         self.prompt_tokens = settings.max_prefill_tokens
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
-        self.load = Load()
+        self.load = StepWork()
         self.decoding = 1  # sequences
         self.drafts = 0
         self.preempted = False
@@ -69,7 +69,7 @@ class StepPlan:
         if not decodes:
             self.prompt_tokens -= count
         load = self.load
-        self.load = Load(
+        self.load = StepWork(
             load.decoded + (count + drafts if decodes else 0),
             load.prefilled + (0 if decodes else count),
             load.pairs + count * (start + count),

@@ -10,8 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from shmserve.common.trace_sampling import Sampler
-from shmserve.common.trace_settings import TraceSettings
+from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
 from shmserve.ipc.trace import TraceContext

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +91,7 @@ def gather_objects(_: ServerConfig) -> list[ShmObject]:
                 large.append((entry.name, status.st_blocks * 512, status.st_uid))
     used = _in_use() if large else set()
     found = (ShmObject(name, size, uid, f"{_SHM}/{name}" in used) for name, size, uid in large)
-    return sorted(found, key=lambda each: -each.byte_size)
+    return sorted(found, key=attrgetter("byte_size"), reverse=True)
 
 
 def _in_use() -> set[str]:

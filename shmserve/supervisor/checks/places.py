@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 from shmserve.supervisor.checks.memory import room
 from shmserve.supervisor.checks.verdict import Verdict, megabytes, ok, warning, wrong
-from shmserve.supervisor.host.listeners import listen
-from shmserve.supervisor.host.port_holder import port_holders
+from shmserve.supervisor.host.listeners import listen, port_holders
 from shmserve.supervisor.host.run_directory import objection
 
 _LITTLE = 16 * 2**20
@@ -124,7 +124,7 @@ def gather_repositories(config: ServerConfig) -> list[tuple[str, int, bool]]:
 
 def judge_repositories(repositories: list[tuple[str, int, bool]]) -> Verdict:
     """Models are code, which runs as the server's user."""
-    for path, folders, open_to_all in sorted(repositories, key=lambda each: each[1]):
+    for path, folders, open_to_all in sorted(repositories, key=itemgetter(1)):
         if folders < 0:
             return wrong(f"{path} cannot be read", f"chmod -R u=rX {path}")
         if open_to_all:

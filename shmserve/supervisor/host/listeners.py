@@ -1,5 +1,5 @@
 """Listening sockets: bound once, by the supervisor, and inherited by gateways, so that no death of
-a gateway refuses a connection."""
+a gateway refuses a connection; and who else has a port that is wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, refused
 from shmserve.ipc.transport.untrusted_router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
-from shmserve.supervisor.host.port_holder import port_holders
 
 # Of the addresses that a name has, those of a family that this host does without.
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -208,3 +207,36 @@ def _address(sock: socket.socket, start: str, unix: str = "unix:") -> str:
         return f"{unix}{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"{start}[{host}]:{port}" if ":" in host else f"{start}{host}:{port}"
+
+
+_LISTENS = "0A"
+
+
+def port_holders(port: int) -> list[tuple[int, str]]:
+    """The processes (pid, name) that listen at a TCP port, those that can be seen, the eldest
+    first; a listening socket may be several processes'."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split(None, 10)
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [(pid, _name(pid)) for pid in pids if sockets and _has(pid, sockets)]
+
+
+def _has(pid: int, sockets: set[str]) -> bool:
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{folder}/{fd}") in sockets:
+                    return True
+    return False
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return "?"

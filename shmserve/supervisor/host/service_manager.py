@@ -8,6 +8,7 @@ speak for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -26,6 +27,7 @@ LISTENERS = ("http", "grpc", "metrics", "local")
 _KEPT = "kept-"  # what the names begin with of the descriptors that it keeps
 _EXTENDED_S = 60  # from each sign of life on, while the server starts or ends
 _SIGN_OF_LIFE_S = 10.0
+_HEARD_WITHIN_S = 5.0  # it hangs, or starts itself anew: who registers does not wait for that
 _MOST_NAMED = 5
 
 
@@ -43,6 +45,8 @@ class ServiceManager:
         self._said = ""
         self._stopping = False
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
+        self._all_said = asyncio.Event()
+        self._all_said.set()
         self.watchdog_s = watchdog_s if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -106,6 +110,12 @@ class ServiceManager:
         """Keep those of this name no longer."""
         self._tell("FDSTOREREMOVE=1", f"FDNAME={_KEPT}{name}")
 
+    async def heard(self) -> None:
+        """Return once it has all that it was told, which outlives this process from then on; or
+        after some seconds, where it does not read."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_said.wait(), _HEARD_WITHIN_S)
+
     def _tell_for_now(self, line: str) -> None:
         """Nothing, where others wait: there is another one before long."""
         if not self._waiting:
@@ -117,6 +127,7 @@ class ServiceManager:
             return
         if not self._waiting:
             asyncio.get_running_loop().add_writer(self._socket, self._go_on)
+            self._all_said.clear()
         self._waiting.append((said, [os.dup(fd) for fd in fds]))
 
     def _send(self, said: bytes, fds: Sequence[int]) -> bool:
@@ -136,6 +147,7 @@ class ServiceManager:
             self._forget()
         if not self._waiting and self._socket is not None:
             asyncio.get_running_loop().remove_writer(self._socket)
+            self._all_said.set()
 
     def _forget(self) -> None:
         for fd in self._waiting.popleft()[1]:

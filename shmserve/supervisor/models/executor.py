@@ -16,7 +16,7 @@ from shmserve.ipc.messages.supervision import SchedulerLost
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.orders import Kind, LoadPlan, ModelEntry, Order, OrderPhase
+from shmserve.supervisor.models.orders import LoadPlan, ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
@@ -76,7 +76,7 @@ class LifecycleExecutor:
 
     def answer(self, order: Order) -> None:
         """As `LifecycleActions`; a load that failed is an event, too."""
-        if order.kind is Kind.LOAD and order.error is not None:
+        if order.kind is OrderKind.LOAD and order.error is not None:
             refused = events.LoadRefused(order.model.name, order.error.message)
             self.context.events.publish(refused)
         event = self._over.pop(order, None)

@@ -18,12 +18,12 @@ from shmserve.supervisor.models.orders import (
     DUPLICATE,
     FOLDER,
     UNLOADED,
-    Kind,
     LoadOutcome,
     LoadPlan,
     LoadSource,
     ModelEntry,
     Order,
+    OrderKind,
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -82,7 +82,7 @@ class Lifecycle:
         """Have a model on demand loaded; None where it serves. Where it loads already, that is the
         order."""
         model = self._registry.model(name)
-        last = next((o for o in reversed(model.orders) if o.kind is not Kind.MOVE), None)
+        last = next((o for o in reversed(model.orders) if o.kind is not OrderKind.MOVE), None)
         if last is not None and last.may_come:
             return last
         if last is None and model.serving:
@@ -114,7 +114,7 @@ class Lifecycle:
     def _load(
         self, model: ModelEntry, source: LoadSource, asked: bool = True, again: bool = False
     ) -> Order:
-        return self._enter_once(Order(model, Kind.LOAD, source, asked, again))
+        return self._enter_once(Order(model, OrderKind.LOAD, source, asked, again))
 
     def _enter_once(self, order: Order) -> Order:
         """Enter an order, unless the last is such a one, and has not begun."""
@@ -141,7 +141,7 @@ class Lifecycle:
         model.on_demand = on_demand
         model.outdated = False  # what serves is not to be loaded again
         for order in [*model.orders, *self._waiting_for(model)]:
-            if order.kind is Kind.LOAD:
+            if order.kind is OrderKind.LOAD:
                 self._give_up(order)
         before = []
         for user in self._users(model):
@@ -150,7 +150,7 @@ class Lifecycle:
             before.append(entered[user])
         ends = [order for order in before if order is not None]
         order = entered[model] = self._enter(
-            Order(model, Kind.UNLOAD, asked=not again, again=again, before=ends)
+            Order(model, OrderKind.UNLOAD, asked=not again, again=again, before=ends)
         )
         return order
 
@@ -178,7 +178,7 @@ class Lifecycle:
         """Models that belong to an ensemble's process, or not any more, move."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
-                self._enter_once(Order(self._registry.models[name], Kind.MOVE))
+                self._enter_once(Order(self._registry.models[name], OrderKind.MOVE))
 
     # --- what came of it
 
@@ -211,8 +211,8 @@ class Lifecycle:
     def _have_steps(self, order: Order) -> None:
         for name in order.needs:
             step = self._registry.model(name)
-            last = next((o for o in reversed(step.orders) if o.kind is not Kind.MOVE), None)
-            if last is not None and last.kind is Kind.UNLOAD and last.number > order.number:
+            last = next((o for o in reversed(step.orders) if o.kind is not OrderKind.MOVE), None)
+            if last is not None and last.kind is OrderKind.UNLOAD and last.number > order.number:
                 return self._give_up(order)
             coming = last if last is not None and last.may_come else None
             if coming is None and (not step.serving or last is not None):
@@ -327,10 +327,10 @@ class Lifecycle:
 
     def _begin(self, order: Order) -> bool:
         model = order.model
-        if order.kind is Kind.LOAD:
+        if order.kind is OrderKind.LOAD:
             order.phase, model.may_pass = OrderPhase.READING, False
             self._executor.read(order)
-        elif order.kind is Kind.UNLOAD:
+        elif order.kind is OrderKind.UNLOAD:
             order.phase = OrderPhase.WAITING
         else:
             order.phase = OrderPhase.MOVING
@@ -340,7 +340,7 @@ class Lifecycle:
     def _go_on(self, order: Order) -> bool:
         if not all(each.settled for each in order.before):
             return False
-        if order.kind is Kind.LOAD:
+        if order.kind is OrderKind.LOAD:
             self._loads.start(order, self._group(order.model.name))
         else:
             self._withdraw(order)
@@ -378,7 +378,7 @@ class Lifecycle:
         that is only about to look at it will know it."""
         name = order.model.name
         for user in list(self._registry.models.values()):
-            loads = [each for each in user.orders if each.kind is Kind.LOAD]
+            loads = [each for each in user.orders if each.kind is OrderKind.LOAD]
             if other_shape and loads:
                 user.outdated |= any(version.uses(name) for version in user.serving.values())
                 for each in loads:
@@ -405,11 +405,11 @@ class Lifecycle:
         model.orders.remove(order)
         if error is not None and model.expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # not even there
-        if error is not None and order.again and order.kind is Kind.LOAD:
+        if error is not None and order.again and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # else there is nothing to unload, and why it failed is to be known
                 order.after.append(self._unload(model, {model: None}, model.on_demand))
-        elif error is not None and order.kind is Kind.LOAD:
+        elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
         self._news = self._published = True
 
@@ -417,7 +417,7 @@ class Lifecycle:
         """What serves goes on serving where a load has failed, and is loaded again if it was that
         load which was to know the shape that a step has now."""
         model = order.model
-        later = any(each.kind is not Kind.MOVE for each in model.orders)
+        later = any(each.kind is not OrderKind.MOVE for each in model.orders)
         if model.outdated and model.serving and not later:
             model.outdated = False
             order.after.append(self._load(model, model.source, again=True))
@@ -441,7 +441,7 @@ class Lifecycle:
             if not (step.asked or any(step in each.before for each in self._open)):
                 self._give_up(step)
         if order.waits:
-            if phase is OrderPhase.WAITING and order.kind is Kind.LOAD and not model.serving:
+            if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:
                 keep_wish(order)
             self._executor.discard(order.specs)
             self._settle(order, error)

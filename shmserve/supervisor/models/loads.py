@@ -80,6 +80,11 @@ class Loads:
         anew = model.loaded_of == (order.fingerprint, order.source.config)
         order.updates, fresh = differs(model.serving, order.specs, anew)
         new = [self._executor.create(spec, group) for spec in fresh]
+        latest = model.serving.get(model.latest)
+        for version in new:
+            before = model.serving.get(version.spec.version, latest)
+            if before is not None:
+                version.instances.begin_like(before.instances)
         kept = {number: model.serving[number] for number in order.updates}
         model.coming = {**kept, **{version.spec.version: version for version in new}}
         order.phase = OrderPhase.STARTING

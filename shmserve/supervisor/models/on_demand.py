@@ -18,10 +18,9 @@ from shmserve.common.tasks import either
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.executor import LifecycleExecutor
-from shmserve.supervisor.models.memory_use import MemoryUse
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.residency import Resident, leaving
+from shmserve.supervisor.models.residency import MemoryUse, Resident, leaving
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.processes.table import RestartBackoff
 

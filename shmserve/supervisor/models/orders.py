@@ -32,7 +32,7 @@ class LoadSource(NamedTuple):
 FOLDER = LoadSource("", {})
 
 
-class Kind(Enum):
+class OrderKind(Enum):
     """The end of an order: that a model is there, or is not, or is in another process."""
 
     LOAD = auto()
@@ -98,7 +98,7 @@ class Order:
     """
 
     model: ModelEntry
-    kind: Kind
+    kind: OrderKind
     source: LoadSource = FOLDER
     asked: bool = True
     again: bool = False
@@ -130,7 +130,7 @@ class Order:
     @property
     def may_come(self) -> bool:
         """Whether it is a load that has not failed."""
-        return self.kind is Kind.LOAD and self.phase is not OrderPhase.DROPPING
+        return self.kind is OrderKind.LOAD and self.phase is not OrderPhase.DROPPING
 
     @property
     def waits(self) -> bool:

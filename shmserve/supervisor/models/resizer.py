@@ -22,7 +22,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.orders import ModelEntry
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.room import Room
-from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, Load, Sizing
+from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, LoadSample, Sizing
 from shmserve.supervisor.models.version.instances import Bounds, bounds_of
 from shmserve.supervisor.models.version.model_version import ModelVersion
 
@@ -85,7 +85,7 @@ class Resizer:
     ) -> None:
         if said.cancelled():
             return
-        load = Load.of(said.result(), time.monotonic(), version.config.decoupled)
+        load = LoadSample.of(said.result(), time.monotonic(), version.config.decoupled)
         change = watch.sizing.look(load, version.instances.count)
         if not version.instances.all_serve:
             return

@@ -35,7 +35,7 @@ _LONGEST_IDLE_S = 320.0
 _LEAST_ALLOWED = 0.25  # of the target, where an execution takes nearly all of it
 
 
-class Load(NamedTuple):
+class LoadSample(NamedTuple):
     """What a scheduler has counted at a time (monotonic, seconds): requests that were executed and
     those of them that succeeded, executions, and the seconds that all of these took and waited;
     requests in its queue now, and its instances that are there and at work."""
@@ -87,7 +87,7 @@ class Sizing:
     most: int
     target_s: float = 0.0
     delay_s: float = 0.0
-    _loads: deque[Load] = field(init=False, default_factory=deque)
+    _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _changed_s: float = field(init=False, default=-math.inf)
     _crowded_s: float = field(init=False, default=-math.inf)  # when requests waited too long last
     _fresh_s: float = field(init=False, default=-math.inf)  # what was served since then counts
@@ -98,7 +98,7 @@ class Sizing:
     _idle_s: float = field(init=False, default=_IDLE_S)
     _spared_s: float = field(init=False, default=-math.inf)
 
-    def look(self, load: Load, count: int) -> Change | None:
+    def look(self, load: LoadSample, count: int) -> Change | None:
         """What is to change of the `count` instances that there are; None: nothing."""
         self._learn(load)
         if count < self.least:
@@ -125,7 +125,7 @@ class Sizing:
         self._late = 0
         self._fresh_s = self._changed_s = at_s
 
-    def _learn(self, load: Load) -> None:
+    def _learn(self, load: LoadSample) -> None:
         loads = self._loads
         last = loads[-1] if loads else load
         if load.executions < last.executions or load.executed < last.executed:
@@ -152,7 +152,7 @@ class Sizing:
             return left_s / _TAIL
         return max(self.delay_s, self._execution_s)
 
-    def _too_long(self, load: Load) -> str:
+    def _too_long(self, load: LoadSample) -> str:
         """How long requests wait, where that is too long."""
         allowed_s = self._allowed_s
         if not allowed_s:
@@ -171,13 +171,13 @@ class Sizing:
             return ""
         return f"requests wait {_ms(mean_s)} on average, {_ms(allowed_s)} are allowed"
 
-    def _catching_up(self, load: Load) -> bool:
+    def _catching_up(self, load: LoadSample) -> bool:
         """Whether what waits will be gone soon."""
         before = self._loads[-min(4, len(self._loads))]
         passed_s, fewer = load.at_s - before.at_s, before.pending - load.pending
         return fewer > 0 and load.pending / fewer * passed_s < _CATCH_UP_S
 
-    def _spare(self, load: Load, count: int) -> Change | None:
+    def _spare(self, load: LoadSample, count: int) -> Change | None:
         at_s, first_s = load.at_s, self._loads[0].at_s
         quiet_s = at_s - max(self._crowded_s, first_s)
         if count == self.least or at_s - self._changed_s < _STEP_S or quiet_s < 0.95 * self._idle_s:

@@ -17,7 +17,7 @@ from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, encode
 from shmserve.supervisor.processes.control_socket import ControlSocket, SchedulerAddress
-from shmserve.supervisor.processes.log_control import LogControl
+from shmserve.supervisor.processes.settings_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 

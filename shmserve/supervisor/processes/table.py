@@ -50,6 +50,11 @@ class Child:
         reason = self.exited.result()
         return f"{reason}: {self.cause}" if self.cause else reason
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody else has killed it: an operator, or the kernel for memory."""
+        return self.reason == f"signal {signal.SIGKILL.value}"
+
     async def gone(self) -> str:
         """Wait for its end; why it ended."""
         return await asyncio.shield(self.exited)

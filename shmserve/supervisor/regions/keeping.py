@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -33,6 +33,19 @@ _LONGEST = 1 << 20  # bytes of a description
 KEEP, DROP = "keep", "drop"
 
 
+class Keeper(Protocol):
+    """Who has copies of descriptors by a name, also when this process has ended."""
+
+    def keep(self, name: str, fds: list[int]) -> None:
+        """Have some."""
+
+    def drop(self, name: str) -> None:
+        """Forget them."""
+
+    async def heard(self) -> None:
+        """Return once it has all that it was told."""
+
+
 class OtherServer(Protocol):
     """One that has the same regions, as the handover link reaches it."""
 
@@ -44,12 +57,11 @@ class OtherServer(Protocol):
 
 
 class KeptRegions:
-    """`keep(name, fds)` has copies of descriptors kept by a name, `drop(name)` forgets them; so it
-    is with another server, the `other`, while there is one."""
+    """What is registered, as its `keeper` has it, and another server, the `other`, while there is
+    one."""
 
-    def __init__(self, keep: Callable[[str, list[int]], None], drop: Callable[[str], None]) -> None:
-        self._keep = keep
-        self._drop = drop
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
         self.other: OtherServer | None = None
 
     def add(self, region: OpenRegion) -> None:
@@ -58,7 +70,7 @@ class KeptRegions:
             return
         region.kept_as = secrets.token_hex(8)
         with described(region) as description:
-            self._keep(region.kept_as, [region.shared.fd, description])
+            self._keeper.keep(region.kept_as, [region.shared.fd, description])
         self.tell(region)
 
     def tell(self, region: OpenRegion) -> None:
@@ -70,13 +82,14 @@ class KeptRegions:
     def remove(self, region: OpenRegion) -> None:
         """Forget a region that is not registered any more."""
         if region.kept_as:
-            self._drop(region.kept_as)
+            self._keeper.drop(region.kept_as)
             if self.other is not None:
                 self.other.ask(DROP, region.kept_as)
             region.kept_as = ""
 
     async def told(self) -> None:
-        """Return once the other server, if there is one, knows as much as we."""
+        """Return once the keeper, and the other server, if there is one, know as much as we."""
+        await self._keeper.heard()
         if self.other is not None:
             await self.other.settled()
 
@@ -89,7 +102,7 @@ class KeptRegions:
                 logger.warning("a registration of the server before is lost: %s", error)
                 for fd in fds:
                     os.close(fd)
-                self._drop(name)
+                self._keeper.drop(name)
             else:
                 region.kept_as = name
                 yield region

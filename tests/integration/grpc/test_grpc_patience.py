@@ -18,10 +18,10 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from shmserve.common.fd_limits import share_of
-from shmserve.common.grpc_settings import GrpcSettings
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.start import encode
 from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
@@ -62,7 +62,7 @@ def listening(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
 
     def take(peer: bytes, message: Any) -> None:
         if type(message) is m.Started:
-            puppet.router.post(peer, m.HealthChanged(live=True, ready=True, exiting=False))
+            puppet.router.post(peer, HealthChanged(live=True, ready=True, exiting=False))
         gateways.append(peer)
         opened.extend([peer] if type(message) is m.GatewayReady else [])
 

@@ -1,10 +1,12 @@
 """Clients of gRPC as programs have them, over every way to the server: Python's, Triton's and
-grpcio's own, Go's, Node's, and C++'s in Triton's perf_analyzer.
+grpcio's own, Go's, Node's, C++'s in Triton's perf_analyzer, and grpcurl.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,6 +194,37 @@ def test_nodes(node_client: list[str], way: Way) -> None:
     assert clients.run_node([*node_client, way.target, *root]) == RIGHT
     way.server.gate.next().release()
     assert way.server.gate.is_idle()
+
+
+@pytest.fixture(scope="module")
+def grpcurl() -> str:
+    return clients.find_grpcurl()
+
+
+def test_grpcurl(grpcurl: str, way: Way) -> None:
+    """It knows no .proto: the server says what its messages are."""
+    scheme, _, path = way.target.partition(":")
+    trust = ("-plaintext",) if way.root is None else ("-cacert", str(way.root))
+    there = ("-unix", path) if scheme == "unix" else (way.target,)
+
+    def ask(*what: str, data: Any = None) -> str:
+        said = () if data is None else ("-d", json.dumps(data))
+        return clients.run([grpcurl, *trust, *said, *there, *what])
+
+    service = SERVICE.strip("/")
+    assert service in ask("list").split()
+    assert "rpc ModelInfer ( .inference.ModelInferRequest )" in ask("describe", service)
+    assert json.loads(ask("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": array.shape, "contents": {"int_contents": row}}
+        for name, array in (("INPUT0", A), ("INPUT1", B))
+        for row in array.tolist()
+    ]
+    answer = json.loads(
+        ask(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": inputs})
+    )
+    total = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), np.int32)
+    assert (total == (A + B)[0]).all()
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,10 @@ import zmq
 import shmserve.client
 from shmserve.common.accelerators import cuda_devices
 from shmserve.ipc.messages import local_clients as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.messages.memory import UnregisterRegion
-from shmserve.ipc.messages.supervision import (
-    Answered,
-    HealthChanged,
-    ModelPublished,
-    Refused,
-    Stop,
-    UnloadModel,
-)
+from shmserve.ipc.messages.supervision import Answered, ModelPublished, Refused, Stop, UnloadModel
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput

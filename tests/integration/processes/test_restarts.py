@@ -90,7 +90,8 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_at_lent_sockets(manager: Manager, folder: Path, number: signal.Signals) -> None:
     with (
         socket.create_server(("127.0.0.1", 0), backlog=100) as http,
         socket.create_server(("127.0.0.1", 0), backlog=100) as grpc,
@@ -110,13 +111,14 @@ def test_at_lent_sockets(manager: Manager, folder: Path) -> None:
 
         server = begin()
         ports = (str(sock.getsockname()[1]) for sock in (http, grpc))
-        load = Load([*PROGRAM, *ports, folder / "local"])
+        killed = number == signal.SIGKILL
+        load = Load([*PROGRAM, *ports, folder / "local", "registering", *["killed"] * killed])
         try:
             load.wait_answered()
             for _ in range(RESTARTS):
-                server.send_signal(signal.SIGTERM)
-                manager.hear("STOPPING=1")
-                assert server.wait(40) == 0
+                server.send_signal(number)
+                assert server.wait(40) == (-signal.SIGKILL if killed else 0)
+                manager.hear_all()
                 server = begin()
                 load.wait_answered()
         finally:
@@ -192,12 +194,14 @@ def test_by_a_real_systemd(systemd: Systemd) -> None:
     user = ("setpriv", "--reuid=shmserve", "--regid=shmclients", "--clear-groups")
     path = f"PYTHONPATH={ROOT}"
     there = ("nsenter", f"--target={systemd.pid}", "--all", *user, "env", path)
-    load = Load([*there, *PROGRAM, "8000", "8001", "/run/shmserve/local.sock"])
-    try:
-        load.wait_answered()
-        for _ in range(RESTARTS):
-            assert "status" not in systemd.run("systemctl", "restart", "shmserve.service")
+    doors = ("8000", "8001", "/run/shmserve/local.sock", "registering")
+    for how in (("restart",), ("kill", "--signal=KILL", "--kill-whom=main")):
+        load = Load([*there, *PROGRAM, *doors, *["killed"] * (how[0] == "kill")])
+        try:
             load.wait_answered()
-    finally:
-        found = load.end()
-    assert_unnoticed(found)
+            for _ in range(RESTARTS):
+                assert "status" not in systemd.run("systemctl", *how, "shmserve.service")
+                load.wait_answered()
+        finally:
+            found = load.end()
+        assert_unnoticed(found)

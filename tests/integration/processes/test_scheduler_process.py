@@ -20,11 +20,11 @@ import pytest
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE
 from shmserve.ipc.messages import inference as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.start import HostStart, SchedulerStart, SchedulingLimits, encode
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    HealthChanged,
     InstanceExpected,
     InstanceServed,
     OpenScheduler,

@@ -201,6 +201,7 @@ def test_registrations_outlive_the_server(
             finally:
                 server.send_signal(number)
                 server.wait(30)
+                manager.hear_all()
     assert ask is not None
     ask.shared.unlink()
 

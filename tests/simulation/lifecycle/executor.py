@@ -23,9 +23,8 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.version.instances import Instance, bounds_of
 from shmserve.supervisor.models.version.model_version import ModelVersion
 from shmserve.supervisor.models.version.spec import VersionSpec
-from shmserve.supervisor.processes.log_control import LogControl
 from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
-from shmserve.supervisor.processes.trace_control import TraceControl
+from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.resources.cache_shares import CacheShares
 from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.orders import Kind, ModelEntry, Order, OrderPhase
+from shmserve.supervisor.models.orders import ModelEntry, Order, OrderKind, OrderPhase
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.statuses import ModelState, statuses
 from shmserve.supervisor.models.version.instances import InstanceState
@@ -134,11 +134,11 @@ class LifecycleOracles:
     def succeeded(self, order: Order) -> None:
         """What an order asks for is so now."""
         name, serving = order.model.name, self._serving_of(order.model)
-        if order.kind is Kind.MOVE:
+        if order.kind is OrderKind.MOVE:
             return
         self._last[name] = order
         before = self._served.get(name, {})
-        if order.kind is Kind.UNLOAD:
+        if order.kind is OrderKind.UNLOAD:
             self._loaded_of.pop(name, None)
             if serving:
                 self.broke(f"8: {name} serves, and was unloaded")
@@ -194,7 +194,7 @@ class LifecycleOracles:
         model = self._executor.registry.models.get(name)
         served = self._served.get(name, {})
         order = model.orders[0] if model is not None and model.orders else None
-        if order is not None and order.kind is Kind.UNLOAD:
+        if order is not None and order.kind is OrderKind.UNLOAD:
             self._check_no_user(name)
             return
         if number not in served:
@@ -391,7 +391,7 @@ class LifecycleOracles:
 
     def _check_last(self, model: ModelEntry) -> None:
         order = self._last.get(model.name)
-        wanted = order.specs if order is not None and order.kind is Kind.LOAD else []
+        wanted = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
         found = {(n, version.spec.model_dir, version.spec.files) for n, version in serving.items()}
         if found != {(spec.version, spec.model_dir, spec.files) for spec in wanted}:

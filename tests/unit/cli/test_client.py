@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from shmserve.cli import client
-from shmserve.cli.client_tensors import ModelTensor, WrongInput, decode, encode, load
+from shmserve.cli.client_tensors import ModelTensor, decode, encode, load
+from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY
 
 METADATA = {
@@ -114,7 +115,7 @@ def test_arrays_go_there_and_back(array: np.ndarray[Any, Any]) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(datatype: str, value: Any, text: str) -> None:
-    with pytest.raises(WrongInput) as raised:
+    with pytest.raises(InvalidArgument) as raised:
         encode(tensor(datatype, -1), value)
     assert text in str(raised.value)
     assert "'X'" in str(raised.value)
@@ -146,7 +147,7 @@ def test_values_come_from_json_and_files(tmp_path: Path) -> None:
     assert (shape, raw) == ([1, 1], b"\5\0\0\0\x89PNG\0")
     np.save(path, np.array([{}]), allow_pickle=True)
     for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
-        with pytest.raises(WrongInput, match="input 'X'"):
+        with pytest.raises(InvalidArgument, match="input 'X'"):
             load("X", text)
 
 
@@ -285,12 +286,12 @@ def test_what_is_wrong_is_one_line(
 def test_a_file_that_holds_no_array(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(content)
-    with pytest.raises(WrongInput, match="input 'X': cannot read "):
+    with pytest.raises(InvalidArgument, match="input 'X': cannot read "):
         load("X", f"@{path}")
 
 
 def test_a_file_that_holds_several_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, a=np.zeros(1), b=np.zeros(1))
-    with pytest.raises(WrongInput, match="holds several arrays, not one"):
+    with pytest.raises(InvalidArgument, match="holds several arrays, not one"):
         load("X", f"@{path}")

@@ -25,6 +25,7 @@ from shmserve.client.server.models import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.inference import Cancel
 from shmserve.ipc.messages.local_clients import Welcome
 from shmserve.ipc.model_spec import ModelSpec
@@ -46,7 +47,7 @@ def listener(tmp_path: Path) -> Iterator[None]:
         def welcome() -> None:
             inside.append(entrance.accept()[0])
             inside[0].recv(4096)
-            hello = [Welcome(1, "token"), m.HealthChanged(True, True, False)]
+            hello = [Welcome(1, "token"), HealthChanged(True, True, False)]
             inside[0].send(frames.pack(hello))
 
         inside: list[socket.socket] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.config import command_line, server
+from shmserve.gateway.settings import GrpcSettings
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from shmserve.common.access import auth_tokens
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.memory import (
     RegionPublished,
     RegionReleased,
@@ -182,7 +183,7 @@ def test_trace_settings_are_of_a_model_not_of_a_version(gateway: Rig, http: Http
 
 def test_health_follows_the_supervisor(gateway: Rig, http: Http) -> None:
     for live, ready in ((True, True), (True, False), (False, False), (True, True)):
-        gateway.tell(m.HealthChanged(live=live, ready=ready, exiting=False))
+        gateway.tell(HealthChanged(live=live, ready=ready, exiting=False))
         gateway.apply(lambda number: RegionWithdrawn("", 0, number))
         assert http.get("/v2/health/live").status == (200 if live else 400)
         assert http.get("/v2/health/ready").status == (200 if ready else 400)

@@ -6,8 +6,14 @@ import json
 from typing import Any
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.http.openai.answers import CHAT, COMPLETION, Choices, Delta
-from shmserve.gateway.http.openai.errors import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.answers import (
+    CHAT,
+    COMPLETION,
+    Choices,
+    Delta,
+    TooManyRequests,
+    openai_error,
+)
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
 TOKEN = {

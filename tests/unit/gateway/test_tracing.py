@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.trace_sampling import Sampler, Samplers
-from shmserve.common.trace_settings import TraceSettings
+from shmserve.common.trace_settings import Sampler, Samplers, TraceSettings
 from shmserve.gateway.tracing.file import append, next_file
 from shmserve.gateway.tracing.tracer import Tracer
 

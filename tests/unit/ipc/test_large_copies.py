@@ -1,6 +1,6 @@
 """The environment in which large copies go past the caches."""
 
-from shmserve.ipc.memory.large_copies import LARGE_COPY, past_the_caches
+from shmserve.ipc.processes import LARGE_COPY, past_the_caches
 from shmserve.workers.memory import copying
 
 _SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"

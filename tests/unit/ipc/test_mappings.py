@@ -16,6 +16,7 @@ from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.errors import AlreadyExists, InvalidArgument
 from shmserve.ipc.messages.memory import MemoryDropped, RegionPublished, RegionWithdrawn
 from shmserve.ipc.tensors.descriptors import unpack_place
+from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
@@ -46,7 +47,7 @@ class Office(ToldProcesses):
             self,
             RegionOpener(policy, handles),
             lambda event: None,
-            KeptRegions(print, print),
+            KeptRegions(ServiceManager(None)),
         )
 
 

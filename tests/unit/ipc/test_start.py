@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.common.tls import Tls
-from shmserve.gateway.settings import GatewaySettings, GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc.messages.start import (
     HostStart,
     SchedulerStart,

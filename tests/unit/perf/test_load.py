@@ -12,7 +12,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.perf.doors import Heard
-from shmserve.perf.load import Load, probe
+from shmserve.perf.load import LoadGenerator, probe
 from shmserve.perf.poller import Poller
 
 
@@ -57,8 +57,8 @@ def door() -> Iterator[InstantDoor]:
         yield InstantDoor(poller)
 
 
-def load(door: InstantDoor, requests: list[Any], slots: int, schedule: Any = None) -> Load:
-    return Load(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
+def load(door: InstantDoor, requests: list[Any], slots: int, schedule: Any = None) -> LoadGenerator:
+    return LoadGenerator(door.poller, door, lambda slot: requests, slots, schedule, patience_s=0.2)
 
 
 def test_a_closed_loop_has_so_many_in_flight_and_its_requests_take_turns(door: InstantDoor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shmserve.ray import routes
+from shmserve.ray.node import passed_on, path_of, refusal
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_paths_stay_as_they_were_spelled(
     raw_path: bytes, prefix: str, query: bytes, passed: str
 ) -> None:
     scope = {"raw_path": raw_path, "root_path": prefix, "query_string": query}
-    assert routes.path(scope) == passed
+    assert path_of(scope) == passed
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_paths_stay_as_they_were_spelled(
     ],
 )
 def test_what_only_a_node_can_answer_is_refused(path: str) -> None:
-    assert routes.refusal(path).endswith("ask that node's server")
+    assert refusal(path).endswith("ask that node's server")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_only_a_node_can_answer_is_refused(path: str) -> None:
     ],
 )
 def test_all_else_is_passed_on(path: str) -> None:
-    assert routes.refusal(path) == ""
+    assert refusal(path) == ""
 
 
 def test_headers_of_a_connection_are_not_passed_on() -> None:
@@ -56,4 +56,4 @@ def test_headers_of_a_connection_are_not_passed_on() -> None:
         *(("Host", "a"), ("Connection", "close"), ("Transfer-Encoding", "chunked")),
         *(("Authorization", "Bearer x"), ("traceparent", "y"), ("Content-Encoding", "gzip")),
     ]
-    assert routes.passed_on(headers) == headers[3:]
+    assert passed_on(headers) == headers[3:]

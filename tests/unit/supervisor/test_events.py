@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from shmserve.cli.events import _as_json, _as_text
 from shmserve.client.errors import Disconnected
-from shmserve.client.events import TOPICS, EventReader, Gaps, Told
+from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import ServerEvent, events
 from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.supervisor import events as events_package
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher, Subscriptions, changes
 
@@ -323,7 +323,7 @@ def test_the_page_has_every_event_and_field() -> None:
     ],
 )
 def test_an_event_is_a_line(event: Any, line: str) -> None:
-    told = Told(events.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
+    told = ReceivedEvent(events.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
     assert told.topic in TOPICS
     assert _as_text(told) == f"2023-11-14T22:13:20.123Z {line}"
     assert f'"event": "{type(event).__name__}"' in _as_json(told)

@@ -20,6 +20,7 @@ from shmserve.common.access.shm_access import NO_GROUP, ShmPolicy
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import Capabilities
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.local_clients import Hello, ShareMemory
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.transport import frames
@@ -108,7 +109,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
 ) -> None:
     """Neither who is there when it is loaded, nor who comes later."""
     wide = _model("wide", tensors)
-    models: list[Any] = [_model("plain", 1), m.HealthChanged(True, True, False)]
+    models: list[Any] = [_model("plain", 1), HealthChanged(True, True, False)]
     nobody: Any = None
 
     async def serve() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -125,10 +126,37 @@ def test_what_it_has_no_room_for_waits_and_signs_of_life_are_left_out(
     assert sock.recv(1000) == b"WATCHDOG=1"
 
 
+def test_it_has_heard_once_nothing_waits(heard: tuple[str, socket.socket]) -> None:
+    address, sock = heard
+    count = 40  # as above
+
+    async def keep() -> int:
+        manager = ServiceManager(address)
+        for number in range(count):
+            manager.keep(str(number), [0])
+        waiting, read = asyncio.ensure_future(manager.heard()), 0
+        while not waiting.done():
+            await asyncio.sleep(0)
+            with contextlib.suppress(BlockingIOError):
+                sock.recv(1000)
+                read += 1
+        manager.close()
+        return read
+
+    read = asyncio.run(asyncio.wait_for(keep(), 5))
+    queued = 0
+    with contextlib.suppress(BlockingIOError):
+        while sock.recv(1000):
+            queued += 1
+    assert read > 0
+    assert read + queued == count
+
+
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
 def test_without_one_nothing_is_said(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.ready("a")
+    asyncio.run(asyncio.wait_for(manager.heard(), 1))
     asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
 
 

@@ -53,6 +53,7 @@ class GrpcCall(ABC):
     by itself, which a drain waits for."""
 
     awaited: ClassVar[bool]
+    _unasked: ClassVar[float]  # of a stream's window, what a message may count on
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
         *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
@@ -143,10 +144,15 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window = self._connection.front.limits.window
-            assembly = self._assembly = Assembly(window, self.head, self._sinks)
+            unasked = self._connection.front.limits.window * self._unasked
+            assembly = self._assembly = Assembly(int(unasked), self.head, self._sinks)
         assembly.feed(piece)
         self._cut(assembly, len(piece))
+
+    def place(self, most: int) -> memoryview | None:
+        """Where its next bytes go in the end, `most` of them; None where that is not known."""
+        assembly = self._assembly
+        return None if assembly is None or self.done else assembly.place(most)
 
     def _cut(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are whole with the `size` bytes that came."""
@@ -267,6 +273,7 @@ class UnaryCall(GrpcCall):
     `fail` it once."""
 
     awaited = True
+    _unasked = 3 / 4  # the rest may be used up by padding
     __slots__ = ("_asked", "_task", "on_message")
 
     def __init__(
@@ -349,6 +356,7 @@ class StreamingCall(GrpcCall):
     when the client has left."""
 
     awaited = False
+    _unasked = 1 / 2  # as much may be used up by those before it
     __slots__ = ("_ahead", "_closed", "_consumed", "_news", "_queue", "_task", "_written")
 
     def __init__(

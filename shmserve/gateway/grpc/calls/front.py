@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shmserve.common.grpc_settings import GrpcSettings
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage, Deflater
@@ -16,6 +15,9 @@ from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.settings import GrpcSettings
+
+_READ = 64 * 1024  # bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +35,8 @@ class GrpcFront:
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
+    # What comes of any of them is read to this, and used before the next is.
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ)))
 
 
 class Carrier(Protocol):

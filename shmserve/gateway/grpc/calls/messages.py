@@ -20,7 +20,6 @@ from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyB
 
 LARGE = 64 * 1024  # bytes of a message that is placed where it is to be, if it can
 PREFIX = struct.Struct(">BI")
-_KEPT_AS_IT_IS = 4096  # bytes of a piece; a smaller one would keep a whole buffer that it is in
 
 _NOTHING = memoryview(b"")
 
@@ -49,6 +48,10 @@ Message = bytes | Placed
 
 class Sink(Protocol):
     """A message that goes where it is to be while it arrives."""
+
+    def place(self, most: int) -> memoryview | None:
+        """Where the next bytes go, `most` of them; None where that is not known. What is there
+        when it is fed is not copied."""
 
     def feed(self, piece: memoryview) -> None:
         """The next bytes."""
@@ -105,15 +108,15 @@ class ArrivingMessage(Arrival):
 
 class Assembly:
     """Assembles the messages of one call: `feed` it with what comes, and `take` what is whole.
-    `window` is how many bytes of them come unasked."""
+    A message of up to `unasked` bytes comes unasked."""
 
     __slots__ = (
-        *("_at", "_compressed", "_copied", "_head", "_later", "_piece", "_pieces", "_prefix"),
-        *("_sinks", "_size", "_window", "extra", "missing", "sink"),
+        *("_at", "_compressed", "_copied", "_head", "_later", "_message", "_piece", "_prefix"),
+        *("_sinks", "_size", "_unasked", "extra", "missing", "sink"),
     )
 
-    def __init__(self, window: int, head: CallHead, sinks: Sinks | None) -> None:
-        self._window = window
+    def __init__(self, unasked: int, head: CallHead, sinks: Sinks | None) -> None:
+        self._unasked = unasked
         self._head = head
         self._sinks = sinks
         self.sink: Sink | None = None
@@ -123,7 +126,7 @@ class Assembly:
         self._later = bytearray()  # what came behind it
         self._prefix = b""
         self._size = 0
-        self._pieces: list[bytearray | memoryview] = []
+        self._message = bytearray()  # what is here of one that goes nowhere else
         self._compressed = False
         self.missing = 0  # bytes of the message that has begun
         self.extra = 0  # bytes of it that the client may not send unasked
@@ -132,6 +135,12 @@ class Assembly:
     def begun(self) -> int:
         """How many bytes are here of the message that is not whole, when there is none to take."""
         return PREFIX.size + self._size - self.missing if self.missing else len(self._prefix)
+
+    def place(self, most: int) -> memoryview | None:
+        """Where the next bytes go in the end, `most` of them; None where that is not known."""
+        if self.sink is None or self._at < len(self._piece) or self._later:
+            return None
+        return self.sink.place(min(most, self.missing))
 
     def feed(self, piece: memoryview) -> None:
         """These bytes came."""
@@ -162,7 +171,7 @@ class Assembly:
             self._at += len(part)
             self.missing -= len(part)
             if self.sink is None:
-                self._keep(part)
+                self._message += part
             else:
                 self.sink.feed(part)
             if not self.missing:
@@ -180,8 +189,8 @@ class Assembly:
         sink, self.sink = self.sink, None
         if sink is not None:
             return sink.whole()
-        data = b"".join(self._pieces)
-        self._pieces.clear()
+        data = bytes(self._message)
+        self._message = bytearray()
         return data
 
     def drop(self) -> None:
@@ -189,15 +198,6 @@ class Assembly:
         sink, self.sink = self.sink, None
         if sink is not None:
             sink.drop()
-
-    def _keep(self, part: memoryview) -> None:
-        pieces = self._pieces
-        if len(part) >= _KEPT_AS_IT_IS:
-            pieces.append(part)
-        elif pieces and type(pieces[-1]) is bytearray:
-            pieces[-1] += part  # an object for each would be larger than what is in it
-        else:
-            pieces.append(bytearray(part))
 
     def _begin(self) -> bool:
         flag, size = PREFIX.unpack(self._prefix)
@@ -211,7 +211,7 @@ class Assembly:
             )
         self._compressed = bool(flag)
         self._size = self.missing = size
-        self.extra = max(0, size + PREFIX.size - self._window // 2)
+        self.extra = max(0, size + PREFIX.size - self._unasked)
         if size >= LARGE and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)

@@ -25,6 +25,7 @@ from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.events import Begun, Data, StreamReset
 from shmserve.gateway.http2.frames import FaultCode
+from shmserve.gateway.http2.incoming import Bytes
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 
@@ -38,7 +39,7 @@ _LINGER_S = 0.25
 _LOOKS = 4  # at a call that waits, while its client has patience left
 
 
-class GrpcConnection(LimitedConnection):
+class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     """One client's connection, whose identity is `client`."""
 
     def __init__(self, owner: Acceptor, front: GrpcFront) -> None:
@@ -50,6 +51,7 @@ class GrpcConnection(LimitedConnection):
         self.guarded = False
         self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
         self.lifetime = ConnectionLifetime(self)
+        self._reading = front.read_buffer  # where what comes is read to
         self._handling = False
         self._ended = False  # by us
         self._debt = self.http2.debt  # as the engine had it at the end of the last turn
@@ -146,8 +148,19 @@ class GrpcConnection(LimitedConnection):
 
     # --- bytes
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes are read to: to their place, where a large tensor arrives."""
+        self._reading = self.front.read_buffer
+        http2 = self.http2
+        if http2.arriving >= _LARGE and self._tls is None:
+            stream = http2.arriving_for
+            if stream is not None and stream.call is not None:
+                self._reading = stream.call.place(http2.arriving) or self._reading
+        return self._reading
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Handle what came, as far as it has its turn."""
+        data: Bytes = self._reading[:nbytes]
         self._since = self.loop.time()
         if self._tls is not None and data:
             try:
@@ -203,7 +216,7 @@ class GrpcConnection(LimitedConnection):
     def _go_on(self) -> None:
         if self.open and self.transport is not None:
             self.transport.resume_reading()
-            self.data_received(b"")
+            self.buffer_updated(0)
 
     def _begin(self, stream: Stream, head: CallHead, fresh: list[GrpcCall]) -> None:
         try:

@@ -22,7 +22,7 @@ class TlsLayer:
         self.ready = False
         self._closed = False
 
-    def receive(self, data: bytes) -> bytes:
+    def receive(self, data: bytes | memoryview) -> bytes:
         """The plaintext in these bytes; `outgoing` has what is to be sent, in any case. Raises
         BrokenTls."""
         self._incoming.write(data)

@@ -40,6 +40,11 @@ class ArrivingRequest:
         self._left = memoryview(b"")  # of those that are arriving
         self._plain: list[bytes] | None = None
 
+    def place(self, most: int) -> memoryview | None:
+        """Where the next bytes go, `most` of them, if they are of a tensor: those that are there
+        already when they are fed are not copied."""
+        return self._left[:most] if self._left else None
+
     def feed(self, piece: memoryview) -> None:
         """The next bytes."""
         at, end = 0, len(piece)
@@ -49,7 +54,8 @@ class ArrivingRequest:
                 return
             if self._left:
                 size = min(len(self._left), end - at)
-                self._left[:size] = piece[at : at + size]
+                if piece.obj is not self._left.obj:  # else it was read to its place
+                    self._left[:size] = piece[at : at + size]
                 self._left = self._left[size:]
                 at += size
                 continue

@@ -31,7 +31,7 @@ _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 
 
-class Incoming(LimitedConnection):
+class Incoming(LimitedConnection, asyncio.Protocol):
     """The requests of a connection, as their bytes come.
 
     `client` is who sends them, once the connection is made.

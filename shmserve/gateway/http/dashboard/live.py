@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from shmserve import __version__
-from shmserve.common.host import CpuUtilization, memory_bytes
+from shmserve.common.host import CpuUtilization, memory_bytes, processes
 from shmserve.errors import PermissionDenied, QueueFull
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.figures import Figures, Row
-from shmserve.gateway.api.process_stats import processes
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS
 from shmserve.gateway.http.request import FETCH_SITE, HttpRequest

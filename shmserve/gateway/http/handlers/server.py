@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.gateway.api import metadata, statistics, tracing
+from shmserve.gateway.api import metadata, statistics
 from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
 from shmserve.gateway.context import Gateway
@@ -84,7 +84,7 @@ async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
     """GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
-    return _trace_settings(await tracing.change(gateway, name or "", {}))
+    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", {}))
 
 
 async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
@@ -92,7 +92,7 @@ async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None)
     body = await read_json(gateway, request, required=True)
     members = body if type(body) is dict else {}
     given = {key: _texts(key, value) for key, value in members.items()}
-    return _trace_settings(await tracing.change(gateway, name or "", given))
+    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", given))
 
 
 def _texts(key: str, value: Any) -> list[str] | None:

@@ -1,7 +1,9 @@
-"""Responses of a model as choices (pure): whole, or in the chunks of a stream."""
+"""Responses of a model as choices (pure): whole, or in the chunks of a stream; and errors, as this
+interface has them: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -9,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
+
+from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError
 
 
 class Delta(NamedTuple):
@@ -145,3 +149,27 @@ class Choices:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+
+
+# Texts about one field begin with its name.
+_FIELD = re.compile(r"(?:\[request id: .*?\] )?([a-z][a-z_.\[\]0-9]*): ")
+
+
+class TooManyRequests(QueueFull):
+    """The queue of a model is full, in the words of this interface."""
+
+    status = 429
+
+
+def openai_error(error: ShmserveError) -> bytes:
+    """The body of an error's response."""
+    kind = "invalid_request_error" if isinstance(error, InvalidArgument) else "server_error"
+    code: str | None = None
+    if isinstance(error, NotFound):
+        kind, code = "invalid_request_error", "model_not_found"
+    elif isinstance(error, TooManyRequests):
+        kind, code = "rate_limit_error", "rate_limit_exceeded"
+    field = _FIELD.match(error.message) if isinstance(error, InvalidArgument) else None
+    message = error.message.encode(errors="replace").decode()
+    param = None if field is None else field[1]
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -16,8 +16,15 @@ from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.http.openai.answers import CHAT, COMPLETION, Choices, Delta, Form
-from shmserve.gateway.http.openai.errors import TooManyRequests, openai_error
+from shmserve.gateway.http.openai.answers import (
+    CHAT,
+    COMPLETION,
+    Choices,
+    Delta,
+    Form,
+    TooManyRequests,
+    openai_error,
+)
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_response
 from shmserve.gateway.http.streaming.responses import ResponseQueue

@@ -27,7 +27,7 @@ _PAGE_HEADERS = (
 _PAGE = Path(__file__).with_name("page.html")
 
 
-class Description:
+class OpenApiHandlers:
     """The handlers of the description of a table of routes, which has routes to them itself."""
 
     def __init__(self, table: Callable[[], RouteTable]) -> None:

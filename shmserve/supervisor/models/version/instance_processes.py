@@ -48,6 +48,7 @@ _MOST_FAILED_LOADS = 5
 # Ends in a row, with nothing executed meanwhile, after which an instance stays down: some 5 s of a
 # model that loads at once.
 _MOST_CRASHES = 10
+_LONGEST_PAUSE_S = 30.0  # before the next start of what is killed again and again
 _DOWN = (InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED)
 
 
@@ -81,10 +82,18 @@ class Instances:
     completed: dict[str, Any] = field(init=False, default_factory=dict)  # by the model, of `config`
     failure: str = field(init=False, default="")
     _all: list[Instance] = field(init=False)
+    _ran: int = field(init=False, default=0)  # of the version before, under its load
 
     def __post_init__(self) -> None:
         self.config, self.labels = self._spec.config, self._spec.labels
         self._all = expand_instances(self.config)
+
+    def begin_like(self, before: Instances) -> None:
+        """Begin with as many as an earlier version has, where their number follows the load, which
+        this one takes over."""
+        if bounds_of(before.config) is not None:
+            self._ran = before.count
+            self._all = expand_instances(self.config, self._ran)
 
     @property
     def problem(self) -> str:
@@ -155,7 +164,7 @@ class Instances:
         self._send(first, m.CompleteConfig(self._spec.config))
         self.completed = (await self._watched(first, m.ConfigCompleted)).config
         self.config = self._spec.complete(self.completed)
-        wanted = expand_instances(self.config)
+        wanted = expand_instances(self.config, self._ran)
         if [i.device for i in wanted] == [i.device for i in self._all]:
             first.rate_limit = wanted[0].rate_limit
             wanted[0] = first
@@ -284,7 +293,8 @@ class Instances:
         differs, wanted = config != self.config, config
         if bounds_of(config) is not None and not differs:
             wanted = sized(config, self.count)  # which follows the load
-        return InstanceUpdate(spec, config, differs, *change_between(self._all, wanted))
+        change = change_between(self._all, wanted, self.count)
+        return InstanceUpdate(spec, config, differs, *change)
 
     async def add(self, update: InstanceUpdate) -> None:
         """Load the model in what an update adds; it serves at once. Raises ShmserveError when one
@@ -404,7 +414,7 @@ class Instances:
         logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
-            self._context.background(self._restart(instance, child.reason))
+            self._context.background(self._restart(instance, child))
 
     def _wanted(self, instance: Instance) -> bool:
         return not self._lifetime.stopping and instance in self._all
@@ -416,13 +426,14 @@ class Instances:
             instance.crashes = 0
             instance.backoff.worked()
 
-    async def _restart(self, instance: Instance, why: str) -> None:
-        pause = instance.backoff.pause_s(time.monotonic() - instance.ready_at)
+    async def _restart(self, instance: Instance, ended: Child) -> None:
+        pause = self._pause_s(instance, ended, time.monotonic() - instance.ready_at)
         # A long life ends the row, too.
-        instance.crashes = min(instance.crashes + 1, instance.backoff.deaths)
-        if instance.crashes == _MOST_CRASHES and self._wanted(instance):
-            ended = f"its process ended {_MOST_CRASHES} times in a row ({why})"
-            self._give_up(instance, f"{ended}, and has executed nothing meanwhile")
+        before = min(instance.crashes, instance.backoff.deaths - 1)
+        instance.crashes = before + (not ended.was_killed)
+        if before < instance.crashes == _MOST_CRASHES and self._wanted(instance):
+            row = f"its process ended {_MOST_CRASHES} times in a row ({ended.reason})"
+            self._give_up(instance, f"{row}, and has executed nothing meanwhile")
             return
         while self._wanted(instance):
             if pause:
@@ -434,24 +445,42 @@ class Instances:
             try:
                 await self._load(instance, self.config, len(self._all))
             except ShmserveError as error:
-                await self._discard(instance)
+                child = await self._discard(instance)
                 if not self._wanted(instance):
                     return
-                instance.failed_loads += 1
+                killed = child is not None and child.was_killed
+                instance.failed_loads += not killed
                 logger.error("instance '%s' did not start again: %s", instance.name, error.message)
                 if instance.failed_loads < _MOST_FAILED_LOADS:
-                    pause = instance.backoff.pause_s(0)
+                    pause = self._pause_s(instance, child, 0)
                     continue
                 self._give_up(instance, error.message)
             return
 
     @staticmethod
-    async def _discard(instance: Instance) -> None:
-        if instance.child is not None and instance.child.alive:
-            instance.child.kill()
-            await instance.child.gone()
+    def _pause_s(instance: Instance, ended: Child | None, lived_s: float) -> float:
+        """Seconds until it is to start again. What somebody else kills is no model that fails: it
+        is not given up, and waits longer and longer."""
+        pause = instance.backoff.pause_s(lived_s)
+        over = instance.backoff.deaths - _MOST_CRASHES
+        if ended is None or not ended.was_killed or over < 0:
+            return pause
+        pause = min(2.0**over, _LONGEST_PAUSE_S)
+        text = "instance '%s' starts again in %g s: its process was killed, or ended, %d times"
+        logger.warning(text, instance.name, pause, instance.backoff.deaths)
+        return pause
+
+    @staticmethod
+    async def _discard(instance: Instance) -> Child | None:
+        """The process that has not loaded, where there was one; it has ended."""
+        child = instance.child
+        if child is not None and child.alive:
+            child.cause = "it has not loaded"
+            child.kill()
+            await child.gone()
         instance.child = None
         instance.state = InstanceState.WAITING
+        return child
 
     def _give_up(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")

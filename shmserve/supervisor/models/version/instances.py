@@ -141,13 +141,14 @@ def sized(config: ModelSpec, total: int) -> ModelSpec:
     return replace(config, instance_group=tuple(groups))
 
 
-def expand_instances(config: ModelSpec) -> list[Instance]:
-    """The instances that `instance_group` of a configuration asks for, in order, or the fewest of
-    its bounds where these are more; none of an ensemble's."""
+def expand_instances(config: ModelSpec, running: int = 0) -> list[Instance]:
+    """The instances that `instance_group` of a configuration asks for, in order; with bounds, at
+    least the fewest, and as many as are `running`, up to the most. None of an ensemble's."""
     made, bounds = _expanded(config), bounds_of(config)
-    if bounds is not None and len(made) < bounds.least:
-        return _expanded(sized(config, bounds.least))
-    return made
+    if bounds is None:
+        return made
+    wanted = max(len(made), bounds.least, min(running, bounds.most))
+    return made if len(made) == wanted else _expanded(sized(config, wanted))
 
 
 def _expanded(config: ModelSpec) -> list[Instance]:
@@ -182,13 +183,14 @@ class InstanceUpdate(NamedTuple):
 
 
 def change_between(
-    present: Sequence[Instance], config: ModelSpec
+    present: Sequence[Instance], config: ModelSpec, running: int = 0
 ) -> tuple[list[Instance], list[Instance]]:
     """The instances to add to those that are `present`, so that there are those which a
-    configuration asks for, and those to take away; none of them is changed."""
+    configuration asks for (see `expand_instances`), and those to take away; none of them is
+    changed."""
     left = [i for i in present if i.state not in (InstanceState.RETIRING, InstanceState.STOPPED)]
     usable = [i for i in left if i.state is not InstanceState.FAILED]
-    wanted = expand_instances(config)
+    wanted = expand_instances(config, running)
     for same_name in (True, False):
         for instance in wanted[:]:
             match = next(

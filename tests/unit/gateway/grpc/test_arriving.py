@@ -3,7 +3,7 @@ that is parsed as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
@@ -36,9 +36,13 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
 
 
 def arrive(
-    raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None
+    raw: bytes,
+    cuts: Sequence[int],
+    sizes: Sequence[int] | None,
+    in_place: Collection[int] = (),
 ) -> tuple[ArrivingRequest, list[Room], list[bytes]]:
-    """The bytes in pieces, with the rooms that were asked for, and by which heads."""
+    """The bytes in pieces, those with these numbers read to their place where there is one, with
+    the rooms that were asked for, and by which heads."""
     rooms: list[Room] = []
     heads: list[bytes] = []
 
@@ -52,7 +56,12 @@ def arrive(
     arriving = ArrivingRequest(find)
     view = memoryview(raw)
     at = 0
-    for end in (*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw)):
+    for number, end in enumerate((*sorted(cut % (len(raw) + 1) for cut in cuts), len(raw))):
+        place = arriving.place(end - at) if number in in_place else None
+        if place is not None:
+            place[:] = view[at : at + len(place)]
+            arriving.feed(place)
+            at += len(place)
         arriving.feed(view[at:end])
         at = end
     return arriving, rooms, heads
@@ -62,25 +71,30 @@ CONTENTS = st.lists(st.binary(max_size=300), min_size=1, max_size=4)
 CUTS = st.lists(st.integers(0, 5000), max_size=12)
 
 
-@given(contents=CONTENTS, cuts=CUTS)
+@given(contents=CONTENTS, cuts=CUTS, in_place=st.sets(st.integers(0, 12)))
 def test_contents_fill_their_room_however_they_are_cut(
-    contents: list[bytes], cuts: list[int]
+    contents: list[bytes], cuts: list[int], in_place: set[int]
 ) -> None:
     made = request(contents)
     sizes = [len(content) for content in contents]
-    arriving, (room,), (head,) = arrive(made.SerializeToString(), cuts, sizes)
+    arriving, (room,), (head,) = arrive(made.SerializeToString(), cuts, sizes, in_place)
     assert arriving.raw() is None and arriving.room is room and not room.dropped
     assert list(map(bytes, room.blocks)) == contents
     del made.raw_input_contents[:]
     assert ModelInferRequest.FromString(head) == made
 
 
-@given(contents=CONTENTS, cuts=CUTS, sizes=st.lists(st.integers(0, 300), max_size=5) | st.none())
+@given(
+    contents=CONTENTS,
+    cuts=CUTS,
+    sizes=st.lists(st.integers(0, 300), max_size=5) | st.none(),
+    in_place=st.sets(st.integers(0, 12)),
+)
 def test_contents_of_other_sizes_are_whole(
-    contents: list[bytes], cuts: list[int], sizes: list[int] | None
+    contents: list[bytes], cuts: list[int], sizes: list[int] | None, in_place: set[int]
 ) -> None:
     raw = request(contents).SerializeToString()
-    arriving, rooms, _ = arrive(raw, cuts, sizes)
+    arriving, rooms, _ = arrive(raw, cuts, sizes, in_place)
     fits = sizes == [len(content) for content in contents]
     assert arriving.raw() == (None if fits else raw)
     assert all(room.dropped is not fits for room in rooms)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 import time
 import tracemalloc
 
 import pytest
 
 from shmserve.gateway.grpc.calls.call import StreamingCall
+from shmserve.gateway.grpc.calls.messages import LARGE
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, played
 from tests.support.wire.http2 import (
@@ -24,6 +26,8 @@ from tests.support.wire.http2 import (
     frame,
     message,
 )
+
+_PADDED = 8  # a flag
 
 
 def test_a_response_is_written_in_one_piece() -> None:
@@ -40,6 +44,49 @@ def test_a_response_is_written_in_one_piece() -> None:
         call.finish(b"again")
         call.fail(StatusCode.INTERNAL, "late")
         assert not scene.transport.frames()
+
+    played(play)
+
+
+class Room:
+    """Where a message goes as it arrives; `copied`: so many bytes of it were not read to it."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.left = memoryview(self.data)
+        self.copied = 0
+
+    def place(self, most: int) -> memoryview:
+        return self.left[:most]
+
+    def feed(self, piece: memoryview) -> None:
+        if piece.obj is not self.data:
+            self.left[: len(piece)] = piece
+            self.copied += len(piece)
+        self.left = self.left[len(piece) :]
+
+    def whole(self) -> bytes:
+        return bytes(self.data)
+
+    def drop(self) -> None:
+        raise AssertionError
+
+
+def test_a_large_message_is_read_to_its_place() -> None:
+    """In frames, some of them padded; nothing is asked for where it fits the window."""
+
+    async def play(scene: Scene) -> None:
+        data = random.Random(0).randbytes(600_000)
+        room = Room(len(data))
+        scene.sinks = lambda *_: room
+        sent = message(data)
+        scene.say(scene.head(1) + frame(DATA, _PADDED, 1, b"\7" + sent[:200_000] + bytes(7)))
+        scene.say(frame(DATA, 0, 1, sent[200_000:200_100]) + frame(DATA, 0, 1, sent[200_100:]))
+        ((raw, call),) = scene.calls
+        assert raw == data and not room.left and room.copied < 3 * LARGE
+        assert not scene.transport.frames()
+        call.finish(b"")
+        scene.say(frame(DATA, END_STREAM, 1))
 
     played(play)
 

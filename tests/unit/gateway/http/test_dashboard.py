@@ -22,7 +22,7 @@ from shmserve.gateway.api import statistics
 from shmserve.gateway.http.dashboard import live, page
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import events as m
-from shmserve.ipc.messages.supervision import HealthChanged
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from tests.unit.gateway.test_figures import report
 

@@ -20,11 +20,11 @@ import pytest
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import memory as m
+from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release, Settled, Submit
 from shmserve.ipc.messages.supervision import (
     Drain,
     Drained,
-    HealthChanged,
     ModelWithdrawn,
     ProcessExited,
     SchedulerLost,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shmserve.ipc.engine_settings import EngineSettings
-from shmserve.scheduler.generative.pace import Acceptance, Load, StepTimes
+from shmserve.scheduler.generative.pace import Acceptance, StepTimes, StepWork
 from shmserve.scheduler.generative.policies import ranking
 from shmserve.scheduler.generative.sequences import Generation, Sequence
 
@@ -65,22 +65,22 @@ def learned(steps: int = 400) -> StepTimes:
     """What is known after steps of 4 ms, 1 ms a token decoded and 0.25 ms one of a prompt."""
     times = StepTimes()
     for step in range(steps):
-        load = Load(step % 9, step % 7 * 16, step % 5 * 1000)
+        load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
         times.observe(load, 4 + load.decoded + load.prefilled / 4)
     return times
 
 
 def test_the_time_of_a_step_is_learned() -> None:
     times = learned()
-    assert times.expect(Load(8, 0)) == pytest.approx(12, rel=0.05)
+    assert times.expect(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
 
 
 def test_a_chunk_fits_the_target_beside_who_decodes() -> None:
     times = learned()
-    assert times.chunk(Load(8, 0), 31.0) == 64  # 19 ms are left, for 76 tokens
-    assert times.chunk(Load(0, 0), 33.0) == 112
-    assert times.chunk(Load(8, 0), 5.0) == 16
+    assert times.chunk(StepWork(8, 0), 31.0) == 64  # 19 ms are left, for 76 tokens
+    assert times.chunk(StepWork(0, 0), 33.0) == 112
+    assert times.chunk(StepWork(8, 0), 5.0) == 16
 
 
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:

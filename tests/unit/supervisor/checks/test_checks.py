@@ -22,7 +22,7 @@ from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.checks import devices, limits, memory, places, software, table
 from shmserve.supervisor.checks.verdict import OK, WARNING, WRONG, Verdict, ok, warning
-from shmserve.supervisor.host.port_holder import port_holders
+from shmserve.supervisor.host.listeners import port_holders
 from tests.support.servers import run_command
 
 GB = 10**9

@@ -52,6 +52,14 @@ def test_one_with_bounds_has_the_fewest_at_least() -> None:
     assert len(expand_instances(bounded(4, min_instances="3", max_instances="4"))) == 4
 
 
+def test_one_with_bounds_has_as_many_as_run() -> None:
+    """Whatever was written; up to the most, and those without bounds as many as are written."""
+    for written, running, wanted in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
+        config = bounded(written, max_instances="4")
+        assert len(expand_instances(config, running)) == wanted
+    assert len(expand_instances(bounded(1), 3)) == 1
+
+
 def test_so_many_evenly_on_the_devices() -> None:
     names = [i.name for i in expand_instances(sized(bounded(1, 0, 2), 3))]
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]

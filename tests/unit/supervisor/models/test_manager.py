@@ -12,9 +12,9 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec
 from tests.rigs.process_rig import Processes, plan, turns
 
@@ -64,13 +64,13 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
     return server(processes, repository)[0]
 
 
-def server(processes: Processes, repository: Repository) -> tuple[ModelManager, Poller]:
+def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
     """The models of one repository, and what looks at it."""
     planner: Any = repository
     registry = ModelRegistry()
     nobody = MagicMock()
     made = ModelManager(processes.context, planner, registry, nobody)
-    return made, Poller(processes.context, planner, registry, made)
+    return made, RepositoryPoller(processes.context, planner, registry, made)
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.supervisor.models import memory_use
-from shmserve.supervisor.models.memory_use import MemoryUse
+from shmserve.supervisor.models import residency
+from shmserve.supervisor.models.residency import MemoryUse
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ def model(name: str, *versions: Any) -> Any:
 
 def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {1: 100, 2: 60, 3: 40}
-    monkeypatch.setattr(memory_use, "private_bytes", sizes.__getitem__)
+    monkeypatch.setattr(residency, "private_bytes", sizes.__getitem__)
     a, b, coming = version("a", 1, 2, device=7), version("b", 2, 3), version("c", loaded=False)
     use = MemoryUse()
 

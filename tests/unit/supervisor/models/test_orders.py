@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.manager import ModelManager
-from shmserve.supervisor.models.poller import Poller
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
+from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.version import instance_processes
 from shmserve.supervisor.models.version.spec import StepModel, VersionSpec, steps_of
 from tests.rigs.process_rig import CONFIG, Processes, turns
@@ -119,7 +120,7 @@ class Server(Processes):
         self.repository: Repository = planner
         parts = (self.context, planner, self.registry)
         self.models = ModelManager(*parts, MagicMock())
-        self.poller = Poller(*parts, self.models)
+        self.poller = RepositoryPoller(*parts, self.models)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """As the supervisor's socket does."""
@@ -354,7 +355,7 @@ def test_an_ensemble_tells_of_a_step_that_is_broken_for_good(
     async def story() -> None:
         server = Server(s=[], e=["s"])
         await server.load("e")
-        server.at_start = lambda child: child.kill()
+        server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await turns(1)
         assert server.state("e") == ("LOADING", "a process that ended is started again")
@@ -456,7 +457,7 @@ def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the poller; one that the model itself refuses waits for another file."""
-    monkeypatch.setattr("shmserve.supervisor.models.poller._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("shmserve.supervisor.models.repository_poller._FIRST_PAUSE_S", 0.0)
 
     async def story() -> None:
         server = Server(s=[])
@@ -492,7 +493,7 @@ def test_what_lived_long_and_cannot_load_again_waits_between_its_starts() -> Non
         instance.ready_at -= 3600
         backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff
-        server.at_start = lambda child: child.kill()
+        server.at_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
         await until(lambda: server.state("s")[0] == "UNAVAILABLE")
         first, *others = [call.args[0] for call in backoff.pause_s.call_args_list]
@@ -651,4 +652,4 @@ def test_a_repository_that_is_polled_every_0_seconds_is_not_polled() -> None:
     """As by Triton."""
     context: Any = SimpleNamespace(config=SimpleNamespace(repository_poll_s=0))
     nothing: Any = None
-    asyncio.run(asyncio.wait_for(Poller(context, nothing, nothing, nothing).run(), 1))
+    asyncio.run(asyncio.wait_for(RepositoryPoller(context, nothing, nothing, nothing).run(), 1))

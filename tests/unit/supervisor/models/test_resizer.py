@@ -13,7 +13,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.events import InstancesChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import resizer
-from shmserve.supervisor.models.orders import Kind, Order
+from shmserve.supervisor.models.orders import Order, OrderKind
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.models.room import Room
@@ -122,13 +122,13 @@ def test_not_while_an_order_is_followed_or_nothing_is_said(
 ) -> None:
     async def play(rig: Rig) -> None:
         rig.wanted = 3
-        rig.model.orders.append(Order(rig.model, Kind.LOAD))
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         assert rig.told.count(m.SnapshotStatistics()) == 0
         rig.model.orders.clear()
         assert [await rig.look(answers=False) for _ in range(3)] == [1, 1, 1]
         assert rig.told.count(m.SnapshotStatistics()) == 1  # it is not asked again meanwhile
-        rig.model.orders.append(Order(rig.model, Kind.LOAD))
+        rig.model.orders.append(Order(rig.model, OrderKind.LOAD))
         assert await rig.look() == 1
         rig.model.orders.clear()
         assert await rig.look() == 2
@@ -172,7 +172,7 @@ def test_none_that_the_host_has_no_room_for(
     played(monkeypatch, play)
 
 
-def test_a_load_of_the_same_leaves_them_and_another_number_holds(
+def test_a_load_again_begins_with_as_many_as_the_load_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play(rig: Rig) -> None:
@@ -185,6 +185,13 @@ def test_a_load_of_the_same_leaves_them_and_another_number_holds(
         (group,) = instances.config.instance_group
         two = replace(instances.config, instance_group=(replace(group, count=2),))
         other = instances.update_to(spec, two)
-        assert (len(other.added), len(other.leaving)) == (0, 1)
+        assert (other.differs, other.added, other.leaving) == (True, [], [])
+        anew = ModelVersion(rig.processes.context, spec, lambda _: None, ModelRegistry(), ALONE)
+        assert anew.instances.count == 1
+        anew.instances.begin_like(instances)
+        assert anew.instances.count == 3
+        await anew.instances.complete_config()
+        assert anew.instances.count == 3
+        await anew.kill()
 
     played(monkeypatch, play)

@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, Load, Sizing
+from shmserve.supervisor.models.sizing import LOOK_EVERY_S, Change, LoadSample, Sizing
 
 
-def load(at_s: float, **more: Any) -> Load:
+def load(at_s: float, **more: Any) -> LoadSample:
     """Of two instances that took 50 ms for each of 100 requests, and have nothing to do."""
     given: dict[str, Any] = {
         "executed": 100,
@@ -23,7 +23,7 @@ def load(at_s: float, **more: Any) -> Load:
         "busy": 0,
         **more,
     }
-    return Load(at_s=at_s, **given)
+    return LoadSample(at_s=at_s, **given)
 
 
 def served(sizing: Sizing) -> Sizing:
@@ -145,7 +145,7 @@ def test_one_at_a_time_within_the_bounds(
     for number, (more, pending, ready, busy) in enumerate(found):
         done, at_s = done + more, number / 10
         change = sizing.look(
-            Load(at_s, done, done, done / 50, done, done / 20, pending, ready, busy), count
+            LoadSample(at_s, done, done, done / 50, done, done / 20, pending, ready, busy), count
         )
         if change is not None:
             assert abs(change.total - count) == 1 and 2 <= change.total <= 5
@@ -164,6 +164,6 @@ def test_what_a_scheduler_reports() -> None:
         "executing": 8,
         "instances": {"idle": 1, "busy": 2, "expected": 1, "gone": 0, "doomed": 0},
     }
-    expected = Load(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
-    assert Load.of(statistics, 7.0) == expected
-    assert Load.of(statistics, 7.0, decoupled=True) == expected._replace(busy=3)
+    expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
+    assert LoadSample.of(statistics, 7.0) == expected
+    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy=3)

@@ -13,10 +13,10 @@ from shmserve.supervisor.host.console import StartupReport
 from shmserve.supervisor.models.orders import (
     DUPLICATE,
     UNLOADED,
-    Kind,
     LoadOutcome,
     ModelEntry,
     Order,
+    OrderKind,
     OrderPhase,
 )
 from shmserve.supervisor.models.repository import IN_SEVERAL
@@ -40,7 +40,7 @@ def serving(version: Version, **more: Any) -> ModelEntry:
 
 
 def offered(facts: ModelEntry) -> ModelEntry:
-    order = Order(facts, Kind.LOAD)
+    order = Order(facts, OrderKind.LOAD)
     order.phase = OrderPhase.OFFERED
     facts.orders.append(order)
     return facts

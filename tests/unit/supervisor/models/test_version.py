@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_scheduler_hears_of_an_instance_when_it_has_a_process_or_will_have_non
         second = processes.started[-1]
         assert told == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
         told.clear()
-        processes.at_start = lambda child: child.kill()
+        processes.at_start = lambda child: child.kill(signal.SIGABRT)
         second.kill()
         await turns()
         text = "model 'm' failed: its instances stay down"
@@ -127,14 +128,52 @@ def test_an_instance_that_does_nothing_but_crash_stays_down(
             worker = processes.started[-1] if death else processes.started[0]
             if serves and death == most // 2:
                 model._scheduler_said(m.InstanceServed(worker.pid))
-            worker.kill()
+            worker.kill(signal.SIGABRT)
             await turns(1)
         await turns()
         await processes.end()
         return len(processes.started) - 1, model.problem
 
-    text = "its process ended 10 times in a row (signal 9), and has executed nothing meanwhile"
+    text = "its process ended 10 times in a row (signal 6), and has executed nothing meanwhile"
     assert asyncio.run(live()) == ((most + 1, "") if serves else (most, text))
+
+
+@pytest.mark.parametrize("at_load", [False, True])
+def test_what_somebody_kills_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, at_load: bool
+) -> None:
+    """It starts again after longer and longer pauses, as often as that is; a crash of its own is
+    none of them, and a long life ends the row."""
+    most, pauses = instance_processes._MOST_CRASHES, list[float]()
+    monkeypatch.setattr("shmserve.supervisor.processes.table._PAUSES_S", (0.0,))
+
+    async def live() -> str:
+        processes = Processes()
+        model = deployment(processes)
+        await model.start()
+        paused = instance_processes.Instances._pause_s
+
+        def noted(*row: Any) -> float:
+            pauses.append(paused(*row))
+            return 0.0
+
+        monkeypatch.setattr(instance_processes.Instances, "_pause_s", staticmethod(noted))
+        processes.started[0].kill(signal.SIGABRT)
+        await turns(1)
+        async with asyncio.timeout(10):
+            if at_load:
+                processes.at_start = lambda child: child.kill()
+            while len(pauses) <= 2 * most:
+                if not at_load:
+                    await model.until_ready()
+                    processes.started[-1].kill()
+                await turns(1)
+        await processes.end()
+        return model.problem
+
+    assert asyncio.run(live()) == ""
+    assert pauses[: most - 1] == [0.0] * (most - 1)
+    assert pauses[most - 1 : 2 * most] == [1, 2, 4, 8, 16, *[30.0] * 6]
 
 
 @pytest.mark.parametrize("serves", [False, True])

@@ -40,6 +40,7 @@ from shmserve.ipc.tensors.descriptors import (
 )
 from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.proto import grpc_service_pb2 as pb
+from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions import cuda_handles
 from shmserve.supervisor.regions.cuda_handles import HandleCheck
 from shmserve.supervisor.regions.keeping import KeptRegions
@@ -79,7 +80,7 @@ class Office(ToldProcesses):
             self,
             RegionOpener(POLICY, check),
             lambda event: None,
-            KeptRegions(print, print),
+            KeptRegions(ServiceManager(None)),
         )
 
     async def check(self, memory: Memory) -> None:
@@ -254,7 +255,9 @@ def test_nobody_waits_for_workers_that_have_no_time_for_anothers_handle() -> Non
 
 def test_without_gpus() -> None:
     async def steps() -> None:
-        registry = RegionRegistry(Office(), RegionOpener(POLICY), print, KeptRegions(print, print))
+        registry = RegionRegistry(
+            Office(), RegionOpener(POLICY), print, KeptRegions(ServiceManager(None))
+        )
         text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
         with pytest.raises(InvalidArgument, match=text):
             await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)

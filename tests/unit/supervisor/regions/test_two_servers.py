@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from shmserve.common.access.shm_access import NO_GROUP, Peer, ShmPolicy
 from shmserve.ipc.messages.memory import RegionPublished
 from shmserve.supervisor.host.handover_link import HandoverLink
+from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -40,7 +41,7 @@ class Side(ToldProcesses):
     def __init__(self, end: socket.socket, most: int = 100) -> None:
         super().__init__()
         opener = RegionOpener(policy(most))
-        self.kept = KeptRegions(lambda *_: None, lambda *_: None)
+        self.kept = KeptRegions(ServiceManager(None))
         self.registry = RegionRegistry(self, opener, lambda _: None, self.kept)
         self.link = self.kept.other = HandoverLink(end, self.take)
 

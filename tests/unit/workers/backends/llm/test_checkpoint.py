@@ -15,10 +15,9 @@ import yaml
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
-from shmserve.workers.backends.llm import LlmBackend
-from shmserve.workers.backends.llm.model import memory
+from shmserve.workers.backends.llm import LlmBackend, engine_file
+from shmserve.workers.backends.llm.engine_file import most_on_one_device, sized
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.memory import sized
 from shmserve.workers.backends.llm.text.chat import ChatTemplate
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
@@ -134,13 +133,13 @@ def test_instances_on_one_device_share_its_memory(
     made = Checkpoint.open(folder()).architecture
     weights = sum(math.prod(shape) for shape in made.weights().values()) * 4
     block = 16 * 2 * 2 * 2 * 8 * 4  # tokens, keys and values, layers, heads, size, bytes
-    monkeypatch.setattr(memory, "_available", lambda device: 3 * weights + 6 * 100 * block)
+    monkeypatch.setattr(engine_file, "_available", lambda device: 3 * weights + 6 * 100 * block)
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
-    assert memory.most_on_one_device(groups) == 3
+    assert most_on_one_device(groups) == 3
     assert sized(EngineSettings(), made, "cpu", 3).kv_cache_blocks == 100
-    assert memory.most_on_one_device(groups[2:]) == 2
-    assert memory.most_on_one_device([]) == 1
+    assert most_on_one_device(groups[2:]) == 2
+    assert most_on_one_device([]) == 1
 
 
 @pytest.mark.parametrize(

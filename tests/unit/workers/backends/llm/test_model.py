@@ -218,3 +218,14 @@ def test_linears_agree(rows: int) -> None:
         found = layer(given)
         assert (found - expected).abs().max() < error
         assert (found - expected).square().mean() < 0.001 * expected.square().mean()
+
+
+def test_a_row_of_8_bits_is_as_fine_beside_a_large_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, rows = (torch.randn(count, 128, generator=generator) for count in (80, 5))
+    layer = linears.make_linear(weight, None, "int8")
+    rows[2] *= 1000
+    rows[3] = 0
+    expected = rows @ weight.T
+    missed = (layer(rows) - expected).square().mean(1)
+    assert (missed <= 0.001 * expected.square().mean(1)).all()

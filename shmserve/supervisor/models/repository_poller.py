@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
-class Poller:
+class RepositoryPoller:
     """Follows the repositories every `repository_poll_s` seconds. A model that takes long to load,
     or hangs, keeps no other waiting, and is given up when it is removed; one that failed for a
     reason that may pass is tried again, after a while that doubles each time."""
