@@ -19,7 +19,6 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import BatchFit, agree
-from shmserve.ipc.tensors.template_cache import BoundedCache
 from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph, Step
@@ -29,7 +28,6 @@ from shmserve.scheduler.ensemble.steps.targets import Target
 from shmserve.scheduler.ensemble.values import Value
 
 _MOST_FORMS = 256
-_MOST_TEMPLATES = 64  # of each
 
 
 def prepare(
@@ -75,46 +73,34 @@ def _submit(
 
 
 def _work(step: StepRequest, form: _Form, inputs: list[TensorRef]) -> bytes:
-    """The packed `Inference`: from a template where all that is new are the bytes of inputs."""
-    parameters, templates = step.request.inference.parameters, form.templates
-    if parameters or templates is None:
-        return pack_inference(Inference(tuple(inputs), _outputs(step, form), parameters))
-    places = [tensor.data for tensor in inputs if type(tensor.data) is Place]
-    places += [block.place for block in step.placed.values()]
-    where = tuple([(place.memory.id, place.offset) for place in places])
-    template = templates.find(where)
-    if template is None:
-        inference = Inference(tuple(inputs), _outputs(step, form))
-        if not templates.notice(where):
-            return pack_inference(inference)
-        template = PackedTemplate(inference)
-        templates.remember(where, template)
-    return template.fill([tensor.data for tensor in inputs if type(tensor.data) is bytes])
-
-
-def _outputs(step: StepRequest, form: _Form) -> tuple[RequestedOutput, ...]:
-    """What is asked for, and where it goes."""
-    placed = step.placed
-    return tuple(
-        RequestedOutput(output.name, placed[output.name].place) if output.name in placed else output
-        for output in form.wanted
-    )
+    """The packed `Inference`: from the template where all that is new are the bytes of inputs."""
+    parameters, placed = step.request.inference.parameters, step.placed
+    if form.template is not None and not parameters:
+        return form.template.fill([tensor.data for tensor in inputs])  # type: ignore[misc]
+    outputs = form.wanted
+    if placed:
+        outputs = tuple(
+            RequestedOutput(name, placed[name].place if name in placed else place)
+            for name, place in [(output.name, output.place) for output in outputs]
+        )
+    return pack_inference(Inference(tuple(inputs), outputs, parameters))
 
 
 class _Form(NamedTuple):
     """The common part of a step's requests that are described alike: what is asked for, the sizes
-    of what is to be placed, and the templates of what is packed, by where its tensors lie; none
-    where the client places some, which it does anew each time."""
+    of what is to be placed, and, where all is `inline`, the template of what is packed."""
 
     fit: BatchFit
     wanted: tuple[RequestedOutput, ...]
     known: dict[str, int]
     given: frozenset[str]
-    templates: BoundedCache[tuple[tuple[int, int], ...], PackedTemplate] | None
+    inline: bool
+    template: PackedTemplate | None = None
 
 
 def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
     """Raises InvalidArgument when the inputs do not fit the step's model."""
+    # What a client places, it places anew each time.
     if step.request.placed:
         return _new_form(step, graph, inputs)
     described = tuple([_described(tensor) for tensor in inputs])
@@ -126,6 +112,9 @@ def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
         if len(forms) >= _MOST_FORMS:
             forms.clear()
         forms[key] = form
+    elif form.inline and form.template is None:  # not for one that never comes again
+        template = PackedTemplate(Inference(tuple(inputs), form.wanted))
+        form = forms[key] = form._replace(template=template)
     return form
 
 
@@ -141,8 +130,8 @@ def _new_form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form
     fit = target.signature.check(step.request.submit.request_id, inputs, wanted)
     sizes = placed_sizes(step.firing.step, target, graph, fit.batch_size, wanted)
     given = frozenset(output.name for output in wanted if output.place is not None)
-    templates = None if step.request.placed else BoundedCache(_MOST_TEMPLATES)
-    return _Form(fit, wanted, sizes, given, templates)
+    inline = all(isinstance(tensor.data, bytes) for tensor in inputs)
+    return _Form(fit, wanted, sizes, given, inline and not sizes and not given)
 
 
 def fitted(
