@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-_KINDS = ("COUNTER", "GAUGE", "HISTOGRAM")
-
 Labels = tuple[tuple[str, str], ...]
 
 

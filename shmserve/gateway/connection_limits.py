@@ -9,11 +9,14 @@ are evicted. On loopback all clients have one address, and no quota.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import attrgetter, itemgetter
+from typing import cast
 
 from shmserve.common.access.peer_credentials import network
 from shmserve.common.fd_limits import share_of
@@ -28,6 +31,16 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     """A connection that may be ended to make room for others."""
 
     transport: asyncio.Transport | None
+
+    def attach(self, transport: asyncio.BaseTransport) -> asyncio.Transport:
+        """Have what is written sent at once, and a peer noticed that is gone without a word."""
+        self.transport = made = cast("asyncio.Transport", transport)  # uvloop's is none by class
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # it has ended already
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        return made
 
     @property
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any, Never
 
@@ -14,8 +13,6 @@ from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache
-
-logger = logging.getLogger(__name__)
 
 _MOST_PREPARED = 256
 _NO_LABEL = re.compile(r"[^a-zA-Z0-9_]")

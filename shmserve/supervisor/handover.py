@@ -133,7 +133,7 @@ class Handover:
         in_background(self._watch(self._after), self._tasks)
 
     def _offered(self, link: socket.socket) -> Offer:
-        all_of, local = self._listeners, self._local_clients
+        all_of, local = self._listeners, self._local_clients.connections
         sockets = {"http": all_of.http, "grpc": all_of.grpc, "metrics": all_of.metrics}
         return Offer(link, {**sockets, "local": local.lent()}, all_of.lent, local.door)
 
@@ -159,7 +159,7 @@ class Handover:
         if not after.ended.done():
             self.is_followed = True
             self._listeners.lend_all()
-            self._local_clients.lend()
+            self._local_clients.connections.lend()
             logger.info("another server takes over")
             self.followed()
 

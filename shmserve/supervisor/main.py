@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import logging
 import os
 import secrets
 import signal
@@ -64,8 +63,6 @@ from shmserve.supervisor.resources.tickets import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
 from shmserve.supervisor.watchdog import Watchdog
-
-logger = logging.getLogger(__name__)
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),

@@ -181,7 +181,7 @@ class Supervisor:
         self.health.started = True
         self.announce_health()
         self.gateways.accept()
-        self.context.local_clients.accept()
+        self.context.local_clients.connections.accept()
         for line in self.listeners.addresses():
             logger.info("%s", line)
         logger.info("shmserve.client service at %s", self.handover.run_dir.shared)
@@ -244,7 +244,7 @@ class Supervisor:
         await end_all(*context.tasks)
         await self.models.kill()
         await self._kill_rest()
-        context.local_clients.close()
+        context.local_clients.connections.close()
         self.regions.close()
         self.local_memory.close()
         context.workspaces.close()

@@ -53,7 +53,7 @@ class NativeTransport:
             datatypes = {name: spec.datatype for name, spec in model.signature.outputs.items()}
             with self._server.stream(
                 request.model,
-                {tensor.name: _array(tensor, request.model) for tensor in request.inputs},
+                {tensor.name: array_of(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
                 version=request.version,
                 timeout=timeout_s,
@@ -74,7 +74,8 @@ class NativeTransport:
         self._server.close()
 
 
-def _array(tensor: InputTensor, model: str) -> Array:
+def array_of(tensor: InputTensor, model: str) -> Array:
+    """The array that an input is, for a request of the client."""
     if tensor.datatype == "BYTES":
         return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
     return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)

@@ -9,15 +9,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from shmserve.gateway.tracing.request_trace import RequestTrace
 from shmserve.ipc.trace import Span
-
-logger = logging.getLogger(__name__)
 
 _ID_DIGITS = 13  # of a span's 16: what every reader of JSON knows as an integer
 _OF_PROTOCOL = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}

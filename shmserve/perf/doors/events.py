@@ -19,7 +19,6 @@ from shmserve.perf.poller import Poller
 
 OPENAI = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _JSON = {"Content-Type": "application/json"}
-_END = b"[DONE]"
 _LONGEST_ERROR = 300
 
 # Text that is not empty: the first chunk of a chat says who speaks, and nothing yet.

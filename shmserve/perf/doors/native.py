@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shmserve.cli.transports import InputTensor, OutgoingRequest
+from shmserve.cli.transports.native import array_of
 from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.inflight.streaming import ClientStream
 from shmserve.client.memory.region import Region, Specs
-from shmserve.client.request.arrays import dtype_of
 from shmserve.client.request.options import Options, options_of
 from shmserve.client.session import Session
 from shmserve.errors import ShmserveError
-from shmserve.ipc.tensors.datatypes import decode_bytes
 from shmserve.perf.doors import Heard
 from shmserve.perf.poller import Poller
 
@@ -26,13 +25,11 @@ _WELCOME_WITHIN_S = 10.0
 
 
 class NativeRequest(NamedTuple):
-    """What a session makes a request of, each time. `outputs` None: all, where the server puts
-    them."""
+    """What a session makes a request of, each time: for all outputs, where the server puts them."""
 
     model: str
     version: str
     inputs: Any
-    outputs: Any
     options: Options
 
 
@@ -75,14 +72,14 @@ class NativeDoor:
 
     def encode(self, request: OutgoingRequest) -> NativeRequest:
         """Arrays; with a device, in a region that has room for the outputs as well."""
-        arrays: Any = {tensor.name: _array(tensor, request.model) for tensor in request.inputs}
+        arrays: Any = {tensor.name: array_of(tensor, request.model) for tensor in request.inputs}
         options = options_of(
             *(request.id, None, 0, request.timeout_us / 1e6 if request.timeout_us else None),
             *(request.sequence or 0, request.start, request.end),
         )
         if self._device:
             arrays = self._placed(request.inputs, arrays)
-        return NativeRequest(request.model, request.version, arrays, None, options)
+        return NativeRequest(request.model, request.version, arrays, options)
 
     def _placed(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {each.name: (each.shape, each.datatype) for each in inputs}
@@ -113,9 +110,9 @@ class NativeLane:
     def send(self, request: NativeRequest) -> None:
         """Queue a request."""
         door = self._door
-        model, version, inputs, outputs, options = request
+        model, version, inputs, options = request
         built = door.session.built(
-            door.connection, model, inputs, outputs, version, options, {}, stream=door.streams
+            door.connection, model, inputs, None, version, options, {}, stream=door.streams
         )
         if door.streams:
             pending = ClientStream(door.channel, built)
@@ -152,9 +149,3 @@ class NativeLane:
 
 def _nothing() -> None:
     """For who hears no more."""
-
-
-def _array(tensor: InputTensor, model: str) -> Any:
-    if tensor.datatype == "BYTES":
-        return decode_bytes(tensor.raw, tuple(tensor.shape), tensor.name, model)
-    return np.frombuffer(tensor.raw, dtype_of(tensor.datatype)).reshape(tensor.shape)

@@ -39,18 +39,15 @@ class Timing(NamedTuple):
         cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
     ) -> Timing:
         """From what a worker says of a batch sent at `sent_ns`, as far as it can be true."""
-        batch = (rows, closed, message.spans)
         start, input_end = message.compute_start_ns, message.input_end_ns
         output_start, end = message.output_start_ns, message.compute_end_ns
-        if sent_ns <= start <= input_end <= output_start <= end <= now_ns:
-            phases = (input_end - start, output_start - input_end, end - output_start)
-            return cls(start, *phases, *batch)
-        start = min(max(message.compute_start_ns, sent_ns), now_ns)
-        input_end = min(max(message.input_end_ns, start), now_ns)
-        output_start = min(max(message.output_start_ns, input_end), now_ns)
-        end = min(max(message.compute_end_ns, output_start), now_ns)
+        if not sent_ns <= start <= input_end <= output_start <= end <= now_ns:
+            start = min(max(start, sent_ns), now_ns)
+            input_end = min(max(input_end, start), now_ns)
+            output_start = min(max(output_start, input_end), now_ns)
+            end = min(max(end, output_start), now_ns)
         phases = (input_end - start, output_start - input_end, end - output_start)
-        return cls(start, *phases, *batch)
+        return cls(start, *phases, rows, closed, message.spans)
 
     @property
     def total_ns(self) -> int:

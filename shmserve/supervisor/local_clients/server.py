@@ -67,12 +67,7 @@ class LocalClientServer:
         lent: Iterable[socket.socket] = (),
         door: socket.socket | None = None,
     ) -> None:
-        """Open the listener: to programs of this user, or also of a group. At those that are
-        `lent`, which listen already, who comes waits until `accept`; so it is at the `door`, which
-        is the listener then, of a server before.
-
-        Raises Unavailable when the run directory has no room for it.
-        """
+        """Open the listener, as `LocalClientConnections` does."""
         self._capabilities = capabilities
         self._memory = memory
         self._snapshot = snapshot
@@ -80,41 +75,20 @@ class LocalClientServer:
         self.want: Callable[[str, float], Awaitable[None]]  # of models on demand; is set later
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
-        self._connections = LocalClientConnections(
+        self.connections = LocalClientConnections(
             run_dir, group, self._take, self._disconnected, lent, door
         )
-        self._largest = min(self._connections.largest_packet, _LARGEST_PACKET)
-
-    def accept(self) -> None:
-        """Let in who waits at a lent listener: the models are there."""
-        self._connections.accept()
-
-    @property
-    def door(self) -> socket.socket:
-        """The listener."""
-        return self._connections.door
-
-    def lent(self) -> list[socket.socket]:
-        """Those that are lent."""
-        return self._connections.lent()
-
-    def lend(self) -> None:
-        """Another server goes on with them: programs are to go there when this one leaves."""
-        self._connections.lend()
+        self._largest = min(self.connections.largest_packet, _LARGEST_PACKET)
 
     async def leave(self) -> None:
         """Have programs go to the server that comes next, where there will be one at the lent
         listeners; returns when they know."""
-        if not self._connections.refuse():
+        if not self.connections.refuse():
             return
         number = self._acknowledgements.begin(self.numbers())
         self.announce(ServerEnding(number))
         while not self._acknowledgements.know(number):
             await self._acknowledgements.news()
-
-    def close(self) -> None:
-        """Disconnect everybody and close the listener."""
-        self._connections.close()
 
     def _disconnected(self, number: int) -> None:
         self._acknowledgements.exited(number)
@@ -124,7 +98,7 @@ class LocalClientServer:
 
     def numbers(self) -> list[int]:
         """Of those who are told."""
-        return [client.number for client in self._connections.welcomed()]
+        return [client.number for client in self.connections.welcomed()]
 
     def announce(self, message: Any) -> None:
         """Send every local client a message that it is to acknowledge: for a second that is waited
@@ -138,8 +112,8 @@ class LocalClientServer:
     def tell(self, message: Any) -> None:
         """Send every local client a message."""
         data = self._packet(message, logging.WARNING)
-        for client in self._connections.welcomed():
-            self._connections.send(client, data)
+        for client in self.connections.welcomed():
+            self.connections.send(client, data)
 
     def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
         """A message as one packet. A model whose description no packet can carry is withdrawn from
@@ -163,7 +137,7 @@ class LocalClientServer:
                 client.welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for item in (welcome, *self._snapshot()):
-                    self._connections.send(client, self._packet(item))
+                    self.connections.send(client, self._packet(item))
             case m.Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
@@ -175,7 +149,7 @@ class LocalClientServer:
                     )
                 except ShmserveError as error:
                     response = m.Refused(number, error.code, error.message)
-                self._connections.send(client, frames.pack([response]))
+                self.connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
             case m.WantModel(number, name, patience_s) if client.welcomed:
@@ -196,8 +170,8 @@ class LocalClientServer:
                 response = m.Answered(number, await work)
             except ShmserveError as error:
                 response = m.Refused(number, error.code, error.message)
-            if client.number in self._connections:
-                self._connections.send(client, frames.pack([response]))
+            if client.number in self.connections:
+                self.connections.send(client, frames.pack([response]))
 
         in_background(respond(), self._checks)
 
@@ -205,7 +179,7 @@ class LocalClientServer:
         self, client: LocalClient, request: ShareDeviceMemory
     ) -> dict[str, Any]:
         memory = await self._memory.share_device(client, request)
-        if client.number not in self._connections:
+        if client.number not in self.connections:
             self._memory.release(client.number)
         return {"memory": memory}
 

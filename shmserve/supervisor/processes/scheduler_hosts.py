@@ -7,7 +7,6 @@ ends with the last that it hosts. Its death is that of each of them.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,6 @@ from shmserve.supervisor.processes.control_socket import ControlSocket, Schedule
 from shmserve.supervisor.processes.settings_control import LogControl
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
-
-logger = logging.getLogger(__name__)
 
 _ENTRY = "shmserve.scheduler.main:run"
 STOP_PATIENCE_S = 5.0

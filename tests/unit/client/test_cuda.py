@@ -101,7 +101,7 @@ class SupervisorContext:
         )
         self._ready.set()
         await self._over.wait()
-        local_clients.close()
+        local_clients.connections.close()
         registry.close()
 
     def serve(self, answered: Callable[[], bool]) -> None:

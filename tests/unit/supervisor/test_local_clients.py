@@ -61,7 +61,7 @@ def test_one_user_does_not_take_all_places(folder: Path, monkeypatch: pytest.Mon
             lambda _: left.set(),
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.close)
+            stack.callback(local_clients.connections.close)
             inside = []
             for _ in range(PLACES):
                 link = stack.enter_context(come(folder))
@@ -97,7 +97,7 @@ def test_what_a_program_shares_that_is_gone_before_its_welcome(folder: Path) -> 
         async with asyncio.timeout(10):
             await left.wait()
         assert not len(registry)
-        local_clients.close()
+        local_clients.connections.close()
         registry.close()
 
     asyncio.run(serve())
@@ -118,7 +118,7 @@ def test_a_model_with_many_inputs_costs_nobody_the_connection(
             folder, NO_GROUP, Capabilities(bytes(32)), nobody, lambda: models, known, lambda _: None
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(local_clients.close)
+            stack.callback(local_clients.connections.close)
             there = stack.enter_context(come(folder))
             assert _names(await _told(there, 3)) == {"plain"}
             number = known.begin(local_clients.numbers())

@@ -12,7 +12,6 @@ text/        requests to tokens, tokens to responses, in a thread of their own
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,8 +37,6 @@ from shmserve.workers.backends.llm.text.texts import Texts, given_inputs
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.batch.unpack import Unpacker
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
-
-logger = logging.getLogger(__name__)
 
 
 def _tensor(name: str, data_type: str, size: int, **more: Any) -> dict[str, Any]:

@@ -8,11 +8,8 @@ the next, and nothing is read meanwhile.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import time
-from typing import cast
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
@@ -67,17 +64,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register it; a client that says nothing is shown out."""
-        self.transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # it has ended already
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        made = self.attach(transport)
         self.client = self._owner.connection_made(self)
         rules = self.client.listener.authorisation
         self.guarded = rules.asks_for_tokens or bool(rules.restrictions)
         self._opening = self.loop.call_later(self.front.header_timeout_s, self._not_opened)
-        self.transport.set_write_buffer_limits(high=_HIGH_WATER)
+        made.set_write_buffer_limits(high=_HIGH_WATER)
         self.lifetime.begin()
         self.flush()
 

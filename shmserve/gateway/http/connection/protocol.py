@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.connection_limits import Acceptor
@@ -55,12 +53,7 @@ class HttpConnection(Incoming):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register it, and handle its requests from now on."""
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family != socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # it has ended already
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
+        self.attach(transport)
         self.client = self._owner.connection_made(self)
         self._idle_timer = self._loop.call_later(self._idle_s, self._end_if_idle)
         self._task = self._loop.create_task(self._serve_all())
