@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 from struct import Struct
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
 
@@ -91,29 +91,36 @@ class BoundedCache(Generic[K, V]):
             self._on_evict(value)
 
 
+class _Cut(NamedTuple, Generic[T]):
+    """The layout of templates of one size, pieces and inline tensors by turns, and what they mean,
+    by their pieces: places of memory that is used again come by turns."""
+
+    layout: Struct
+    meanings: dict[tuple[bytes, ...], T]
+
+
 class TemplateCache(Generic[T]):
     """Templates of recent packed requests, or responses, and what they mean: `most` with inline
     tensors, once they come again, and as many without any; of up to `longest` bytes."""
 
-    __slots__ = ("_cuts", "_layouts", "_longest", "_whole")
+    __slots__ = ("_cuts", "_learnt", "_longest", "_most", "_whole")
 
     def __init__(self, most: int = _MOST_KNOWN, longest: int = LONGEST_KNOWN) -> None:
-        # Pieces and inline tensors by turns, by the size of what is packed.
-        self._layouts: BoundedCache[int, Struct] = BoundedCache(most)
-        # By the pieces: places of memory that is used again differ, and come again.
-        self._cuts: BoundedCache[tuple[bytes, ...], tuple[T]] = BoundedCache(most)
+        self._cuts: BoundedCache[int, _Cut[T]] = BoundedCache(most)  # by the size of what is packed
+        self._learnt = 0  # meanings in there, at most
+        self._most = most
         self._whole: BoundedCache[bytes, tuple[T, tuple[bytes, ...]]] = BoundedCache(most)
         self._longest = longest
 
     def find(self, packed: bytes) -> tuple[T, tuple[bytes, ...]] | None:
         """The meaning of the template of `packed`, and the bytes of its inline tensors in order."""
         size = len(packed)
-        layout = self._layouts.find(size)
-        if layout is not None:
-            parts = layout.unpack(packed)
-            cut = self._cuts.find(parts[::2])
-            if cut is not None:
-                return cut[0], parts[1::2]
+        cut = self._cuts.find(size)
+        if cut is not None:
+            parts = cut.layout.unpack(packed)
+            pieces = parts[::2]
+            if pieces in cut.meanings:
+                return cut.meanings[pieces], parts[1::2]
         return self._whole.find(packed) if size <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
@@ -125,10 +132,21 @@ class TemplateCache(Generic[T]):
         if not datas:
             # Who uses memory again sends the very same bytes.
             self._whole.remember(packed, (meaning, ()))
-        elif self._layouts.notice(len(packed)):
+        elif self._cuts.notice(len(packed)):
             pieces = PackedTemplate(unpacked).pieces
             parts = [*chain.from_iterable(zip(pieces, datas, strict=False)), pieces[-1]]
             if b"".join(parts) == packed:  # else it was packed by someone who packs in another way
                 layout = Struct("<" + "".join([f"{len(part)}s" for part in parts]))
-                self._layouts.remember(len(packed), layout)
-                self._cuts.remember(tuple(pieces), (meaning,))
+                self._cut(len(packed), layout).meanings[tuple(pieces)] = meaning
+
+    def _cut(self, size: int, layout: Struct) -> _Cut[T]:
+        """Where one more meaning is kept: with others of its layout."""
+        if self._learnt >= self._most:
+            self._cuts.clear()
+            self._learnt = 0
+        self._learnt += 1
+        cut = self._cuts.find(size)
+        if cut is None or cut.layout.format != layout.format:
+            cut = _Cut(layout, {})
+            self._cuts.remember(size, cut)
+        return cut

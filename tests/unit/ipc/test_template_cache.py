@@ -96,15 +96,18 @@ def test_memory_is_bounded() -> None:
         request = inference([bytes(n)])
         for _ in range(2):
             templates.learn(pack_inference(request), request, None)
-    assert 0 < len(templates._cuts) <= 256
-    assert 0 < len(templates._layouts) <= 256 and 0 < len(templates._layouts._noticed) <= 256
+    assert 0 < len(templates._cuts) <= 256 and 0 < len(templates._cuts._noticed) <= 256
     few: TemplateCache[None] = TemplateCache(4)
     for n in range(20):
         answer = Inferred((TensorRef("O", "UINT8", (n,), bytes(n)),))
         for _ in range(2):
             few.learn(pack_inferred(answer), answer, None)
-    assert 0 < len(few._cuts) <= 4
-    assert 0 < len(few._layouts) <= 4 and 0 < len(few._layouts._noticed) <= 4
+    assert 0 < len(few._cuts) <= 4 and 0 < len(few._cuts._noticed) <= 4
+    for at in range(20):
+        placed = TensorRef("P", "UINT8", (1,), Place(MEMORY, at, 1))
+        answer = Inferred((placed, TensorRef("I", "UINT8", (1,), b"x")))
+        few.learn(pack_inferred(answer), answer, None)
+        assert sum(len(few._cuts.find(n).meanings) for n in few._cuts._known) <= 4
 
 
 @given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
