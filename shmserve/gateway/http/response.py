@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.http.json.events import error_json
+from shmserve.gateway.http.json.framing import error_json
 from shmserve.gateway.http.request import HttpRequest
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.

@@ -67,7 +67,7 @@ class GrpcCall(ABC):
         self.head = head
         self._sinks = sinks
         self.done = False
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self.on_over: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
