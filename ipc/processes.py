@@ -1,5 +1,5 @@
 """Process control of Linux (prctl, /proc) for a parent and its children: names, parent death,
-orphans, privileges, timers, and how the C library copies."""
+orphans, privileges, timers; and how the C library copies and keeps memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
+_M_MMAP_THRESHOLD = -3  # malloc.h
 _MARK = "SHMSERVE_SERVER"
 
 
@@ -85,6 +86,14 @@ def exact_timers() -> None:
     """Let this thread's sleeps end on time: the default slack of 50 us is half of a 100 us queue
     delay."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1)
+
+
+def keep_no_large_memory() -> None:
+    """Have malloc (glibc's) take each block of 1 MiB and more from the system, and give it back
+    when it is freed. By itself it does so until the first is freed, and from then on keeps in its
+    heap what is as large: half a frame of each of some clients, with holes between them."""
+    with contextlib.suppress(AttributeError):
+        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def name_process(title: str) -> None:

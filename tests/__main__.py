@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 # The lanes, and how many pieces of each folder they take: small enough for the lanes to end
 # together, and large enough that what the tests of a piece share (servers, torch) is not started
 # too often. A lane that has no pieces left takes those of the next one.
-LANES = ({"faults": 3}, {"unit": 3, "simulation": 1}, {"integration": 6})
+LANES = ({"faults": 4}, {"unit": 3, "simulation": 1}, {"integration": 8})
 # More failures than these are no accidents.
 MOST_TRIED_AGAIN = 20
 

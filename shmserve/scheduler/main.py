@@ -19,4 +19,5 @@ def run(data: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes.exact_timers()
+    processes.keep_no_large_memory()
     Host(start).run()

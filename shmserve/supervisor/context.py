@@ -87,15 +87,15 @@ class SupervisorContext:
     def announce(self, news: ModelNews | ModelWithdrawn) -> int:
         """Send news of a model to every gateway and local client; the number that these are to
         acknowledge, unless they are stopped. Ensembles hear of models that serve, too, but not of
-        the end of one: they finish what they have begun there. Workers, which call models, need
-        not acknowledge it."""
+        the end of one: they finish what they have begun there. Workers that call models need not
+        acknowledge it."""
         serves = isinstance(news, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
         numbered = partial(_numbered, news)
         number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
         if isinstance(news, ModelWithdrawn):
-            self.control.broadcast(news, "worker")
+            self.control.broadcast(news, "caller")
         return number
 
     def know(self, number: int) -> bool:
@@ -114,6 +114,7 @@ class SupervisorContext:
         """Wait for a process that was told to stop; kill it when `patience_s` seconds are over."""
         if child is None or not child.alive:
             return
+        child.stops = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.gone()

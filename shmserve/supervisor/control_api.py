@@ -80,6 +80,8 @@ class ControlApi:
                 self._readiness.checked(pid, message)
 
     def _requested(self, pid: int, message: Any) -> None:
+        if isinstance(message, m.FindModel):
+            self._context.control.calls(pid)
         self._context.background(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:

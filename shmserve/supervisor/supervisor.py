@@ -44,6 +44,11 @@ from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+_READERS = ("gateway", LOCAL_CLIENT)
+# As many as models; of what has stopped, which nobody waits for, they hear a little later.
+_OTHERS = ("scheduler", "ensemble", "worker")
+_TOLD_AFTER_S = 0.5
+
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -87,6 +92,7 @@ class Supervisor:
     _terminal: bool = field(init=False, default_factory=has_terminal)
     _signals: asyncio.Queue[int] = field(init=False, default_factory=asyncio.Queue)
     _signalled_at: float = field(init=False, default=-math.inf)
+    _stopped: list[ProcessExited] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.processes.watch(self._process_exited)
@@ -221,8 +227,19 @@ class Supervisor:
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
             context.background(self.regions.drop_shrunk())
-        everybody = ("gateway", "scheduler", "ensemble", "worker", LOCAL_CLIENT)
-        context.broadcast(ProcessExited(pid, reason), *everybody)
+        exited = ProcessExited(pid, reason)
+        context.broadcast(exited, *_READERS, *(() if child.stops else _OTHERS))
+        if child.stops:
+            self._stopped.append(exited)
+            if len(self._stopped) == 1:
+                asyncio.get_running_loop().call_later(_TOLD_AFTER_S, self._tell_stopped)
+
+    def _tell_stopped(self) -> None:
+        """Have everybody forget the memory of what has stopped lately: to wake all processes for
+        each takes most of the time in which many models are unloaded."""
+        for exited in self._stopped:
+            self.context.broadcast(exited, *_OTHERS)
+        self._stopped.clear()
 
     # --- end
 

@@ -142,7 +142,7 @@ def main(
                 except Exception as error:
                     said = f"{type(error).__name__}: {error}"
                 found[door][said[:300]] += 1
-                stop.wait(0.002)
+                stop.wait(0.02)
 
     doors = {
         "http": lambda number: (

@@ -78,17 +78,19 @@ def _tiny(http: Http, number: int) -> None:
 
 @contextlib.contextmanager
 def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
-    """All of its models are asked, until the end of the block."""
-    stop = threading.Event()
+    """All of its models are asked, each by a connection or two, until the end of the block."""
+    stop, answered = threading.Event(), threading.Semaphore(0)
     server.gate.close()  # nobody waits there
 
     def ask(one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
             with contextlib.suppress(OSError, http.client.HTTPException), server.http() as given:
-                while not stop.wait(0.01):
+                while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
                     one(given, number)
                     number += 1
+                    if number == 1:
+                        answered.release()
             stop.wait(0.2)
 
     kinds = [_simple, _simple, _cached, _pipeline, _crimes, _sums, *([_tiny] if generative else [])]
@@ -96,6 +98,7 @@ def asked(server: Server, *, generative: bool = False) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
+        assert all(answered.acquire(timeout=30) for _ in threads), "not all are answered"
         yield
     finally:
         stop.set()

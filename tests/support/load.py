@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.servers import Server
 
 # A breath between two requests: the load is there to notice, not to saturate.
-_BREATH_S = 0.002
+_BREATH_S = 0.01
 _PATIENCE_S = 20.0
 
 

@@ -295,8 +295,7 @@ class _Stream:
         if not responses:
             return
         self.total += sum(map(len, responses))
-        async with asyncio.timeout(stall_s):
-            await self._call.write_all(responses)
+        await self._call.write_all(responses, stall_s)
 
     def cancel(self) -> None:
         """Cancel all that is in flight: the client is gone, or the call ends with an error."""

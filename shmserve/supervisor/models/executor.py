@@ -99,7 +99,7 @@ class LifecycleExecutor:
         endpoint = successor.endpoint if successor is not None and same else ""
         broadcast = self.context.broadcast
         broadcast(SchedulerLost(version.endpoint, endpoint), "gateway", "ensemble")
-        broadcast(SchedulerLost(version.endpoint, ""), "worker", LOCAL_CLIENT)
+        broadcast(SchedulerLost(version.endpoint, ""), "caller", LOCAL_CLIENT)
 
     # --- files
 

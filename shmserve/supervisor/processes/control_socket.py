@@ -120,6 +120,7 @@ class ControlSocket:
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, last_number)
         self._enrolled: dict[Address, _Peer] = {}
+        self._callers: set[Address] = set()
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
         self._identities: dict[Address, bytes] = {}
@@ -139,6 +140,12 @@ class ControlSocket:
             self._unknown.remove(item)
             self._take(*item)
 
+    def calls(self, address: Address) -> None:
+        """Note that a worker has asked for a model, to call it: it is a "caller", too, who is told
+        what becomes of models."""
+        if address in self._enrolled:
+            self._callers.add(address)
+
     def serve(self, kinds: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
         """Route messages of these types to `handler(address, message)`, whichever of our processes
         sends them that may."""
@@ -156,6 +163,7 @@ class ControlSocket:
     def withdraw(self, address: Address) -> None:
         """Route nothing more from or to an address."""
         self._enrolled.pop(address, None)
+        self._callers.discard(address)
         self._identities.pop(address, None)
         self.acknowledgements.exited(address)
 
@@ -171,7 +179,8 @@ class ControlSocket:
         return [
             address
             for address, peer in self._enrolled.items()
-            if peer.role in roles and address in self._identities
+            if address in self._identities
+            and (peer.role in roles or ("caller" in roles and address in self._callers))
         ]
 
     # --- in

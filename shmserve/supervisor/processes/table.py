@@ -38,6 +38,7 @@ class Child:
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     cause: str = ""  # why it is killed, where the server does that
+    stops: bool = False  # it was told to, and has nothing in flight
 
     @property
     def alive(self) -> bool:

@@ -25,8 +25,7 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server
 from tests.support.waiting import until
 
-RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "3"))
-TAKE_OVERS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))  # each loads beside what serves
+RESTARTS = int(os.environ.get("SHMSERVE_RESTARTS", "2"))
 CLIENTS = 8  # of each door
 PROGRAM = (sys.executable, "-m", "tests.rigs.restart_load", str(CLIENTS))
 
@@ -138,7 +137,7 @@ def test_by_taking_over(folder: Path) -> None:
         ports = str(server.http_port), str(server.grpc_port)
         load = Load([*PROGRAM, *ports, run_dir, "registering"])
         load.wait_answered()
-        for _ in range(TAKE_OVERS):
+        for _ in range(RESTARTS):
             before, same = server, (first.http_port, first.metrics_port)
             server = Server(
                 [folder / "models"], ["--take-over"], run_dir=run_dir, ports=same, grpc=True

@@ -210,7 +210,8 @@ def test_further_servers(installed: Systemd) -> None:
     for door, page in (("http", "v2/health/ready"), ("metrics", "metrics")):
         path = f"/run/shmserve/blue-{door}.sock"
         assert systemd.run(*curl, "--unix-socket", path, f"http://host/{page}") == "200"
-    assert systemd.run(*curl, "http://127.0.0.1:9000/v2/health/ready") == "200"
+    ready = (*curl, "http://127.0.0.1:9000/v2/health/ready")
+    until("it is ready", lambda: systemd.run(*ready) == "200", within_s=30)
     assert "shmserve@blue.service" in systemd.run("systemctl", "list-units")
     said = systemd.run(*COMMAND, "remove")
     assert "status" not in said

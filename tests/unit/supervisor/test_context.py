@@ -11,6 +11,7 @@ from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.supervisor.processes.control_socket import ControlSocket
+from tests.rigs.arrivals import arrived
 
 
 def test_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
@@ -61,6 +62,28 @@ def test_requests_go_to_who_serves_them_and_acknowledgements_to_who_waits(tmp_pa
     heard, asked = asyncio.run(listen())
     assert heard == [m.Started()]
     assert asked == [(os.getpid(), m.IndexRepository(1, False))]
+
+
+def test_of_workers_those_that_call_models_are_told_of_them(tmp_path: Path) -> None:
+    async def listen() -> list[list[Any]]:
+        control = ControlSocket(endpoints.control(tmp_path))
+        control.enrol(os.getpid(), "worker", lambda message: None)
+        worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
+        worker.send(m.WorkerStarted(os.getpid()))
+        control.receive_all()
+        heard = []
+        for _ in range(2):
+            control.broadcast(m.SchedulerLost("ipc://a", ""), "caller")
+            control.broadcast(m.Stop(), "worker", "caller")
+            control.flush()
+            heard.append(arrived(worker))
+            control.calls(os.getpid())
+        worker.close()
+        control.close()
+        return heard
+
+    stop, lost = m.Stop(), m.SchedulerLost("ipc://a", "")
+    assert asyncio.run(listen()) == [[stop], [lost, stop]]
 
 
 def test_a_process_may_not_say_what_another_role_says(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shmserve.common.tasks import in_background
 from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.ipc.messages.supervision import ProcessExited
+from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.supervisor import Supervisor
@@ -82,6 +83,30 @@ def test_a_death_is_one_message_and_goes_to_who_knows_the_role(role: str) -> Non
     assert asyncio.run(live()) == {
         known: [call(7)] if known == role else [] for known in ("gateway", "host", "worker")
     }
+
+
+READERS, OTHERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
+
+
+def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are as many processes as models, and each would be woken for each that is unloaded."""
+    monkeypatch.setattr("shmserve.supervisor.supervisor._TOLD_AFTER_S", 0.0)
+
+    async def live() -> list[Any]:
+        hears = supervisor()
+        for pid in (7, 8):
+            child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
+            child.exited.set_result("exit status 0")
+            hears._process_exited(child)
+        told = hears.context.broadcast.mock_calls
+        assert told == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
+        told.clear()
+        await asyncio.sleep(0.01)
+        return list(told)
+
+    assert asyncio.run(live()) == [
+        call(ProcessExited(pid, "exit status 0"), *OTHERS) for pid in (7, 8)
+    ]
 
 
 def test_what_fails_in_the_background_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:

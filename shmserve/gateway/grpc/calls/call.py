@@ -411,23 +411,22 @@ class StreamingCall(GrpcCall):
                     continue
                 if self._closed or self.done:
                     return
-                self._grant(0)
+                self._grant()
                 self._news = self._connection.loop.create_future()
                 await self._news
                 self._news = None
             message = self._queue.popleft()
             self._consumed += len(message.data) + PREFIX.size - message.extra
-            self._grant(self._connection.front.limits.window // 4)
+            self._grant()
             yield await self._inflated(message) if message.compressed else message.data
 
-    def _grant(self, least: int) -> None:
-        if self._consumed > least:
+    def _grant(self) -> None:
+        if self._consumed > self._connection.front.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.grant(self._stream, consumed)
-            self._connection.flush()
         if not self._queue and self._assembly is not None:
             self._wants(self._assembly)
-            self._connection.flush()
+        self._connection.flush()
 
     def _wants(self, assembly: Assembly) -> None:
         if not self._queue:  # what was asked for before is to be taken first
@@ -470,15 +469,19 @@ class StreamingCall(GrpcCall):
         sending = self._connection.http2.sending
         sending.head(self._stream, response_blocks.HEADS[self._compression])
 
-    async def write_all(self, responses: Sequence[bytes]) -> None:
-        """Write these; returns when the client takes the last of them, or has left."""
+    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
+        """Write these; returns when the client takes the last of them, or has left. Raises
+        TimeoutError where it has not taken all within `stall_s` seconds."""
         if self.done or not responses:
             return
         if not self._begun:
             self._begin()
         pieces: list[bytes] = []
         for response in responses:
-            pieces += await self._framed_in_turns(response)
+            if self._compression is None:
+                pieces += framed(response)
+            else:
+                pieces += await self._framed_in_turns(response)
         if self.done:
             return
         sending = self._connection.http2.sending
@@ -493,7 +496,8 @@ class StreamingCall(GrpcCall):
             return
         self._stream.on_progress = self._progress
         self._written = self._connection.loop.create_future()
-        await self._written
+        async with asyncio.timeout(stall_s):
+            await self._written
 
     def _progress(self) -> None:
         if not self._stream.queued:

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _MOST_FAILED_STARTS = 5
 _MOST_WAITED_FOR = 10
 # Whoever submits requests.
-_CLIENTS = ("gateway", "ensemble", "worker", LOCAL_CLIENT)
+_CLIENTS = ("gateway", "ensemble", "caller", LOCAL_CLIENT)
 _KILL_PATIENCE_S = 1.0  # for a scheduler that others share a process with
 
 
@@ -269,7 +269,7 @@ class ModelVersion:
             self.changed()
             return
         # Retired meanwhile: models that called it look for who serves now.
-        self._say_lost(lost, "", "worker", LOCAL_CLIENT)
+        self._say_lost(lost, "", "caller", LOCAL_CLIENT)
 
     def _say_lost(self, endpoint: str, successor: str, *roles: str) -> None:
         # What the successor was told leaves before: programs on this host have other sockets, and

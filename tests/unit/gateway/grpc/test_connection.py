@@ -369,6 +369,34 @@ def test_what_is_taken_later_does_not_keep_what_it_came_in() -> None:
     played(play)
 
 
+def test_a_stream_may_go_on_for_what_is_taken() -> None:
+    """By the quarter of a window at a time: small requests are not answered by updates, too."""
+
+    async def play(scene: Scene) -> None:
+        async def take(call: StreamingCall) -> Ending | None:
+            async for _ in call.requests():
+                pass
+            return None
+
+        scene.serve = take
+        window = scene.connection.front.limits.window
+        scene.say(scene.head(1, STREAM))
+        sent = granted = updates = 0
+        for _ in range(300):
+            asked = message(bytes(10_000))
+            scene.say(frame(DATA, 0, 1, asked))
+            sent += len(asked)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            found = [payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW]
+            updates += len(found)
+            granted += sum(int.from_bytes(more, "big") for more in found)
+            assert sent - window // 4 - len(asked) <= granted <= sent
+        assert 0 < updates <= 4 * sent // window
+
+    played(play)
+
+
 def test_a_stream_that_is_ended_for_its_handler() -> None:
     """Who waits for a message, or for the client to take one, waits no longer."""
 

@@ -61,10 +61,11 @@ class Deaf:
     def time_remaining(self) -> None:
         return None
 
-    async def write_all(self, responses: Sequence[bytes]) -> None:
+    async def write_all(self, responses: Sequence[bytes], stall_s: float) -> None:
         for _ in responses:
             if self.taken:
-                await asyncio.Event().wait()
+                async with asyncio.timeout(stall_s):
+                    await asyncio.Event().wait()
             self.taken += 1
 
 
