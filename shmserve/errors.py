@@ -152,9 +152,9 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
     return close[0] if close else None
 
 
-def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """`, did you mean 'NAME'?` with the `nearest`, to end an error with; "" where there is none."""
-    near = nearest(name, known, likeness)
+    near = nearest(name, known)
     return f", did you mean '{near}'?" if near else ""
 
 

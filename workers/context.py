@@ -17,7 +17,7 @@ from shmserve.workers.links.workspace import Workspace
 from shmserve.workers.memory.outputs import OutputMemory
 
 if TYPE_CHECKING:
-    from shmserve.workers.memory.device import DeviceMemory
+    from shmserve.workers.memory.device_memory import DeviceMemory
 
 
 @dataclass(slots=True)

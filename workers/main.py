@@ -43,11 +43,11 @@ from shmserve.ipc.processes import end_sooner, name_process
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.workers import backends
 from shmserve.workers.backends import Backend, ModelContext
-from shmserve.workers.backends.python import threads
+from shmserve.workers.backends.python.execution import thread_ended
 from shmserve.workers.instance import WorkerInstance
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
-from shmserve.workers.memory.device import DeviceMemory
+from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
 from shmserve.workers.sequences import state
 from shmserve.workers.user_code import in_words, place
@@ -65,7 +65,7 @@ def run(data: bytes) -> None:
     model, index = start.model_name, start.index
     logs.configure(f"worker {model}.{index}", start.log)
     stacks_fd = _set_signals()
-    threading.excepthook = threads.ended
+    threading.excepthook = thread_ended
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
     end_sooner(OOM_SCORE_ADJ)

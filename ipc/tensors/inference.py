@@ -38,10 +38,11 @@ _PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
 @record
 class RequestedOutput:
     """An output the client asked for; with a `place`, its bytes go there (`byte_size` is the
-    room)."""
+    room). `or_input`: where the model returns an input as it is, they may stay where that lies."""
 
     name: str
     place: Place | None = None
+    or_input: bool = False
 
 
 @record
@@ -79,7 +80,7 @@ def pack_inference(request: Inference) -> bytes:
     packed: bytes = _PACKER.pack(
         (
             [pack_tensor(tensor) for tensor in request.inputs],
-            [(out.name, out.place and pack_place(out.place)) for out in request.outputs],
+            list(map(_pack_output, request.outputs)),
             request.parameters,
         )
     )
@@ -126,8 +127,12 @@ class PackedTemplate:
 def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:
     if isinstance(unpacked, Inferred):
         return unpacked.outputs, [unpacked.parameters]
-    wanted = [(out.name, out.place and pack_place(out.place)) for out in unpacked.outputs]
-    return unpacked.inputs, [wanted, unpacked.parameters]
+    return unpacked.inputs, [list(map(_pack_output, unpacked.outputs)), unpacked.parameters]
+
+
+def _pack_output(output: RequestedOutput) -> tuple[Any, ...]:
+    packed = (output.name, output.place and pack_place(output.place))
+    return (*packed, True) if output.or_input else packed
 
 
 def unpack_inference(work: bytes) -> Inference:
@@ -137,8 +142,8 @@ def unpack_inference(work: bytes) -> Inference:
         return Inference(
             tuple(map(unpack_tensor, inputs)),
             tuple(
-                RequestedOutput(name, None if place is None else unpack_place(place))
-                for name, place in outputs
+                RequestedOutput(name, None if place is None else unpack_place(place), *or_input)
+                for name, place, *or_input in outputs
             ),
             parameters,
         )

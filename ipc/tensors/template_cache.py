@@ -92,21 +92,23 @@ class BoundedCache(Generic[K, V]):
 
 
 class _Cut(NamedTuple, Generic[T]):
-    """A template: its layout, pieces and inline tensors by turns, and the pieces; its meaning."""
+    """The layout of templates of one size, pieces and inline tensors by turns, and what they mean,
+    by their pieces: places of memory that is used again come by turns."""
 
     layout: Struct
-    pieces: tuple[bytes, ...]
-    meaning: T
+    meanings: dict[tuple[bytes, ...], T]
 
 
 class TemplateCache(Generic[T]):
     """Templates of recent packed requests, or responses, and what they mean: `most` with inline
     tensors, once they come again, and as many without any; of up to `longest` bytes."""
 
-    __slots__ = ("_cuts", "_longest", "_whole")
+    __slots__ = ("_cuts", "_learnt", "_longest", "_most", "_whole")
 
     def __init__(self, most: int = _MOST_KNOWN, longest: int = LONGEST_KNOWN) -> None:
         self._cuts: BoundedCache[int, _Cut[T]] = BoundedCache(most)  # by the size of what is packed
+        self._learnt = 0  # meanings in there, at most
+        self._most = most
         self._whole: BoundedCache[bytes, tuple[T, tuple[bytes, ...]]] = BoundedCache(most)
         self._longest = longest
 
@@ -116,8 +118,9 @@ class TemplateCache(Generic[T]):
         cut = self._cuts.find(size)
         if cut is not None:
             parts = cut.layout.unpack(packed)
-            if parts[::2] == cut.pieces:
-                return cut.meaning, parts[1::2]
+            pieces = parts[::2]
+            if pieces in cut.meanings:
+                return cut.meanings[pieces], parts[1::2]
         return self._whole.find(packed) if size <= self._longest else None
 
     def learn(self, packed: bytes, unpacked: Inference | Inferred, meaning: T) -> None:
@@ -134,4 +137,16 @@ class TemplateCache(Generic[T]):
             parts = [*chain.from_iterable(zip(pieces, datas, strict=False)), pieces[-1]]
             if b"".join(parts) == packed:  # else it was packed by someone who packs in another way
                 layout = Struct("<" + "".join([f"{len(part)}s" for part in parts]))
-                self._cuts.remember(len(packed), _Cut(layout, tuple(pieces), meaning))
+                self._cut(len(packed), layout).meanings[tuple(pieces)] = meaning
+
+    def _cut(self, size: int, layout: Struct) -> _Cut[T]:
+        """Where one more meaning is kept: with others of its layout."""
+        if self._learnt >= self._most:
+            self._cuts.clear()
+            self._learnt = 0
+        self._learnt += 1
+        cut = self._cuts.find(size)
+        if cut is None or cut.layout.format != layout.format:
+            cut = _Cut(layout, {})
+            self._cuts.remember(size, cut)
+        return cut

@@ -15,7 +15,7 @@ import torch
 from shmserve.ipc.memory.cuda_ipc import CudaError
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.workers.device import Device
-from shmserve.workers.memory.device import Allocation, DeviceMemory
+from shmserve.workers.memory.device_memory import Allocation, DeviceMemory
 
 _numbers = itertools.count(1)
 

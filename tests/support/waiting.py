@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SHORTEST_S, _LONGEST_S = 0.005, 0.05
+_STEP_S = 0.005
 
 
 def until(what: str, holds: Callable[[], object], within_s: float = 5.0) -> None:
-    """Return soon after `holds()` is true, a tenth of the time later at most; raises AssertionError
-    that names `what` after `within_s` seconds.
-
-    To look all the time would take the processor from those who are waited for.
+    """Return as soon as `holds()` is true; raises AssertionError that names `what` after
+    `within_s` seconds. To look takes half of a processor at most: who is waited for needs some.
     """
-    began = time.monotonic()
+    looked = time.monotonic()
+    deadline = looked + within_s
     while not holds():
-        waited_s = time.monotonic() - began
-        if waited_s > within_s:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"not within {within_s} s: {what}")
-        time.sleep(min(_LONGEST_S, max(_SHORTEST_S, waited_s / 10)))
+        time.sleep(max(_STEP_S, now - looked))
+        looked = time.monotonic()

@@ -92,7 +92,7 @@ class Gatherer:
 
     def _gather_on_device(self, name: str, inputs: list[Input], most: int) -> Any:
         if self._on_device is None:
-            from shmserve.workers.memory.device import DeviceBuffers
+            from shmserve.workers.memory.device_memory import DeviceBuffers
 
             self._on_device = DeviceBuffers()
         return self._on_device.gather(name, [item.raw for item in inputs], most)

@@ -21,13 +21,14 @@ _MOST_TEMPLATES = 256
 
 class Ready(NamedTuple):
     """An output to be written: `data` is the wire form (BYTES), or an array of it (a tensor, if it
-    goes to a device)."""
+    goes to a device). `at`: where it is already, and may stay, as an input that was returned."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Any
     byte_size: int
+    at: Place | None = None
 
 
 class ResponsePacker:
@@ -106,7 +107,7 @@ class ResponsePacker:
 
 
 def _wire_key(ready: list[Ready]) -> Any:
-    return tuple([(*item[:3], item.byte_size) for item in ready])
+    return tuple([(*item[:3], *item[4:]) for item in ready])
 
 
 def _array_key(request: Request, response: Response) -> Any:

@@ -98,6 +98,10 @@ class Input:
             self._array = array
         return self._array
 
+    def is_of(self, array: Array) -> bool:
+        """Whether this is the very array that `numpy` has given."""
+        return self._array is array
+
     def torch(self) -> torch.Tensor:
         """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.
 
@@ -168,3 +172,10 @@ class Request:
     byte_size: int = 0
     placed: bool = False
     states: tuple[str, ...] = ()
+
+    def returned(self, array: Array) -> Place | None:
+        """Where the input lies whose own array this is, if there is one, and nothing is written
+        over inputs."""
+        if self.aliased:
+            return None
+        return next((item.place for item in self.inputs.values() if item.is_of(array)), None)

@@ -21,7 +21,7 @@ from shmserve.workers.backends import ModelContext, Output, Request, Response
 from shmserve.workers.batch.gather import Gatherer
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.device import Device
-from shmserve.workers.memory.device import to_host
+from shmserve.workers.memory.device_memory import to_host
 from shmserve.workers.memory.static_plan import MemoryPlan
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 

@@ -1,6 +1,7 @@
 """Scattering: the outputs of a response, written once, where the client wants them.
 
 the client's region    when the request names one for that output
+where an input is      when it is that input, and the request allows it
 inside the message     when all the others together are small
 the worker's arena     else; the reader releases it
 
@@ -102,11 +103,13 @@ class Scatterer:
             )
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
-        place = request.requested[output.name].place
+        wanted, at = request.requested[output.name], None
+        place = wanted.place
         if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
             array = _any_tensor(output)
         else:
             array = _host_array(output)
+            at = request.returned(array) if place is not None and wanted.or_input else None
         shape = tuple(array.shape)
         if self._strict:
             self._check(output, spec, shape, request)
@@ -115,7 +118,7 @@ class Scatterer:
         if output.datatype == "BYTES":
             data = encode_bytes(array)
             return Ready(output.name, "BYTES", shape, data, len(data))
-        return Ready(output.name, output.datatype, shape, array, array.nbytes)
+        return Ready(output.name, output.datatype, shape, array, array.nbytes, at)
 
     def _check(
         self, output: Output, spec: TensorSpec, shape: tuple[int, ...], request: Request
@@ -151,7 +154,9 @@ class Scatterer:
     ) -> bytes | Place:
         """Write an output; where it is then."""
         data: bytes | Place
-        if place is not None:
+        if item.at is not None:
+            data = item.at
+        elif place is not None:
             if item.byte_size > place.byte_size:
                 raise Internal(
                     f"shared memory size specified with the request for output '{item.name}' "
@@ -198,7 +203,7 @@ class Scatterer:
         assert self._context.device_memory is not None
         data = item.data
         if isinstance(data, bytes):
-            from shmserve.workers.memory.device import as_bytes
+            from shmserve.workers.memory.device_memory import as_bytes
 
             data = as_bytes(bytearray(data))
         self._context.copied.outputs += self._context.device_memory.write(destination, data, device)

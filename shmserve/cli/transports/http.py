@@ -50,7 +50,7 @@ class HttpTransport:
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """GET /v2/models/NAME."""
-        metadata = self._json("GET", model_path(model, version))
+        metadata = self._json(model_path(model, version))
         try:
             return {
                 tensor["name"]: ModelTensor(
@@ -64,7 +64,7 @@ class HttpTransport:
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """POST /v2/models/NAME/infer, for lines of JSON where the model is decoupled."""
         path = model_path(request.model, request.version)
-        config = self._json("GET", f"{path}/config")
+        config = self._json(f"{path}/config")
         lines = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
         header = json.dumps(inference_header(request, binary=not lines)).encode()
         body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
@@ -103,11 +103,11 @@ class HttpTransport:
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """GET /v2/models[/NAME]/stats."""
         path = model_path(model, version) if model else "/v2/models"
-        return list(self._json("GET", f"{path}/stats")["model_stats"])
+        return list(self._json(f"{path}/stats")["model_stats"])
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """GET /v2/models/NAME/config."""
-        return self._json("GET", f"{model_path(model, version)}/config")
+        return self._json(f"{model_path(model, version)}/config")
 
     def regions(self) -> list[dict[str, Any]]:
         """GET /v2/systemsharedmemory/status and /v2/cudasharedmemory/status."""
@@ -131,8 +131,8 @@ class HttpTransport:
     def close(self) -> None:
         """Every exchange has a connection of its own."""
 
-    def _json(self, method: str, path: str) -> dict[str, Any]:
-        return _object(self._exchange(method, path)[0])
+    def _json(self, path: str) -> dict[str, Any]:
+        return _object(self._exchange("GET", path)[0])
 
     def _rows(self, method: str, path: str) -> list[dict[str, Any]]:
         found = _parsed(self._exchange(method, path)[0])

@@ -128,7 +128,7 @@ class MemoryBlock:
         self.give_back()
 
 
-class Keeper(Protocol):
+class BlockOwner(Protocol):
     """An owner of blocks that may be idle."""
 
     def give_up(self) -> None:
@@ -153,7 +153,7 @@ class Memories:
     _steps: threading.Lock = field(init=False, default_factory=threading.Lock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     returned: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
-    _keepers: weakref.WeakKeyDictionary[Keeper, None] = field(
+    _keepers: weakref.WeakKeyDictionary[BlockOwner, None] = field(
         init=False, default_factory=weakref.WeakKeyDictionary
     )
 
@@ -208,7 +208,7 @@ class Memories:
         self._settle()
         return True
 
-    def serve(self, keeper: Keeper) -> None:
+    def serve(self, keeper: BlockOwner) -> None:
         """Register an owner of idle blocks, which is asked for them when memory is short."""
         with self._lock:
             self._keepers[keeper] = None

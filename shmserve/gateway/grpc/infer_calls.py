@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
@@ -49,7 +48,7 @@ class InferenceCalls:
         except Exception as error:
             if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
                 waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))
-                call.on_gone = partial(_cancel, waiting)
+                call.on_gone = waiting.cancel
                 return
             call.fail(*_ending_of_inference(error, call))
             return
@@ -76,10 +75,6 @@ class InferenceCalls:
         except ShmserveError as error:
             return ending_of(error)
         return None
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -172,7 +171,7 @@ class Service:
             task = asyncio.ensure_future(respond(raw, call))
             self._handling.add(task)
             task.add_done_callback(self._handling.discard)
-            call.on_gone = partial(_cancel, task)
+            call.on_gone = task.cancel
 
         return begin
 
@@ -209,10 +208,6 @@ def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
         return UnaryCall(connection, stream, head, on_message, sinks)
 
     return begin
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:

@@ -12,7 +12,7 @@ from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import own_timeout_us, read_request
-from shmserve.gateway.http.json.events import accepted
+from shmserve.gateway.http.json.framing import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
 from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import JSON, HttpResponse

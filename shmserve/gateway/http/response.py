@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.http.json.events import error_json
+from shmserve.gateway.http.json.framing import error_json
 from shmserve.gateway.http.request import HttpRequest
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.
@@ -145,9 +145,9 @@ async def drain(request: HttpRequest, transport: asyncio.Transport, stall_s: flo
         raise ConnectionResetError("the client does not read its response") from None
 
 
-def json_response(value: Any, status: int = 200) -> HttpResponse:
+def json_response(value: Any) -> HttpResponse:
     """`value` as JSON."""
-    return HttpResponse(status, (orjson.dumps(value),), JSON)
+    return HttpResponse(200, (orjson.dumps(value),), JSON)
 
 
 # The body of a response of an error, as an API has it.

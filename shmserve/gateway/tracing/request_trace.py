@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages.inference import Failed, Responded
@@ -12,21 +13,14 @@ from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.trace import Span, TraceContext, explain, unpack_spans, within
 
 
-class Finisher(Protocol):
-    """Who takes a trace that has ended."""
-
-    def finish(self, trace: RequestTrace) -> None:
-        """Its request has ended."""
-
-
 @dataclass(slots=True, eq=False)
 class RequestTrace:
     """A request whose times are wanted: `context` is the gateway's own span, `scheduler` that which
     the scheduler tells, and `spans` are those within it. Times are monotonic ns, 0: not yet. It is
     `explained` in its response, or `sampled` for whoever collects traces; `local`: no gateway had
-    it, but a scheduler that has told of it; `error`: it failed."""
+    it, but a scheduler that has told of it; `error`: it failed. `on_end` hears of its end."""
 
-    finisher: Finisher
+    on_end: Callable[[RequestTrace], None]
     model: str
     version: str
     request_id: str
@@ -69,7 +63,7 @@ class RequestTrace:
         """It has ended, with its response or an `error`. The first that is said of it holds."""
         if not self.ended_ns:
             self.ended_ns, self.error = time.monotonic_ns(), self.error or error
-            self.finisher.finish(self)
+            self.on_end(self)
 
     def gone(self) -> None:
         """Nobody waits for it any more, if it has not ended."""

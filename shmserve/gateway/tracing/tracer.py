@@ -73,14 +73,16 @@ class Tracer:
         else:
             context = caller.child(sampled or caller.sampled)
         of_model = (model, version, request_id)
-        return RequestTrace(self, *of_model, context, arrived_ns, explained, sampled)
+        return RequestTrace(self.finish, *of_model, context, arrived_ns, explained, sampled)
 
     def take(self, told: RequestTraced) -> None:
         """A local client's request has ended, which came by no gateway."""
         own = TraceContext.of(told.trace)
         context = own._replace(span_id=os.urandom(8).hex())
         of_model = (told.model, told.version, told.request_id)
-        trace = RequestTrace(self, *of_model, context, told.arrived_ns, False, told.sampled, True)
+        trace = RequestTrace(
+            self.finish, *of_model, context, told.arrived_ns, False, told.sampled, True
+        )
         trace.scheduler, trace.submitted_ns = own, told.arrived_ns
         trace.ended_ns, trace.error = told.ended_ns, told.error
         trace.spans = within(unpack_spans(told.spans), own.span_id)

@@ -1,11 +1,11 @@
 """The ways to a server, for a load: each encodes a request once, and has lanes that carry one
 request at a time.
 
-connection.py    a connection that never blocks, under http.py and grpc.py
-http.py          HTTP/1.1: a lane is a connection
-events.py        server-sent events: what generates, and what OpenAI's routes answer
-grpc.py          HTTP/2 and gRPC: some lanes share a connection
-native.py        `shmserve.client`
+connection.py      a connection that never blocks, under http.py and grpc.py
+http.py            HTTP/1.1: a lane is a connection
+event_streams.py   server-sent events: what generates, and what OpenAI's routes answer
+grpc.py            HTTP/2 and gRPC: some lanes share a connection
+native.py          `shmserve.client`
 """
 
 from __future__ import annotations

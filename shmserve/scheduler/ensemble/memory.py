@@ -2,7 +2,8 @@
 
 A tensor whose size is known before it is made is written by its step's worker into the ensemble's
 arena, where the next step's worker, or the client, reads it; between steps that are on one CUDA
-device, into memory of the ensemble's there. Any other lies where its worker has
+device, into memory of the ensemble's there. What a model returns as it was given is not written
+again: it keeps its block. Any other lies where its worker has
 put it: that arena's descriptor is passed on to the next step's worker, and held open here, so that
 it outlives the worker; of what the client is to read there is a copy in the ensemble's arena.
 """

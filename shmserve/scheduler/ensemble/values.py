@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.ipc.memory.lent import Token
-from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.memory.lent import Block, Token
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
 
 
 class Value(Token):
@@ -44,6 +44,17 @@ class Value(Token):
     def there(self) -> bool:
         """Whether there is a tensor."""
         return self.tensor is not None
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is inline, or lies in a block of the ensemble's, which may be kept longer."""
+        inline = self.tensor is not None and isinstance(self.tensor.data, bytes)
+        return inline or isinstance(self.memory, Block)
+
+    def block_at(self, place: Place) -> Block | None:
+        """The block of the ensemble's that it lies in, if that is there."""
+        block = self.memory
+        return block if isinstance(block, Block) and block.place == place else None
 
     def _free(self) -> None:
         if self.memory is not None:

@@ -207,7 +207,8 @@ def _number(peer: bytes) -> int:
 def _check_types(inference: Inference) -> None:
     """Check what `unpack_inference` leaves to its caller. Raises MalformedMessage."""
     if type(inference.parameters) is not dict or any(
-        type(output.name) is not str for output in inference.outputs
+        type(output.name) is not str or type(output.or_input) is not bool
+        for output in inference.outputs
     ):
         raise MalformedMessage("a field of an inference has the wrong type")
     for key, value in inference.parameters.items():

@@ -127,7 +127,7 @@ class LifecycleExecutor:
         while waiting:
             step = waiting.pop()
             if step not in steps:
-                steps[step] = [each.name for each in planner.steps(step, "")]
+                steps[step] = [each.name for each in planner.steps(step)]
                 waiting += steps[step]
         return LoadPlan(fingerprint, specs, steps)
 

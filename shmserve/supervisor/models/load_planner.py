@@ -217,14 +217,14 @@ class LoadPlanner:
             raise
         return ModelSpec.of(model_config.to_dict(composed))
 
-    def steps(self, name: str, override: str) -> list[StepModel]:
+    def steps(self, name: str) -> list[StepModel]:
         """The models that an ensemble needs, and that are to be loaded before it; none of any other
         model, and of one that cannot be read: loading it will say why."""
         try:
             folder = self._find(name)
             if folder is None or folder.problem:
                 return []
-            config = self._filled(repository.read_config(folder, override)[0], folder)
+            config = self._filled(repository.read_config(folder)[0], folder)
         except ShmserveError:
             return []
         return steps_of(ModelSpec.of(model_config.to_dict(config)))

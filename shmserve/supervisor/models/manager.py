@@ -75,7 +75,7 @@ class ModelManager:
 
     def _steps(self, names: list[str]) -> dict[str, list[str]]:
         return {
-            name: list(dict.fromkeys(step.name for step in self._planner.steps(name, "")))
+            name: list(dict.fromkeys(step.name for step in self._planner.steps(name)))
             for name in names
         }
 

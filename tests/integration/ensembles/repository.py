@@ -41,6 +41,7 @@ def _models(repository: Path) -> None:
     fixed = [tensor("X", dims=[LARGE])], [tensor("Y", dims=[LARGE])]
     one = 'return self.response(Y=self.input(request, "X") + 1)'
     add_model(repository, "fixed", one, *fixed, max_batch_size=2)
+    add_model(repository, "same", 'return self.response(Y=self.input(request, "X"))', *fixed)
     add_model(repository, "boom", 'raise ValueError("boom")')
     one = """
         x = self.input(request, "X")
@@ -71,6 +72,8 @@ def _ensembles(repository: Path) -> None:
     ends = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
     three = [xy("fixed", "IN", "a"), xy("fixed", "a", "b"), xy("fixed", "b", "OUT")]
     add_ensemble(repository, "three", three, *ends, max_batch_size=2)
+    passes = [xy("fixed", "IN", "a"), xy("same", "a", "b"), xy("same", "b", "OUT")]
+    add_ensemble(repository, "passes", passes, ends[0], [*ends[1], tensor("a", dims=[LARGE])])
     add_ensemble(repository, "fails", [xy("boom", "IN", "m"), xy("plain", "m", "OUT")])
     add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
     add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 import tritonclient.http as triton
 
 import shmserve.client
-from tests.integration.ensembles.clients import floats, infer, stream
+from tests.integration.ensembles.clients import floats, infer, inputs, stream
 from tests.integration.ensembles.repository import LARGE, write
 from tests.support.regions import SharedObject
 from tests.support.servers import Server, running
@@ -54,6 +54,25 @@ def test_fixed_shapes_lie_in_the_ensembles_own_memory(server: Server) -> None:
     given = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB each would fill the arena
         assert (infer(server, "three", IN=given).as_numpy("OUT") == given + 3).all()
+
+
+def test_what_a_step_returns_as_it_was_given_is_not_copied(server: Server) -> None:
+    """And is what it was for whoever reads it, under both its names, however many do at once."""
+
+    client = triton.InferenceServerClient(server.url, concurrency=6)
+
+    def ask(numbers: Iterable[int]) -> None:
+        arrays = [np.full(LARGE, number, np.float32) for number in numbers]
+        asked = [client.async_infer("passes", inputs(triton, {"IN": each})) for each in arrays]
+        for given, response in zip(arrays, asked, strict=True):
+            result = response.get_result()
+            assert all((result.as_numpy(name) == given + 1).all() for name in ("OUT", "a"))
+
+    ask(range(10))  # its inputs are copies, until it is known not to keep them
+    before = server.metric("shmserve_copied_bytes_total", model="same")
+    ask(range(60))
+    assert server.metric("shmserve_copied_bytes_total", model="same") == before
+    client.close()
 
 
 def test_a_step_waits_for_all_it_reads(server: Server) -> None:

@@ -103,6 +103,11 @@ def test_memory_is_bounded() -> None:
         for _ in range(2):
             few.learn(pack_inferred(answer), answer, None)
     assert 0 < len(few._cuts) <= 4 and 0 < len(few._cuts._noticed) <= 4
+    for at in range(20):
+        placed = TensorRef("P", "UINT8", (1,), Place(MEMORY, at, 1))
+        answer = Inferred((placed, TensorRef("I", "UINT8", (1,), b"x")))
+        few.learn(pack_inferred(answer), answer, None)
+        assert sum(len(cut.meanings) for cut in few._cuts._known.values()) <= 4
 
 
 @given(sizes, st.dictionaries(st.text(max_size=5), st.integers(-5, 300)), st.data())
@@ -135,6 +140,10 @@ def test_an_answer_is_known_by_its_form() -> None:
     assert templates.find(answer(b"xy")[1]) == ("both", (b"xy",))
     assert templates.find(answer(b"xyz")[1]) is None
     assert templates.find(answer(b"xy", at=5)[1]) is None, "another place"
+    made, packed = answer(b"ab", at=5)
+    templates.learn(packed, made, "there")
+    for at, meaning in ((0, "both"), (5, "there"), (0, "both")):
+        assert templates.find(answer(b"xy", at)[1]) == (meaning, (b"xy",)), "places by turns"
 
 
 def test_what_lies_in_memory_is_known_as_a_whole() -> None:

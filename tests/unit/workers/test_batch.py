@@ -250,6 +250,32 @@ def test_outputs_go_where_they_are_wanted(worker: Rig, region: Region) -> None:
     assert worker.context.arena.used == 0
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_an_input_that_is_returned_stays_where_it_is(
+    worker: Rig, region: Region, allowed: bool
+) -> None:
+    """Where the request allows it; a part of it, or what was computed, is written all the same."""
+    data = np.arange(MIB, dtype=F32)
+    made = ["whole", "part", "whole", "computed"]
+
+    def compute(requests: list[Request]) -> list[Response]:
+        x = requests[0].inputs["X"].numpy()
+        y = {"whole": x, "part": x[: MIB // 2], "computed": x + 1}[made.pop(0)]
+        return [Response([Output("Y", "FP32", y)])]
+
+    worker.serve(FunctionBackend(worker.context, compute), one_tensor())
+    given = region.write(0, data)
+    wanted = RequestedOutput("Y", region.place(8 * MIB, 4 * MIB), allowed)
+    for expected in (data, data[: MIB // 2], data, data + 1):
+        returned = allowed and expected is data
+        (reply,) = worker.batch(inference(tensor("X", data, given), outputs=[wanted]))
+        assert reply.answer is not None
+        (output,) = reply.answer.outputs
+        assert isinstance(output.data, Place)
+        assert output.data.offset == (0 if returned else 8 * MIB)
+        assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
+
+
 @pytest.mark.parametrize("size", [4, 8192])
 @pytest.mark.parametrize("names", ["one", "two"])
 def test_what_is_written_over_an_input_changes_no_other_output(

@@ -18,7 +18,8 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import unpack_inferred
 from shmserve.workers.backends import Output, Request, Response
-from shmserve.workers.backends.python import PythonBackend, threads
+from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.python.execution import thread_ended
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import scheduler as scheduler_link
 from shmserve.workers.links.supervisor import readable
@@ -356,7 +357,7 @@ def test_a_thread_that_raises(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keeps: str
 ) -> None:
     """Its requests fail with what it raised, at once, also where a variable of it has that."""
-    monkeypatch.setattr(threading, "excepthook", threads.ended)
+    monkeypatch.setattr(threading, "excepthook", thread_ended)
     model.serve(
         f"""
         def execute(self, requests):

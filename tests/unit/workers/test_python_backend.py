@@ -20,7 +20,8 @@ from shmserve.ipc.messages.inference import Failed, Finished, Submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
-from shmserve.workers.backends.python import PythonBackend, threads
+from shmserve.workers.backends.python import PythonBackend
+from shmserve.workers.backends.python.execution import thread_ended
 from tests.rigs.called_models import Others, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -516,7 +517,7 @@ def test_a_response_from_a_thread(model: Model) -> None:
 
 def test_a_thread_that_raises(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request fails with what it has raised, unless it was answered."""
-    monkeypatch.setattr(threading, "excepthook", threads.ended)
+    monkeypatch.setattr(threading, "excepthook", thread_ended)
     model.serve(
         """
         def execute(self, requests):

@@ -4,9 +4,12 @@ one, to what it sends by itself, also after its batch."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -15,7 +18,12 @@ from shmserve.workers.backends import ModelContext, Request, Response, ResponseS
 from shmserve.workers.backends.event_loop import EventLoopThread
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.backends.python.request import DecoupledRequest, ReceivedRequest
-from shmserve.workers.backends.python.response import InferenceResponse, SingleResponse, to_response
+from shmserve.workers.backends.python.response import (
+    InferenceResponse,
+    InferenceResponseSender,
+    SingleResponse,
+    to_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +227,18 @@ def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest
         for name in tensors:
             if kept or sys.getrefcount(tensors[name]) > _LISTED:
                 tensors[name].own()
+
+
+def thread_ended(args: threading.ExceptHookArgs) -> None:
+    """A thread has raised: log it, and let go of what its functions had. It is a
+    `threading.excepthook`; a model may have its own."""
+    if args.exc_type is not SystemExit and args.thread is not None:
+        logger.error("thread '%s' of the model failed", args.thread.name, exc_info=args.exc_value)
+    for frame, _ in traceback.walk_tb(args.exc_traceback):
+        for value in gc.get_referents(frame):
+            if isinstance(value, DecoupledRequest):
+                value = value.get_response_sender()
+            if isinstance(value, InferenceResponseSender):
+                value._raised = args.exc_value
+    # Else, where one of their variables has the error, it has them until they are collected.
+    traceback.clear_frames(args.exc_traceback)

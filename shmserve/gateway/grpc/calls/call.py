@@ -67,7 +67,7 @@ class GrpcCall(ABC):
         self.head = head
         self._sinks = sinks
         self.done = False
-        self.on_gone: Callable[[], None] | None = None
+        self.on_gone: Callable[[], object] | None = None
         self.on_over: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
         self._arriving: ArrivingMessage | None = None
@@ -250,10 +250,9 @@ class GrpcCall(ABC):
         """The client sends no more."""
 
     async def _inflated(self, message: Received) -> bytes:
-        assert isinstance(message.data, bytes)
-        front = self._connection.front
-        limit = front.largest_inflated
-        return await inflated(message.data, self.head.encoding, limit, front.budget)
+        data, front = message.data, self._connection.front
+        assert isinstance(data, bytes)
+        return await inflated(data, self.head.encoding, front.largest_inflated, front.budget)
 
     async def _framed_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
         deflater = self._connection.front.deflater

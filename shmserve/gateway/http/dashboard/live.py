@@ -22,12 +22,12 @@ from shmserve.errors import PermissionDenied, QueueFull
 from shmserve.gateway.api import statistics
 from shmserve.gateway.api.figures import Figures, Row
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS
+from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS
 from shmserve.gateway.http.request import FETCH_SITE, HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse
 
 if TYPE_CHECKING:
-    from shmserve.gateway.http.dashboard.events import EventWatch
+    from shmserve.gateway.http.dashboard.event_watch import EventWatch
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class LiveFigures:
 
     async def _look(self) -> None:
         # Who is never watched does without its library.
-        from shmserve.gateway.http.dashboard.events import EventWatch
+        from shmserve.gateway.http.dashboard.event_watch import EventWatch
 
         watch = EventWatch(self._run_dir)
         try:

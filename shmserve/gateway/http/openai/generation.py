@@ -14,7 +14,7 @@ import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.json.events import SERVER_SENT_EVENTS
+from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.answers import (
     CHAT,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body.read_request import read_request
-from shmserve.gateway.http.json.events import Framing
+from shmserve.gateway.http.json.framing import Framing
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, output_text
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
-from shmserve.ipc.memory.lent import Holding, Token, releases, unread
+from shmserve.ipc.memory.lent import Block, Holding, Token, releases, unread
 from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
@@ -119,7 +119,7 @@ class StepOutputs:
             return tensor, None
         block = step.placed.pop(tensor.name, None)
         if block is not None:
-            return tensor, block
+            return tensor, _returned(step, data, block)
         self._memory.hold(data)
         if step.firing.step.outputs.get(tensor.name) not in step.request.plan.outputs:
             return tensor, Holding(partial(self._let_go, step.endpoint, data))
@@ -146,6 +146,20 @@ class StepOutputs:
         ours = step.given | step.placed.keys()
         for release in releases(tensor for tensor in outputs if tensor.name not in ours):
             self._links.tell(step.endpoint, release)
+
+
+def _returned(step: StepRequest, place: Place, block: Block) -> Block:
+    """The block that keeps an output: that of an input, where the model has returned it, or the
+    one that the output was to go to."""
+    if place.offset == block.place.offset and place.memory.id == block.place.memory.id:
+        return block
+    for value in step.firing.inputs.values():
+        returned = value.block_at(place)
+        if returned is not None:
+            returned.acquire()
+            block.release()
+            return returned
+    return block
 
 
 def _inherited(firing: Firing) -> dict[str, Any]:

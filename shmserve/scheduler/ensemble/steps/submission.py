@@ -79,9 +79,13 @@ def _work(step: StepRequest, form: _Form, inputs: list[TensorRef]) -> bytes:
         return form.template.fill([tensor.data for tensor in inputs])  # type: ignore[misc]
     outputs = form.wanted
     if placed:
+        # A client's own memory is no place for what others read.
+        ours = all(value.in_block for value in step.firing.inputs.values())
         outputs = tuple(
-            RequestedOutput(name, placed[name].place if name in placed else place)
-            for name, place in [(output.name, output.place) for output in outputs]
+            RequestedOutput(output.name, placed[output.name].place, ours)
+            if output.name in placed
+            else output
+            for output in outputs
         )
     return pack_inference(Inference(tuple(inputs), outputs, parameters))
 

@@ -445,7 +445,7 @@ class Instances:
             try:
                 await self._load(instance, self.config, len(self._all))
             except ShmserveError as error:
-                child = await self._discard(instance)
+                child = await instance.discard()
                 if not self._wanted(instance):
                     return
                 killed = child is not None and child.was_killed
@@ -469,18 +469,6 @@ class Instances:
         text = "instance '%s' starts again in %g s: its process was killed, or ended, %d times"
         logger.warning(text, instance.name, pause, instance.backoff.deaths)
         return pause
-
-    @staticmethod
-    async def _discard(instance: Instance) -> Child | None:
-        """The process that has not loaded, where there was one; it has ended."""
-        child = instance.child
-        if child is not None and child.alive:
-            child.cause = "it has not loaded"
-            child.kill()
-            await child.gone()
-        instance.child = None
-        instance.state = InstanceState.WAITING
-        return child
 
     def _give_up(self, instance: Instance, reason: str) -> None:
         instance.transition("give_up")

@@ -112,6 +112,17 @@ class Instance:
         self.ready_at = time.monotonic()
         self.failed_loads = 0
 
+    async def discard(self) -> Child | None:
+        """End the process that has not loaded, where there is one, and return it."""
+        child = self.child
+        if child is not None and child.alive:
+            child.cause = "it has not loaded"
+            child.kill()
+            await child.gone()
+        self.child = None
+        self.state = InstanceState.WAITING
+        return child
+
 
 class Bounds(NamedTuple):
     """The fewest and the most instances of a model whose number follows its load."""

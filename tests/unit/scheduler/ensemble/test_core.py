@@ -9,9 +9,11 @@ import pytest
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import Drain, Drained, ProcessExited, SchedulerLost
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
+    Inference,
     Inferred,
+    pack_inference,
     pack_inferred,
     unpack_inference,
     unpack_inferred,
@@ -273,6 +275,41 @@ def test_outputs_of_known_size_are_placed() -> None:
     assert 0 < rig.memory.used < 8 * elements
     rig.client_says(m.Release(last.place.memory.pid, [last.place.offset], last.place.memory.id))
     assert rig.memory.used == 0
+
+
+def test_an_input_that_a_step_returns_is_not_written_again() -> None:
+    """It stays where it is until the client has read it; the place that it was to go to is free."""
+    elements = 10_000
+    models = [model(name, dims=(elements,)) for name in "ab"]
+    rig = EnsembleRig(CHAIN, models, dims=(elements,))
+    rig.submit(data=bytes(4 * elements))
+    ((_, first),) = rig.sent()
+    (output,) = unpack_inference(first.work).outputs
+    assert output.place is not None and output.or_input
+    rig.step_says("a", m.Finished(first.id, placed(output.place)))
+    ((_, second),) = rig.sent()
+    (last,) = unpack_inference(second.work).outputs
+    assert last.place not in (None, output.place) and last.or_input
+    rig.step_says("b", m.Finished(second.id, placed(output.place)))
+    (read,) = unpack_inferred(only(rig.told(), m.Finished).body).outputs
+    assert read.data == output.place
+    assert 0 < rig.memory.used < 8 * elements
+    place = output.place
+    rig.client_says(m.Release(place.memory.pid, [place.offset], place.memory.id))
+    assert rig.memory.used == 0
+
+
+def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
+    """Its client may write there once it has its response."""
+    elements = 10_000
+    rig = EnsembleRig(CHAIN, [model(name, dims=(elements,)) for name in "ab"], dims=(elements,))
+    memory = Memory(id=7, pid=7000, fd=3, inode=1, byte_size=1 << 20, sealed=True)
+    tensor = TensorRef("IN", "FP32", (elements,), Place(memory, 0, 4 * elements))
+    work = pack_inference(Inference((tensor,)))
+    rig.client_says(m.Submit(1, 0, b"", rig.now_ns, 0, 0, 0, work))
+    ((_, first),) = rig.sent()
+    (output,) = unpack_inference(first.work).outputs
+    assert output.place is not None and not output.or_input
 
 
 def test_the_memory_of_a_client_that_is_gone_comes_back() -> None:

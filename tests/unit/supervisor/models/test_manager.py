@@ -44,7 +44,7 @@ class Repository:
         """Another one after each change."""
         return f"{self.changes}"
 
-    def steps(self, name: str, override: str) -> list[StepModel]:
+    def steps(self, name: str) -> list[StepModel]:
         """It is no ensemble."""
         return []
 

@@ -74,11 +74,11 @@ class Repository:
         steps, note = json.loads(override) if override else (self.models[name], "")
         return config_of(name, steps, note)
 
-    def steps(self, name: str, override: str) -> list[StepModel]:
+    def steps(self, name: str) -> list[StepModel]:
         """As `LoadPlanner.steps`."""
         if name not in self.models:
             return []
-        return steps_of(self._config(name, override))
+        return steps_of(self._config(name, ""))
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
         """As `LoadPlanner.plan`."""

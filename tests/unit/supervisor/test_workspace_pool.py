@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.memory.workspace_pool import GrantedLease, WorkspacePool
+from shmserve.supervisor.resources.workspaces import GrantedLease, WorkspacePool
 
 CAPACITY = 64 * 64
 
