@@ -1,8 +1,10 @@
 """What a step costs, learned from those that were run, and what follows from it: how much of a
 prompt fits a step, how far to speculate, and whether a preempted sequence is swapped (pure).
 
-A step's time is taken as a + b * sampled tokens + c * prompt tokens + d * keys read, fitted by
-recursive least squares with forgetting (Haykin, "Adaptive Filter Theory").
+A step's time is taken as a + b * sampled tokens + c * prompt tokens + d * keys read, none of them
+negative: least squares over the steps, of which the older count for less, and over first guesses,
+which stand where the steps do not say (ridge regression; an active set as of Lawson and Hanson,
+"Solving Least Squares Problems").
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ _NOISE = 0.1  # of a step's time
 # First guesses in ms, and how far off each may be: of a small model on a processor.
 _FIRST = (5.0, 1.0, 0.5, 0.1)
 _SPREAD = (20.0, 5.0, 2.0, 1.0)
+_SURE = tuple(spread**-2 for spread in _SPREAD)
 _KEYS = 1e5  # a unit of the last term
 CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
 _EWMA = 0.1
@@ -37,17 +40,49 @@ class StepWork(NamedTuple):
         return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _KEYS)
 
 
+def _fitted(matrix: list[list[float]], moments: list[float]) -> list[float]:
+    """The weights for normal equations and the first guesses: what would be negative is 0."""
+    weights, used = [0.0] * 4, [0, 1, 2, 3]
+    while used:
+        rows = [
+            [*(matrix[row][column] + _SURE[row] * (row == column) for column in used), moments[row]]
+            for row in used
+        ]
+        for row, equation in zip(used, rows, strict=True):
+            equation[-1] += _SURE[row] * _FIRST[row]
+        found = _solved(rows)
+        if min(found) >= 0:
+            for row, weight in zip(used, found, strict=True):
+                weights[row] = weight
+            break
+        del used[found.index(min(found))]
+    return weights
+
+
+def _solved(rows: list[list[float]]) -> list[float]:
+    """The solution of positive definite equations, each with its right side last, by
+    elimination; they are changed."""
+    for pivot, top in enumerate(rows):
+        for below in rows[pivot + 1 :]:
+            factor = below[pivot] / top[pivot]
+            for column in range(pivot, len(top)):
+                below[column] -= factor * top[column]
+    found: list[float] = []
+    for pivot in range(len(rows) - 1, -1, -1):
+        *before, right = rows[pivot]
+        known = sum(c * x for c, x in zip(reversed(before), found, strict=False))
+        found.append((right - known) / before[pivot])
+    return found[::-1]
+
+
 @dataclass(slots=True, eq=False)
 class StepTimes:
     """The model of a step's time in ms, and of a block's copy."""
 
     _weights: list[float] = field(default_factory=partial(list, _FIRST))
-    _covariance: list[list[float]] = field(
-        default_factory=lambda: [
-            [spread**2 if row == column else 0.0 for column in range(4)]
-            for row, spread in enumerate(_SPREAD)
-        ]
-    )
+    # The normal equations of the steps that were seen.
+    _matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
+    _moments: list[float] = field(default_factory=lambda: [0.0] * 4)
     copy_ms: float = 0.05  # of a block
     draft_ms: float = 0.2  # of a token that is proposed
 
@@ -61,22 +96,16 @@ class StepTimes:
         return max(self._weights[2], 1e-3)
 
     def observe(self, load: StepWork, took_ms: float) -> None:
-        """A step has taken so long."""
-        terms, covariance = load.terms, self._covariance
-        spread = [sum(c * x for c, x in zip(row, terms, strict=True)) for row in covariance]
-        noise = (_NOISE * max(took_ms, 0.1)) ** 2
-        total = _FORGETTING * noise + sum(x * s for x, s in zip(terms, spread, strict=True))
-        gain = [s / total for s in spread]
-        error = took_ms - self.expect(load)
-        for row in range(4):
-            self._weights[row] = max(self._weights[row] + gain[row] * error, 0.0)
-            for column in range(4):
-                shrunk = covariance[row][column] - gain[row] * spread[column]
-                covariance[row][column] = shrunk / _FORGETTING
-        largest = max(_SPREAD[row] ** 2 / covariance[row][row] for row in range(4))
-        if largest < 1:  # what is not seen for long is not forgotten beyond the first guess
-            for row in range(4):
-                covariance[row] = [each * largest for each in covariance[row]]
+        """A step has taken so long. One without work says nothing of others."""
+        if not (load.decoded or load.prefilled):
+            return
+        certainty = (_NOISE * max(took_ms, 1.0)) ** -2
+        for row, (sums, term) in enumerate(zip(self._matrix, load.terms, strict=True)):
+            moment = self._moments[row]
+            self._moments[row] = _FORGETTING * moment + certainty * term * took_ms
+            for column, other in enumerate(load.terms):
+                sums[column] = _FORGETTING * sums[column] + certainty * term * other
+        self._weights = _fitted(self._matrix, self._moments)
 
     def copied(self, blocks: int, took_ms: float) -> None:
         """So many blocks were copied in this time."""

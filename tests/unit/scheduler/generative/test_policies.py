@@ -6,6 +6,8 @@ from array import array
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.scheduler.generative.pace import Acceptance, StepTimes, StepWork
@@ -74,6 +76,47 @@ def test_the_time_of_a_step_is_learned() -> None:
     times = learned()
     assert times.expect(StepWork(8, 0)) == pytest.approx(12, rel=0.05)
     assert times.prompt_token_ms == pytest.approx(0.25, rel=0.05)
+
+
+def test_some_steps_alike_do_not_spoil_what_is_expected() -> None:
+    """As a server has it: a request alone for long, steps with nothing to compute, prompts, and
+    proposals whose tokens cost less than nothing."""
+    times = StepTimes()
+    for _ in range(3):
+        for keys in range(300):
+            times.observe(StepWork(1, 0, keys), 11.3)
+        times.observe(StepWork(), 0.07)
+        assert times.expect(StepWork(1, 0, 300)) == pytest.approx(11.3, rel=0.05)
+        assert times.draft_length(1, 0.8, 4)
+        times.observe(StepWork(0, 174, 30_000), 100.0)
+        for keys in range(174, 230):
+            times.observe(StepWork(5, 0, keys), 10.0)
+            assert times.draft_length(1, 0.8, 4)
+        assert times.expect(StepWork(5, 0, 230)) == pytest.approx(10.0, rel=0.05)
+        times.observe(StepWork(3, 0, 231), 10.5)
+        assert times.draft_length(1, 0.8, 4)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 64), st.integers(0, 512), st.integers(0, 10**6), st.floats(0.01, 500)
+        ),
+        max_size=40,
+    ),
+    st.integers(1, 64),
+    st.floats(0.5, 200),
+)
+def test_what_comes_again_and_again_is_expected_whatever_was_before(
+    before: list[tuple[int, int, int, float]], decoded: int, took_ms: float
+) -> None:
+    times = StepTimes()
+    for *work, took in before:
+        times.observe(StepWork(*work), took)
+    for _ in range(600):
+        times.observe(StepWork(decoded), took_ms)
+    assert times.expect(StepWork(decoded)) == pytest.approx(took_ms, rel=0.05)
+    assert times.prompt_token_ms > 0
 
 
 def test_a_chunk_fits_the_target_beside_who_decodes() -> None:
