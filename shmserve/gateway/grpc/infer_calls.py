@@ -7,7 +7,8 @@ import logging
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcCall, StreamingCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
+from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import INTERNAL, OVER, Ending, ending_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from shmserve.gateway.grpc.calls.call import StreamingCall
+from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2
 from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse

@@ -16,16 +16,11 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, serving
-from shmserve.gateway.grpc.calls.call import (
-    GrpcCall,
-    StreamHandler,
-    StreamingCall,
-    UnaryCall,
-    UnaryHandler,
-)
+from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall, UnaryHandler
 from shmserve.gateway.grpc.calls.front import Carrier
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Sinks
+from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.infer_calls import InferenceCalls
 from shmserve.gateway.grpc.reflection import reflect

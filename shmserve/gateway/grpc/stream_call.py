@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.messages import release
+from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused, Submitted
 from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.wire.response import (

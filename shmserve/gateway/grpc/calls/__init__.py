@@ -1,6 +1,7 @@
 """Calls: what a handler sees of them, and what they are on the wire.
 
-call.py              unary and stream calls
+call.py              what all calls have, and unary ones
+streaming_call.py    those with any number of messages
 head.py              the head of one: method, deadline, metadata, encodings
 messages.py          messages out of pieces of data, inflated; framed and deflated
 response_blocks.py   the header blocks of responses
