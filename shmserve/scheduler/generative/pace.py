@@ -22,6 +22,7 @@ _SURE = tuple(spread**-2 for spread in _SPREAD)
 _KEYS = 1e5  # a unit of the last term
 CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
 _EWMA = 0.1
+_OUTLIER = 4  # times what was expected: more does not count for more
 PROBE_STEPS = 50
 _GUESSED = 2  # tokens, as which a first guess of the acceptance counts
 _GAIN = 1.15  # that proposals have to promise: an estimate is some percent off
@@ -112,8 +113,9 @@ class StepTimes:
         self.copy_ms += _EWMA * (took_ms / blocks - self.copy_ms)
 
     def drafted(self, tokens: int, took_ms: float) -> None:
-        """So many tokens were proposed, one after the other, in this time."""
-        self.draft_ms += _EWMA * (took_ms / tokens - self.draft_ms)
+        """So many tokens were proposed, one after the other, in this time. Where a draft model read
+        a prompt first, it is not the proposals that took so long."""
+        self.draft_ms += _EWMA * (min(took_ms / tokens, _OUTLIER * self.draft_ms) - self.draft_ms)
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Whether to copy blocks out and back costs less than to compute their tokens again."""

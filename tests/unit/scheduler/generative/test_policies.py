@@ -147,6 +147,18 @@ def test_drafts_are_as_long_as_pays() -> None:
     assert times.draft_length(1, 0.9, 4) == 0
 
 
+def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
+    times = learned()
+    for _ in range(100):
+        times.drafted(4, 4.0)
+    assert times.draft_ms == pytest.approx(1.0, rel=0.05)
+    times.drafted(2, 100.0)
+    assert times.draft_ms < 1.4
+    for _ in range(100):
+        times.drafted(4, 400.0)
+    assert times.draft_ms == pytest.approx(100.0, rel=0.05)
+
+
 def test_what_is_not_accepted_is_not_proposed_for_a_while() -> None:
     acceptance = Acceptance()
     assert acceptance.length(4, 0.3) == 4
