@@ -126,19 +126,13 @@ class SparseAttention(Attention):
             return super().over(rows)
         seen = Seen.of(lone, len(rows.tokens), cache)
         alone = {row.place for row in lone}
-        last = rows.spans[-1]
-        count = last.first + last.size
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            mine = seen.attend(heads, *cache.rows[layer])
-            if not runs:
-                return _padded(mine, heads.shape[0])
-            found = heads.new_empty(count, mine.shape[1])
-            found[seen.places] = mine
+            found = seen.attend(heads, *cache.rows[layer])
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
-            return _padded(found, heads.shape[0])
+            return found
 
         return attend
 
@@ -190,9 +184,9 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows that pad a pass repeat the last one in all, as they write to its slot, too."""
+    """The rows that pad a pass find nothing."""
     missing = rows - found.shape[0]
-    return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
+    return functional.pad(found, (0, 0, 0, missing)) if missing else found
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
