@@ -6,6 +6,7 @@ gathered first, which gives the same bits.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -47,7 +48,7 @@ class Run(NamedTuple):
         mask = None
         if span.before and (span.prompt or span.size > 1):
             shape = padded(span.size) if span.prompt else span.size, span.length
-            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.before)
+            mask = torch.full(shape, -math.inf, device=device).triu(span.before + 1)
         return cls(
             span.first,
             span.size,
@@ -92,7 +93,8 @@ class Attention:
             shared = mine.view(1, keys.shape[1], -1, mine.shape[2])
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
         rows = padded(run.size) if run.mask is None else len(run.mask)
-        mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
+        if rows > run.size:
+            mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
         found = functional.scaled_dot_product_attention(
             mine.transpose(0, 1).unsqueeze(0),
             keys,

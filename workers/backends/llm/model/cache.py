@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
@@ -36,11 +37,14 @@ class KvCache:
         self._layers = self.pool.flatten(1, 2).unbind()
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
-        # The same with a row for each head and slot.
+        self.block_slots = np.arange(self.slots, dtype=np.int32).reshape(blocks, block_size)
+        # The same with a row for each head and slot; and where those of each query head begin.
         self.rows = [
             (keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+        shared = self.query_heads // self.kv_heads
+        self.first_rows = np.arange(self.query_heads, dtype=np.int32) // shared * self.slots
 
     def write(self, layer: int, both: torch.Tensor, at: torch.Tensor) -> None:
         """Put keys and values of the first tokens into these slots, one each: [tokens, heads of

@@ -65,11 +65,10 @@ class Seen(NamedTuple):
     def of(cls, lone: list[LoneRow], rows: int, cache: KvCache) -> Self:
         """What these rows of a pass see, which has so many in all."""
         heads, kv_heads = cache.query_heads, cache.kv_heads
-        first_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slots
         columns, hidden, widths = [], [], []
         for width, same in groupby(lone, key=attrgetter("width")):
-            slots, unseen = _keys(list(same), width, cache.block_size)
-            columns.append((slots[:, None] + first_slots[:, None]).ravel())
+            slots, unseen = _keys(list(same), width, cache.block_slots)
+            columns.append((slots[:, None] + cache.first_rows[:, None]).ravel())
             hidden.append(np.repeat(unseen, heads, 0).ravel())
             widths.append(width)
         counts = np.zeros((rows, heads + 2 * kv_heads), np.int32)
@@ -123,13 +122,16 @@ def _ends(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(ends)
 
 
-def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _keys(
+    rows: list[LoneRow], width: int, block_slots: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The slots that rows of one width read, and what is added to their scores, [rows, width].
     Where a row ends before, it reads its first slot again: nobody else's."""
-    count = -(-width // block_size)
+    count = -(-width // block_slots.shape[1])
     tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
-    blocks = np.array(tables, np.int32)[:, :, None] * block_size
-    slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
-    seen = np.arange(width) < np.array([row.length for row in rows])[:, None]
-    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return np.where(seen, slots, slots[:, :1]), hidden
+    slots = block_slots[tables].reshape(len(rows), -1)[:, :width]
+    hidden = np.zeros((len(rows), width), np.float32)
+    for place, row in enumerate(rows):
+        slots[place, row.length :] = slots[place, 0]
+        hidden[place, row.length :] = -np.inf
+    return slots, hidden
