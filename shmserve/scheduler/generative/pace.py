@@ -120,7 +120,9 @@ class StepTimes:
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Whether to copy blocks out and back costs less than to compute their tokens again."""
-        return 2 * blocks * self.copy_ms < tokens * self.prompt_token_ms
+        pairs = tokens * tokens
+        again_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _KEYS
+        return 2 * blocks * self.copy_ms < again_ms
 
     def chunk(self, load: StepWork, begin: int, target_ms: float) -> int:
         """The tokens of a prompt, behind its first `begin`, that fit a step beside `load` within
