@@ -55,6 +55,7 @@ class Frontend(ABC):
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
+        self._refuses = False
         self.listeners: list[ListenerRules] = []
 
     @abstractmethod
@@ -71,9 +72,10 @@ class Frontend(ABC):
         self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
-        """Accept connections."""
+        """Accept connections, unless they are refused by now."""
         for server in self._accepting:
-            await server.start_serving()
+            if not self._refuses:
+                await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
         """The gateway's `health` has changed."""
@@ -83,9 +85,9 @@ class Frontend(ABC):
         come but in streams."""
         self._refuse_connections()
         left = ActiveCount()
-        left.active = len(self._acceptors)
 
         def leave() -> None:
+            left.active = len(self._acceptors)  # now: they may be being opened
             for acceptor in self._acceptors:
                 acceptor.leave(left.left)
             left.when_idle(told)
@@ -98,6 +100,7 @@ class Frontend(ABC):
         """Call `drained` once no response is to be sent."""
 
     def _refuse_connections(self) -> None:
+        self._refuses = True
         for server in self._accepting:
             server.close()
 
