@@ -22,8 +22,7 @@ from shmserve import logs
 from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
@@ -44,6 +43,7 @@ from shmserve.ipc.processes import name_process
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
+
 
 _LAST_RESPONSES_S = 1.0
 _BACKLOG = 1024

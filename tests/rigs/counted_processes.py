@@ -37,8 +37,7 @@ from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable

@@ -1,6 +1,5 @@
 """The server as a client knows it.
 
 discovery.py      where it is
-state.py          what it has told: losses, and who is to hear of them
-models.py         what it has told: the models
+state.py          what it has told: models, losses, and who is to hear of them
 """

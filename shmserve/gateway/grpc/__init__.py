@@ -8,8 +8,7 @@
     infer.py                 an inference request to its scheduler and back
     placed_request.py        a large one, whose tensors go to the arena while they arrive
     stream_call.py           ModelStreamInfer: many requests in one call, and many responses
-    wire/                    bytes to a request (fingerprint.py, request.py, and arriving.py for
-                             large ones), a response to bytes
+    wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs, and grpc.reflection
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.

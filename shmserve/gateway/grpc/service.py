@@ -32,7 +32,7 @@ from shmserve.gateway.grpc.status import (
 )
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
-from shmserve.gateway.inference.malloc_trim import LARGE
+from shmserve.gateway.inference.body_arrival import LARGE
 from shmserve.ipc.inflight import Response
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto import grpc_service_pb2 as pb

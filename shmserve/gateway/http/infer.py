@@ -23,8 +23,15 @@ from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_r
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, unpack
-from shmserve.gateway.inference.streaming_request import Message, error_of, is_last
-from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
+from shmserve.gateway.inference.submit import (
+    Message,
+    error_of,
+    failure,
+    is_last,
+    log_failure,
+    prepare_submit,
+    still,
+)
 from shmserve.gateway.links import SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import awaits_load, loaded

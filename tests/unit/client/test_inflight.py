@@ -21,7 +21,7 @@ from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.server.models import ClientModel
+from shmserve.client.server.state import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m

@@ -36,8 +36,7 @@ from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_r
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
-from shmserve.gateway.inference.streaming_request import error_of
-from shmserve.gateway.inference.submit import still
+from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.datatypes import element_count

@@ -22,8 +22,7 @@ from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
-from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 
