@@ -405,23 +405,23 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
 def test_a_request_that_is_wrong_says_nothing_of_the_model(explicit: Explicit) -> None:
     """What it sends for a model that could be loaded, or the name of one that has gone."""
     server, repository = explicit
-    repositories.add(repository, "constant")
+    repositories.add_as(repository, "wronged", "constant")
     with server.http() as http:
         before = index(http)
         code = {"file:1/model.py": base64.b64encode(source(2).encode()).decode()}
         for sent in ({"config": "nonsense"}, code):
-            assert load(http, "constant", **sent).status == 500
+            assert load(http, "wronged", **sent).status == 500
             assert index(http) == before
-            assert http.get("/v2/models/constant").error.endswith("is not found")
-        load(http, "constant").ok()
-        unload(http, "constant").ok()
-        until("it has ended", lambda: not server.find("scheduler constant"))
-        shutil.rmtree(repository / "constant")
+            assert http.get("/v2/models/wronged").error.endswith("is not found")
+        load(http, "wronged").ok()
+        unload(http, "wronged").ok()
+        until("it has ended", lambda: not server.find("scheduler wronged"))
+        shutil.rmtree(repository / "wronged")
         for _ in range(2):
-            assert ("constant", "1") not in index(http)
+            assert ("wronged", "1") not in index(http)
             assert http.get("/v2/health/ready").status == 200
-            assert http.get("/v2/models/constant").error.endswith("has no available versions")
-            assert load(http, "constant").status == 500
+            assert http.get("/v2/models/wronged").error.endswith("has no available versions")
+            assert load(http, "wronged").status == 500
 
 
 def test_load_rules(explicit: Explicit) -> None:
