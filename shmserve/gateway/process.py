@@ -24,8 +24,7 @@ from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.link import SupervisorLink
-from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -59,6 +58,7 @@ class Frontend(ABC):
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
+        self._refuses = False
         self.listeners: list[ListenerRules] = []
 
     @abstractmethod
@@ -75,9 +75,10 @@ class Frontend(ABC):
         self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
-        """Accept connections."""
+        """Accept connections, unless they are refused by now."""
         for server in self._accepting:
-            await server.start_serving()
+            if not self._refuses:
+                await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
         """The gateway's `health` has changed."""
@@ -87,9 +88,9 @@ class Frontend(ABC):
         come but in streams, and on connections that stay. `followed`: there is another server."""
         self._refuse_connections()
         left = ActiveCount()
-        left.active = len(self._acceptors)
 
         def leave() -> None:
+            left.active = len(self._acceptors)  # now: they may be being opened
             for acceptor in self._acceptors:
                 acceptor.leave(left.left, idle_only=self.keeps_busy and not followed)
             left.when_idle(told)
@@ -102,6 +103,7 @@ class Frontend(ABC):
         """Call `drained` once no response is to be sent."""
 
     def _refuse_connections(self) -> None:
+        self._refuses = True
         for server in self._accepting:
             server.close()
 

@@ -41,8 +41,8 @@ class LoadTarget:
 
 
 def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument,
-    InvalidArgument, Unavailable and TransportError."""
+    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument
+    and Unavailable."""
     if args.openai:
         return _openai(args, poller, stack)
     address = client_server.address(args.url) if args.url else None

@@ -15,9 +15,9 @@ from shmserve.gateway import process
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.calls.messages import Deflater
-from shmserve.gateway.grpc.connection.protocol import GrpcConnection
+from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.settings import GatewayStart, GrpcSettings

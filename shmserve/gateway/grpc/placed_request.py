@@ -14,12 +14,12 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.wire.arriving import ArrivingRequest
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.inference.builder import (
+    BuiltRequest,
     Resources,
     check_request,
     resources_of,
     tensor_ref,
 )
-from shmserve.gateway.inference.prepared import BuiltRequest
 from shmserve.gateway.inference.request import InferInput
 from shmserve.gateway.model_table import GatewayModel, checked_version
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from shmserve.errors import ShmserveError, from_code
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.inference.submit import failure, log_failure
-from shmserve.gateway.links.schedulers import GatewayRequest
+from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.inflight import Response

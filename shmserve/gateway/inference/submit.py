@@ -8,7 +8,7 @@ import logging
 from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import loaded
 from shmserve.gateway.region_table import authorise

@@ -20,7 +20,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,

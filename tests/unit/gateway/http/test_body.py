@@ -15,7 +15,7 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http.body.reader import Body
+from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference import body_arrival
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
-from shmserve.gateway.http.body.reader import Body
+from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response

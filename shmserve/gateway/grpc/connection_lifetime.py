@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.call import Carrier
 from shmserve.gateway.http2.frames import FaultCode
 
 _ALIVE, _LEAVING = b"alive?\0\0", b"leaving\0"
