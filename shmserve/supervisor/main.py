@@ -29,7 +29,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
-from shmserve.supervisor.health import Health, Snapshot, announce
+from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_unix
@@ -39,8 +39,7 @@ from shmserve.supervisor.host.service_manager import (
     inherited,
     progress_line,
 )
-from shmserve.supervisor.kept.gateways import Gateways
-from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
+from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -60,10 +59,9 @@ from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.tickets import Tickets
+from shmserve.supervisor.resources.rate_limiter import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
-from shmserve.supervisor.watchdog import Watchdog
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),

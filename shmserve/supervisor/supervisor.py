@@ -25,12 +25,11 @@ from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.handover import Handover
-from shmserve.supervisor.health import Health
+from shmserve.supervisor.health import Health, Watchdog
 from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
-from shmserve.supervisor.kept.gateways import Gateways
-from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
+from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.readiness import ReadinessCheck
@@ -40,9 +39,9 @@ from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
 
 _READERS = ("gateway", LOCAL_CLIENT)
 # As many as models; of what has stopped, which nobody waits for, they hear a little later.

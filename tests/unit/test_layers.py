@@ -129,10 +129,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("ipc.*", "common.*", "config", "model_config", "supervisor.models.version"),
         *("supervisor", "supervisor.events", "supervisor.host", "supervisor.processes"),
     ),
-    "supervisor.kept": (
-        *("ipc.*", "common.*", "config", "supervisor"),
-        *("supervisor.host", "supervisor.processes"),
-    ),
     "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
     # a program that uses a server, and the command
     "client.memory": ("ipc.*", "client", "client.request", "client.server"),

@@ -31,7 +31,7 @@ from shmserve.ipc.messages.local_clients import Welcome
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, UntrustedRouter
+from shmserve.ipc.transport.router import MOST_ELEMENTS, UntrustedRouter
 from tests.support.waiting import until
 
 
