@@ -16,7 +16,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from shmserve import logs
 from shmserve.gateway.client_identity import ListenerRules
@@ -50,7 +50,10 @@ _BACKLOG = 1024
 
 
 class Frontend(ABC):
-    """The protocol server of a gateway: its listeners and connections."""
+    """The protocol server of a gateway: its listeners and connections. `keeps_busy`: with nobody to
+    go to, a connection stays while a call is in flight on it, and says why it takes no more."""
+
+    keeps_busy: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
@@ -80,16 +83,16 @@ class Frontend(ABC):
     def health_changed(self) -> None:  # noqa: B027
         """The gateway's `health` has changed."""
 
-    def drain(self, told: Callable[[], None]) -> None:
+    def drain(self, told: Callable[[], None], followed: bool) -> None:
         """Let nobody in any more, and tell who is here to go; `told` is called once no request can
-        come but in streams."""
+        come but in streams, and on connections that stay. `followed`: there is another server."""
         self._refuse_connections()
         left = ActiveCount()
 
         def leave() -> None:
             left.active = len(self._acceptors)  # now: they may be being opened
             for acceptor in self._acceptors:
-                acceptor.leave(left.left)
+                acceptor.leave(left.left, idle_only=self.keeps_busy and not followed)
             left.when_idle(told)
 
         # Those that are accepted already are made in this turn of the loop.
@@ -245,10 +248,10 @@ class _Process:
                 self._acknowledge(number)
             case m.Accept():
                 self._accepted.set()
-            case m.Drain():
+            case m.Drain(followed=followed):
                 gateway.draining = True
                 self._accepted.set()
-                self._front.drain(self._told)
+                self._front.drain(self._told, followed)
             case m.Stop():
                 gateway.draining = True
                 self._accepted.set()

@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 
 class Health:
     """Ready once it has started, until it ends, and while every model that should serve does
-    (unless not `strict`)."""
+    (unless not `strict`); live unless it could not begin."""
 
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:
         self._registry = registry
         self._strict = strict
         self.started = False  # everything is loaded that was to be at the start
+        self.failed = False  # it could not begin, and will not
         self.exiting = False
         self._current = HealthChanged(live=True, ready=False, exiting=False)
 
@@ -47,9 +48,9 @@ class Health:
     def update(self) -> bool:
         """Look again; whether anything changed."""
         models = not self._strict or self._registry.all_ready()
-        ready = self.started and not self.exiting and models
+        ready = self.started and not (self.exiting or self.failed) and models
         before = self._current
-        self._current = HealthChanged(live=True, ready=ready, exiting=self.exiting)
+        self._current = HealthChanged(live=not self.failed, ready=ready, exiting=self.exiting)
         return self._current != before
 
 

@@ -184,9 +184,10 @@ class Gateways(KeptProcesses):
         self._held = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
-    async def drain(self) -> None:
+    async def drain(self, followed: bool) -> None:
         """Have every gateway let nobody in any more, tell its clients to go, and finish what they
-        have asked; returns when all are done or gone."""
+        have asked; returns when all are done or gone. `followed`: by another server, here or
+        soon."""
         self._stopping = True
         self._listeners.close()  # each gateway closes its own
         loop = asyncio.get_running_loop()
@@ -194,7 +195,7 @@ class Gateways(KeptProcesses):
         for child in self._children():
             if child.alive and self._context.control.connected(child.pid):
                 drained = self._drained[child.pid] = loop.create_future()
-                self._context.control.send(child.pid, m.Drain())
+                self._context.control.send(child.pid, m.Drain(followed=followed))
                 waits.append(asyncio.ensure_future(either(drained, child.exited)))
         if waits:
             await asyncio.wait(waits)

@@ -120,9 +120,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def leave(self) -> None:
+    def leave(self, after_calls: bool = False) -> None:
         """Have the client go when its calls are over."""
-        self.lifetime.leave()
+        self.lifetime.leave(after_calls)
 
     def settled(self) -> None:
         """It knows that it is to go, and no unary call is here."""

@@ -38,6 +38,8 @@ def run(data: bytes, *fds: int) -> None:
 class GrpcFrontend(process.Frontend):
     """gRPC connections, on sockets that listen already."""
 
+    keeps_busy = True
+
     def __init__(
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
     ) -> None:
@@ -76,5 +78,10 @@ class GrpcFrontend(process.Frontend):
         self._service.health_changed()
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
-        self._inferences.when_idle(drained)
+        """Every request counts, in a stream or not; a stream without any, or a Watch, does not.
+        Who has kept a connection for its calls is told to go once they are over."""
+        left = process.ActiveCount()
+        left.active = len(self._acceptors)
+        for acceptor in self._acceptors:
+            acceptor.leave(left.left, after_calls=True)
+        left.when_idle(partial(self._inferences.when_idle, drained))
