@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
-    "model_config.rules": ("ipc", "common.*", "model_config"),
+    "model_config.rules": ("ipc", "ipc.tensors", "common.*", "model_config"),
     "model_config": ("ipc", "common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
