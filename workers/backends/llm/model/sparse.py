@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -83,8 +83,8 @@ class Seen(NamedTuple):
             check_invariants=False,
         )
         parts = [len(part) for part in columns], widths
-        unseen = torch.from_numpy(np.concatenate(hidden))
-        return cls(pattern, indices, unseen, _ends(counts[:, :heads]), parts)
+        ends = _ends(counts[:, :heads])
+        return cls(pattern, indices, torch.from_numpy(np.concatenate(hidden)), ends, parts)
 
     def attend(self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """What these rows find in a layer's keys and values [KV heads * slots, head size], and 0
@@ -100,7 +100,7 @@ class Seen(NamedTuple):
             alpha=size**-0.5,
             out=self.pattern,
         )
-        scores = self.pattern.values() + self.hidden
+        scores: Any = self.pattern.values() + self.hidden
         lengths, widths = self.parts
         if len(widths) == 1:
             weights = scores.view(-1, widths[0]).softmax(-1).view(-1)
