@@ -6,7 +6,6 @@ gathered first, which gives the same bits.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -48,7 +47,7 @@ class Run(NamedTuple):
         mask = None
         if span.before and (span.prompt or span.size > 1):
             shape = padded(span.size) if span.prompt else span.size, span.length
-            mask = torch.full(shape, -math.inf, device=device).triu(span.before + 1)
+            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.before)
         return cls(
             span.first,
             span.size,
@@ -93,8 +92,7 @@ class Attention:
             shared = mine.view(1, keys.shape[1], -1, mine.shape[2])
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
         rows = padded(run.size) if run.mask is None else len(run.mask)
-        if rows > run.size:
-            mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
+        mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
         found = functional.scaled_dot_product_attention(
             mine.transpose(0, 1).unsqueeze(0),
             keys,
@@ -128,13 +126,19 @@ class SparseAttention(Attention):
             return super().over(rows)
         seen = Seen.of(lone, len(rows.tokens), cache)
         alone = {row.place for row in lone}
+        last = rows.spans[-1]
+        count = last.first + last.size
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            found = seen.attend(heads, *cache.rows[layer])
+            mine = seen.attend(heads, *cache.rows[layer])
+            if not runs:
+                return _padded(mine, heads.shape[0])
+            found = heads.new_empty(count, mine.shape[1])
+            found[seen.places] = mine
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
-            return found
+            return _padded(found, heads.shape[0])
 
         return attend
 
@@ -186,9 +190,9 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows that pad a pass find nothing."""
+    """The rows that pad a pass repeat the last one in all, as they write to its slot, too."""
     missing = rows - found.shape[0]
-    return functional.pad(found, (0, 0, 0, missing)) if missing else found
+    return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:
