@@ -145,7 +145,7 @@ class Dispatch(Dispatcher):
         while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
-                depth = executions.service_time.pipeline_depth
+                depth = executions.service_time.depth(pool.ready_count)
                 slot = pool.room(depth) if self._sends_ahead else None
                 if slot is None:
                     break
