@@ -9,12 +9,19 @@ in a region                        where they are: a place is passed on, nothing
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.prepared import BuiltRequest, PreparedRequest, nothing
+from shmserve.gateway.inference.prepared import (
+    BuiltRequest,
+    PreparedRequest,
+    ResponseTemplates,
+    nothing,
+)
 from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.region_table import GatewayRegion, RegionTable, Uses
@@ -91,9 +98,9 @@ class Resources:
         return self._offset >= 0 or self._uses is not None
 
     @property
-    def repeatable(self) -> bool:
-        """Whether another request with the same header could be made of the same template."""
-        return self._offset < 0
+    def placed(self) -> bool:
+        """Whether it has a block of the arena."""
+        return self._offset >= 0
 
     def release(self) -> None:
         """Release everything; a second time does nothing."""
@@ -109,6 +116,50 @@ def resources_of(gateway: Gateway) -> Resources:
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
+class PlacedRequest:
+    """The template of requests with one header whose tensors are too large for the message, as
+    `PreparedRequest`: each has them in `resources` of its own."""
+
+    __slots__ = ("_fit", "_inference", "_request", "_resources", "_sizes", "_templates")
+
+    def __init__(
+        self,
+        built: BuiltRequest,
+        inference: Inference,
+        sizes: list[int],
+        resources: Callable[[], Resources],
+    ) -> None:
+        self._request = built.infer_request
+        self._fit = built.fit
+        self._inference = inference
+        self._sizes = sizes
+        self._resources = resources
+        self._templates = ResponseTemplates()
+
+    def fill(self, body: bytes, at: int) -> BuiltRequest:
+        """The request whose tensors are in `body` from `at`, one behind the other; as `of`."""
+        with memoryview(body) as whole:
+            ends = list(accumulate(self._sizes, initial=at))
+            return self.of([whole[start:end] for start, end in pairwise(ends)])
+
+    def of(self, datas: Iterable[bytes | memoryview]) -> BuiltRequest:
+        """The request with these tensors. Raises Unavailable when memory for them is full."""
+        resources = self._resources()
+        places = resources.allocate(self._sizes)
+        for place, data in zip(places, datas, strict=True):
+            resources.view(place)[:] = data
+        known = self._inference
+        tensors = [
+            TensorRef(tensor.name, tensor.datatype, tensor.shape, place)
+            for tensor, place in zip(known.inputs, places, strict=True)
+        ]
+        work = pack_inference(Inference(tuple(tensors), known.outputs, known.parameters))
+        return BuiltRequest(self._request, self._fit, work, resources.release, (), self._templates)
+
+
+Prepared = PreparedRequest | PlacedRequest
+
+
 def build(
     gateway: Gateway,
     model: GatewayModel,
@@ -117,7 +168,7 @@ def build(
     at: int,
     *,
     prepare: bool = False,
-) -> tuple[BuiltRequest, PreparedRequest | None]:
+) -> tuple[BuiltRequest, Prepared | None]:
     """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
 
     What is prepared, if that is wanted and can be, is good for every request that differs only in
@@ -147,9 +198,12 @@ def build(
     except BaseException:
         resources.release()
         raise
-    if prepare and resources.repeatable:
-        return built, PreparedRequest(built, inference, resources.uses if resources else None)
-    return built, None
+    if not prepare or (resources.placed and resources.regions):
+        return built, None
+    if resources.placed:
+        sizes = [len(data or b"") for data in datas]
+        return built, PlacedRequest(built, inference, sizes, partial(resources_of, gateway))
+    return built, PreparedRequest(built, inference, resources.uses if resources else None)
 
 
 def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Place | None]:

@@ -201,17 +201,6 @@ def test_service_time_reserves_more_where_executions_vary() -> None:
     assert unsteady.reserve_ns > 20 * MS
 
 
-def test_an_only_instance_has_the_next_batch_while_it_computes_if_that_ends_soon() -> None:
-    known = {}
-    for name, busy_ns in (("tiny", MS // 10), ("short", 2 * MS), ("long", 50 * MS)):
-        service_time = ServiceTime()
-        assert service_time.depth(1) == 1
-        for _ in range(20):
-            service_time.observe(busy_ns, busy_ns, 1)
-        known[name] = service_time.depth(1), service_time.depth(2)
-    assert known == {"tiny": (4, 4), "short": (2, 1), "long": (1, 1)}
-
-
 def test_a_successor_counts_on() -> None:
     rig = Rig({})
     peer = rig.start()
