@@ -1,5 +1,5 @@
 """Process control of Linux (prctl, /proc) for a parent and its children: names, parent death,
-orphans, privileges, timers; and how the C library copies and keeps memory."""
+orphans, privileges, timers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
-_M_MMAP_THRESHOLD = -3  # malloc.h
 _MARK = "SHMSERVE_SERVER"
 
 
@@ -88,37 +87,8 @@ def exact_timers() -> None:
     _libc.prctl(_PR_SET_TIMERSLACK, 1)
 
 
-def keep_no_large_memory() -> None:
-    """Have malloc (glibc's) take each block of 1 MiB and more from the system, and give it back
-    when it is freed. By itself it does so until the first is freed, and from then on keeps in its
-    heap what is as large: half a frame of each of some clients, with holes between them."""
-    with contextlib.suppress(AttributeError):
-        _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-
 def name_process(title: str) -> None:
     """Set the title that `ps` shows for this process."""
     from setproctitle import setproctitle
 
     setproctitle(f"shmserve: {title}")
-
-
-# The C library writes a large copy with non-temporal stores: the memory that is written is not read
-# first, which is a third of what such a copy moves, and what is in the caches stays there. Where
-# "large" begins it takes from the processor's description of its last-level cache, and inside a
-# virtual machine that is often the whole host's (320 MB seen): then it never does. Told the truth
-# of most processors, it would begin at a core's share, 1 to 3 MB.
-LARGE_COPY = 2 * 1024 * 1024  # bytes
-_VARIABLE = "GLIBC_TUNABLES"
-_TUNABLE = "glibc.cpu.x86_non_temporal_threshold"
-
-
-def past_the_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to be started, in which copies from `LARGE_COPY` on go past the
-    caches, unless it says something of that already. Other processors and C libraries ignore it.
-    """
-    said = environment.get(_VARIABLE, "")
-    if _TUNABLE in said:
-        return dict(environment)
-    settings = [*filter(None, [said]), f"{_TUNABLE}={LARGE_COPY:#x}"]
-    return {**environment, _VARIABLE: ":".join(settings)}

@@ -11,7 +11,7 @@ One HTTP request, by room (file by file, and gRPC, in gateway/__init__.py):
       instances/          and where (pool.py); given to a worker (executions.py)
     workers               instance.py: wait, execute, report
       batch/              execute.py orders: unpack.py -> backends/ call the model -> scatter.py;
-                          backends that compute whole batches make them with gather.py
+                          backends that compute whole batches make them with runner.py
 
 A local client's request: client/session.py finds the server and client/connection.py talks to it
 (supervisor/local_clients/server.py at the other end); client/request/prepare.py places the tensors

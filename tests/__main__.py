@@ -1,6 +1,6 @@
 """`python -m tests [PYTEST OPTIONS]`: all tests, in pytest processes side by side.
 
-Most tests wait for other processes rather than compute, so that three lanes keep two processors
+Most tests wait for other processes rather than compute, so that four lanes keep two processors
 busy. What a piece has to say is shown when it ends. A test that failed is run once
 more, alone, after the rest: a noisy machine costs no run, and what passed only then is listed at
 the end, with what it said first. The last line counts the tests of all; exit status 0: nothing
@@ -26,8 +26,20 @@ from tests.support.outcomes import Outcomes
 HERE = Path(__file__).resolve().parent
 # The lanes, and how many pieces of each folder they take: small enough for the lanes to end
 # together, and large enough that what the tests of a piece share (servers, torch) is not started
-# too often. A lane that has no pieces left takes those of the next one.
-LANES = ({"faults": 4}, {"unit": 3, "simulation": 1}, {"integration": 8})
+# too often. What waits most stands beside what computes most, and the smallest pieces at the ends:
+# a lane that has no pieces left takes those of the next one.
+LANES = (
+    {"faults": 4, "integration/local_clients": 1, "integration/perf": 1},
+    {"integration/processes": 4, "integration/generation": 1, "integration/resources": 1},
+    {"integration/models": 4, "integration/ensembles": 1, "integration/memory": 1},
+    {
+        "integration/grpc": 2,
+        "integration/http": 1,
+        "simulation": 1,
+        "unit": 4,
+        "integration/cuda": 1,
+    },
+)
 # More failures than these are no accidents.
 MOST_TRIED_AGAIN = 20
 

@@ -1,1 +1,2 @@
-"""Shared memory: arenas, mappings of regions, POSIX objects, CUDA IPC handles."""
+"""Shared memory: arenas, mappings of regions, POSIX objects, CUDA IPC handles;
+what the C library is told."""

@@ -16,9 +16,11 @@ class Stop:
 @message
 class Drain:
     """Take nothing new, finish what is in flight, then say `Drained`. With `sequences`, those that
-    are open are in flight, too: until they end, or have been idle for too long."""
+    are open are in flight, too: until they end, or have been idle for too long. `followed`: whoever
+    is told to go finds another server at a gateway's sockets."""
 
     sequences: bool = False
+    followed: bool = False
 
 
 @message

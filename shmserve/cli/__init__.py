@@ -227,9 +227,11 @@ _VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     ),
 }
 
+_LIST = "\n".join(f"  {name:<15}{line}" for name, (line, _) in _VERBS.items())
 _USAGE = f"""\
 usage: shmserve VERB ...
 
-{"".join(f"  {name:<15}{line}{chr(10)}" for name, (line, _) in _VERBS.items())}
+{_LIST}
+
 shmserve VERB --help tells more; shmserve --version prints the version.
 """

@@ -17,7 +17,6 @@ from shmserve.cli.transports import (
     InputTensor,
     OutgoingRequest,
     Transport,
-    TransportError,
 )
 from shmserve.errors import InvalidArgument, ShmserveError
 
@@ -169,10 +168,12 @@ VERBS = {
     "regions": Verb("the registered regions of shared memory", _regions, _nothing),
 }
 
+_LIST = "\n".join(f"  {name:<10}{verb.help}" for name, verb in VERBS.items())
 _USAGE_TEXT = f"""\
 usage: shmserve client VERB ... [--run-dir DIR | --url URL] [--token-file FILE] ...
 
-{"".join(f"  {name:<10}{verb.help}{chr(10)}" for name, verb in VERBS.items())}
+{_LIST}
+
 shmserve client VERB --help tells more.
 {_EXIT}
 """
@@ -203,7 +204,7 @@ def run(arguments: Sequence[str]) -> int:
                 print(json.dumps(answer), flush=True)
     except (InvalidArgument, UnicodeError) as error:  # of a name or a text that is none
         return _complain(name, str(error), _USAGE)
-    except (TransportError, ShmserveError) as error:
+    except ShmserveError as error:
         return _complain(name, f"{where}{error}", _FAILED)
     return _DONE
 

@@ -319,7 +319,10 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
     with refused(f"--model-repository: cannot read '{path}'"):
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
-        if not path.is_dir():
+        # One that is not there (yet, it may be a volume) is an error of the start, which the server
+        # may outlive.
+        may_miss = not parsed.values["exit-on-error"] and not path.exists()
+        if not path.is_dir() and (str(path) in parsed.behind or not may_miss):
             raise InvalidArgument(_no_folder(str(path), parsed))
 
 

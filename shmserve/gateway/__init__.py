@@ -5,24 +5,24 @@ An HTTP request, file by file:
     http/connection/protocol.py     bytes -> requests, one after the other
     http/routing.py                 matched, authorised, handled, errors to responses; the tables
                                     of routes are in routes.py
-    http/infer.py                   inference; streaming/ for many responses to a request
-    http/body/                      the body: as much of it as is wanted, when it is wanted
+    http/infer.py                   inference; streaming/ for other responses in many parts
+    http/body.py                    the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else
     http/json/infer_request.py      JSON -> inference/request.py, checked
     inference/builder.py            its tensors placed and checked against its model
     inference/submit.py             its regions authorised; the message to the scheduler
-    links/schedulers.py             submitted, in flight until the scheduler has responded
+    links.py                        submitted, in flight until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
     http/response.py                written
 
 A gRPC request:
 
-    grpc/connection/protocol.py     bytes -> http2/, an engine without IO -> calls (grpc/calls/)
-    grpc/service.py                 the call authorised; grpc/infer_calls.py: errors to a status
+    grpc/connection.py              bytes -> http2/, an engine without IO -> calls (grpc/calls/)
+    grpc/service.py                 the call authorised, errors to a status
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
     grpc/wire/fingerprint.py        a head that came before: its prepared request, else
     grpc/wire/request.py            protobuf -> inference/request.py, checked
-    inference/ and links/           as above
+    inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf
 
     process.py, settings.py         a gateway's process, and what it is told at its start
@@ -35,5 +35,5 @@ A gRPC request:
                                     /metrics, and the families on it, are in api/metrics.py
     tracing/                        requests whose times are wanted, and who is told
     http/dashboard/                 the page for who watches, and the feed of api/figures.py
-    http/handlers/, grpc/admin.py   what HTTP and gRPC make of these
+    http/handlers.py, grpc/admin.py what HTTP and gRPC make of these
 """

@@ -58,9 +58,10 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
         """Since when the rest of a request is missing; None when none is."""
 
     @abstractmethod
-    def leave(self) -> None:
+    def leave(self, after_calls: bool = False) -> None:
         """Have the client go, once what it has asked is answered: its acceptor is told when nothing
-        can come of it any more (`settled`)."""
+        can come of it any more (`settled`). `after_calls`: nor is it told to before that, where the
+        protocol has a word for it."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -121,11 +122,15 @@ class Acceptor:
         self._connections.discard(connection)
         self.settled(connection)
 
-    def leave(self, left: Callable[[], None]) -> None:
-        """Tell every client to go; `left` is called once all are settled."""
-        self._asking = set(self._connections)
-        for connection in self.connections:
-            connection.leave()
+    def leave(
+        self, left: Callable[[], None], *, idle_only: bool = False, after_calls: bool = False
+    ) -> None:
+        """Tell every client to go, or those alone that ask for nothing; `left` is called once these
+        are settled."""
+        going = [c for c in self.connections if not idle_only or c.idle_since is not None]
+        self._asking = set(going)
+        for connection in going:
+            connection.leave(after_calls)
         self._when_left = left
         self._check_left()
 

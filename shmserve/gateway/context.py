@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.link import SupervisorLink
-from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings

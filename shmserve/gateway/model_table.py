@@ -8,7 +8,7 @@ from typing import Any, Never
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
-from shmserve.gateway.links.schedulers import RequestDispatcher, SchedulerHandle
+from shmserve.gateway.links import RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages.supervision import ModelPublished
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.tensors.signature import Signature

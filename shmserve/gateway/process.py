@@ -16,16 +16,14 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from shmserve import logs
 from shmserve.gateway.client_identity import ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.link import SupervisorLink
-from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.links import RequestDispatcher, SupervisorLink
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
@@ -46,16 +44,21 @@ from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
 
+
 _LAST_RESPONSES_S = 1.0
 _BACKLOG = 1024
 
 
 class Frontend(ABC):
-    """The protocol server of a gateway: its listeners and connections."""
+    """The protocol server of a gateway: its listeners and connections. `keeps_busy`: with nobody to
+    go to, a connection stays while a call is in flight on it, and says why it takes no more."""
+
+    keeps_busy: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._accepting: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
+        self._refuses = False
         self.listeners: list[ListenerRules] = []
 
     @abstractmethod
@@ -72,23 +75,24 @@ class Frontend(ABC):
         self._acceptors.append(acceptor)
 
     async def accept(self) -> None:
-        """Accept connections."""
+        """Accept connections, unless they are refused by now."""
         for server in self._accepting:
-            await server.start_serving()
+            if not self._refuses:
+                await server.start_serving()
 
     def health_changed(self) -> None:  # noqa: B027
         """The gateway's `health` has changed."""
 
-    def drain(self, told: Callable[[], None]) -> None:
+    def drain(self, told: Callable[[], None], followed: bool) -> None:
         """Let nobody in any more, and tell who is here to go; `told` is called once no request can
-        come but in streams."""
+        come but in streams, and on connections that stay. `followed`: there is another server."""
         self._refuse_connections()
         left = ActiveCount()
-        left.active = len(self._acceptors)
 
         def leave() -> None:
+            left.active = len(self._acceptors)  # now: they may be being opened
             for acceptor in self._acceptors:
-                acceptor.leave(left.left)
+                acceptor.leave(left.left, idle_only=self.keeps_busy and not followed)
             left.when_idle(told)
 
         # Those that are accepted already are made in this turn of the loop.
@@ -99,6 +103,7 @@ class Frontend(ABC):
         """Call `drained` once no response is to be sent."""
 
     def _refuse_connections(self) -> None:
+        self._refuses = True
         for server in self._accepting:
             server.close()
 
@@ -243,10 +248,10 @@ class _Process:
                 self._acknowledge(number)
             case m.Accept():
                 self._accepted.set()
-            case m.Drain():
+            case m.Drain(followed=followed):
                 gateway.draining = True
                 self._accepted.set()
-                self._front.drain(self._told)
+                self._front.drain(self._told, followed)
             case m.Stop():
                 gateway.draining = True
                 self._accepted.set()

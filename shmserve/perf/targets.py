@@ -41,8 +41,8 @@ class LoadTarget:
 
 
 def target(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument,
-    InvalidArgument, Unavailable and TransportError."""
+    """What the flags say; what is opened for it is closed by the stack. Raises InvalidArgument
+    and Unavailable."""
     if args.openai:
         return _openai(args, poller, stack)
     address = client_server.address(args.url) if args.url else None
@@ -112,7 +112,7 @@ def _door(args: argparse.Namespace, address: Address, poller: Poller, streams: b
 
         return GrpcDoor(address, given, poller, streams=streams)
     if streams:
-        from shmserve.perf.doors.event_streams import GenerateDoor
+        from shmserve.perf.doors.http import GenerateDoor
 
         return GenerateDoor(address, given, poller)
     from shmserve.perf.doors.http import HttpDoor
@@ -174,7 +174,7 @@ def _try_one(args: argparse.Namespace, poller: Poller, door: Door, request: Any)
 
 
 def _openai(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
-    from shmserve.perf.doors.event_streams import OPENAI, OpenAIDoor, OpenAIRequest
+    from shmserve.perf.doors.http import OPENAI, OpenAIDoor, OpenAIRequest
 
     if args.url is None:
         raise InvalidArgument("--openai takes --url http://HOST:PORT")

@@ -14,8 +14,7 @@ outboxes.py             what a core posts messages to
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         client.py       who submits
-                        queue.py        admission, order, timers
-                        priority.py     the order: by level, and delayed requests behind
+                        queue.py        admission, order by priority, timers
                         responses.py    what clients are told; ordering
 batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait
@@ -30,5 +29,4 @@ response_cache.py       responses kept for requests that come again
 statistics/             counters, histograms, quantiles, responses by index
 generative/             text: engines instead of a batcher, blocks instead of slots
 ensemble/               the core of an ensemble: its steps are other models
-reports.py              what clients, a successor and the log are told of them
 """

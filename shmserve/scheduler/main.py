@@ -6,6 +6,7 @@ import signal
 
 from shmserve import logs
 from shmserve.ipc import processes
+from shmserve.ipc.memory.c_library import keep_no_large_memory
 from shmserve.ipc.messages.start import HostStart, decode
 from shmserve.scheduler.hosting.host import Host
 
@@ -19,5 +20,5 @@ def run(data: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes.exact_timers()
-    processes.keep_no_large_memory()
+    keep_no_large_memory()
     Host(start).run()

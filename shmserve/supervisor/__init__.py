@@ -5,13 +5,13 @@ Its rooms:
     main.py             `shmserve serve`: the parts of a server, wired
     supervisor.py       its life: start, serve, drain, stop
     context.py          what the rooms below share
-    kept/               processes that are always there: gateways, holders of workspaces on CUDA
+    kept.py             processes that are always there: gateways, holders of workspaces on CUDA
                         devices
     control_api.py      requests of gateways and models: load, register, log settings
-    watchdog.py         signs of life for the service manager, while every process gives one
     reload.py           SIGHUP: the settings that may change, and the repositories, are read again
     handover.py         a server gives all it has to the next one, while both run
-    health.py           liveness, readiness, and who is told of them
+    health.py           liveness, readiness, and who is told of them; signs of life for the service
+                        manager, while every process gives one
     processes/          the process table, zygotes that fork, the control socket, backoff
     models/             what is loaded: orders, loads, versions, publications, the repository index
     regions/            the registry of shared memory, its quotas

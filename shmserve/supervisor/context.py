@@ -30,7 +30,7 @@ from shmserve.supervisor.processes.settings_control import LogControl, TraceCont
 from shmserve.supervisor.processes.table import Child
 from shmserve.supervisor.processes.zygote_client import Zygote
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.tickets import Tickets
+from shmserve.supervisor.resources.rate_limiter import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
 LOCAL_CLIENT = "local client"

@@ -80,8 +80,6 @@ class ControlApi:
                 self._readiness.checked(pid, message)
 
     def _requested(self, pid: int, message: Any) -> None:
-        if isinstance(message, m.FindModel):
-            self._context.control.calls(pid)
         self._context.background(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:
@@ -112,6 +110,7 @@ class ControlApi:
             case m.WantModel(name=name, patience_s=patience_s):
                 await self._models.on_demand.want(name, patience_s)
             case m.FindModel(name=name, version=version, patience_s=patience_s):
+                self._context.control.calls(pid)
                 await self._models.on_demand.want(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):

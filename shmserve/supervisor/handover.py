@@ -22,7 +22,7 @@ from shmserve.common.access.peer_credentials import credentials
 from shmserve.common.tasks import either, in_background
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
-from shmserve.ipc.transport.listener import Listener, listening
+from shmserve.ipc.transport.router import Listener, listening
 from shmserve.supervisor.host.handover_link import HandoverLink, Offer, refuse
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -31,6 +31,7 @@ from shmserve.supervisor.regions.keeping import DROP, KEEP, KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
+
 
 _GO, _ACCEPT = "go", "accept"
 

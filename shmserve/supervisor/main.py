@@ -19,16 +19,17 @@ from shmserve.common import accelerators, fd_limits
 from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import KEY_SIZE, Capabilities
+from shmserve.ipc.memory.c_library import past_the_caches
 from shmserve.ipc.messages.events import ProcessStarted
 from shmserve.ipc.messages.supervision import AskTicket, ProcessExited, TicketReturned
-from shmserve.ipc.processes import marked, name_process, past_the_caches
+from shmserve.ipc.processes import marked, name_process
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.places import tcp_listeners, wanted_run_directory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.control_api import ControlApi
 from shmserve.supervisor.events.feed import EventFeed, EventPublisher
 from shmserve.supervisor.handover import Handover
-from shmserve.supervisor.health import Health, Snapshot, announce
+from shmserve.supervisor.health import Health, Snapshot, Watchdog, announce
 from shmserve.supervisor.host.console import StartupReport, written_to
 from shmserve.supervisor.host.handover_link import Offer
 from shmserve.supervisor.host.listeners import Listeners, lend, listen, listen_unix
@@ -38,8 +39,7 @@ from shmserve.supervisor.host.service_manager import (
     inherited,
     progress_line,
 )
-from shmserve.supervisor.kept.gateways import Gateways
-from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
+from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.local_clients.server import LocalClientServer
 from shmserve.supervisor.models.load_planner import LoadPlanner
@@ -59,10 +59,9 @@ from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.resources.cache_shares import CacheShares
-from shmserve.supervisor.resources.tickets import Tickets
+from shmserve.supervisor.resources.rate_limiter import Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from shmserve.supervisor.supervisor import Supervisor, taken_signals
-from shmserve.supervisor.watchdog import Watchdog
 
 _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),

@@ -25,12 +25,11 @@ from shmserve.ipc.messages.supervision import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events.feed import EventFeed
 from shmserve.supervisor.handover import Handover
-from shmserve.supervisor.health import Health
+from shmserve.supervisor.health import Health, Watchdog
 from shmserve.supervisor.host.console import StartupReport, has_terminal, model_table
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.service_manager import ServiceManager, progress_line
-from shmserve.supervisor.kept.gateways import Gateways
-from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
+from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.memory import LocalMemory
 from shmserve.supervisor.models.manager import ModelManager
 from shmserve.supervisor.models.readiness import ReadinessCheck
@@ -40,9 +39,9 @@ from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.table import Child, ProcessTable
 from shmserve.supervisor.regions.registry import RegionRegistry
 from shmserve.supervisor.reload import Reload
-from shmserve.supervisor.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
 
 _READERS = ("gateway", LOCAL_CLIENT)
 # As many as models; of what has stopped, which nobody waits for, they hear a little later.
@@ -176,8 +175,9 @@ class Supervisor:
                 raise
             finally:
                 await end_all(waited_for)
-        for line in model_table(await self.models.index(ready=False)):
-            logger.info("%s", line)
+        if not self.health.failed:
+            for line in model_table(await self.models.index(ready=False)):
+                logger.info("%s", line)
         if not loaded and self.context.config.exit_on_error:
             logger.error(
                 "a model could not be loaded; the server ends (--exit-on-error=false keeps it up)"
@@ -199,7 +199,7 @@ class Supervisor:
         self.context.background(self.resizer.run())
         if self.context.config.load_on_demand:
             self.context.background(self.models.on_demand.run())
-        if self.context.config.model_control_mode == "poll":
+        if self.context.config.model_control_mode == "poll" and not self.health.failed:
             self.context.background(self.poller.run())
         if self.reload is not None:
             self.context.background(self.reload.run())
@@ -207,7 +207,14 @@ class Supervisor:
 
     async def _load(self) -> bool:
         await self.workspace_holders.start()  # models may want some when they warm up
-        return await self.models.start()
+        try:
+            return await self.models.start()
+        except ShmserveError as error:  # there is no such repository
+            if self.context.config.exit_on_error:
+                raise
+            logger.error("no model is served, and the server is not live: %s", error.message)
+            self.health.failed = True
+            return False
 
     # --- deaths
 
@@ -291,7 +298,7 @@ class Supervisor:
 
     async def _refuse(self) -> None:
         await self.models.kill()
-        await self.gateways.drain()
+        await self._leave_clients()
         await self.gateways.stop()
 
     async def _drain(self, sequences_s: float) -> None:
@@ -302,9 +309,12 @@ class Supervisor:
         except TimeoutError:
             logger.warning("not every open sequence has ended")
         self.handover.leave()
-        await asyncio.gather(self.gateways.drain(), self.context.local_clients.leave())
+        await asyncio.gather(self._leave_clients(), self.context.local_clients.leave())
         await self.models.stop()
         await self.gateways.stop()
+
+    async def _leave_clients(self) -> None:
+        await self.gateways.drain(self.handover.is_followed or bool(self.listeners.lent))
 
     async def _kill_rest(self) -> None:
         self.listeners.close()

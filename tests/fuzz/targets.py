@@ -17,8 +17,8 @@ from typing import Any
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_name
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding
-from shmserve.gateway.http.body.read_request import header_size
-from shmserve.gateway.http.handlers import shared_memory
+from shmserve.gateway.http import handlers
+from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import remember, repeat, split, worth_preparing
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
@@ -202,7 +202,7 @@ def register(data: bytes) -> None:
         if found is not None and found[1][0]:
             check_name(found[1][0])
         raw = loads(body)
-        key, offset, size, *flags = shared_memory.registration(raw if type(raw) is dict else {})
+        key, offset, size, *flags = handlers.registration(raw if type(raw) is dict else {})
         assert list(map(type, flags)) == [bool, bool]
         assert 0 <= offset <= LARGEST
         assert 0 <= size <= LARGEST

@@ -63,7 +63,7 @@ def explicit_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     """See `explicit`."""
     folder = tmp_path_factory.mktemp("explicit") / "models"
     folder.mkdir()
-    with running(folder, "--model-control-mode=explicit") as started:
+    with running(folder, "--model-control-mode=explicit", grpc=True) as started:
         yield started, folder
 
 

@@ -30,16 +30,15 @@ from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.front import GrpcFront
-from shmserve.gateway.grpc.connection.protocol import GrpcConnection
+from shmserve.gateway.grpc.calls.call import GrpcFront
+from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.http.routing import App
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
-from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
+from shmserve.gateway.links import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings

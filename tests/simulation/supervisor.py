@@ -8,8 +8,7 @@ from typing import Any
 
 from shmserve.ipc.messages import supervision
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.resources.rate_limiter import Needs
-from shmserve.supervisor.resources.tickets import Tickets
+from shmserve.supervisor.resources.rate_limiter import Needs, Tickets
 from tests.simulation.client import Client
 from tests.simulation.ensemble import EnsembleProcess
 from tests.simulation.generator import Generator

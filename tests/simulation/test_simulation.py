@@ -1,4 +1,4 @@
-"""The simulation in the tests: seeds that once failed, and as many others as fit in 30 seconds."""
+"""The simulation in the tests: seeds that once failed, and as many others as fit in a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulation.seeds import SEEDS
 from tests.simulation.simulation import Simulation
 
 _PARTS = 6
-_PART_S = 4.0
+_PART_S = 8.0
 
 
 def run(seed: int, kind: type[Simulation] | type[LifecycleRun] = Simulation) -> None:

@@ -59,7 +59,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "common": ("common.access",),
     "proto": (),
     "model_config.syntax": ("common", "model_config"),
-    "model_config.rules": ("ipc", "common.*", "model_config"),
+    "model_config.rules": ("ipc", "ipc.tensors", "common.*", "model_config"),
     "model_config": ("ipc", "common.*", "model_config.*"),
     "config": ("common.*", "model_config"),
     # a scheduler's process
@@ -81,30 +81,23 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler.hosting": ("ipc.*", "common.*", "scheduler.*"),
     "scheduler": ("ipc.*", "common.*", "scheduler.*"),
     # a gateway's process: no listener knows another one, and what they share knows none
-    "gateway.links": ("ipc.*",),
     "gateway.tracing": ("ipc.*", "common"),
-    "gateway.inference": ("ipc.*", "gateway", "gateway.links", "gateway.tracing"),
+    "gateway.inference": ("ipc.*", "gateway", "gateway.tracing"),
     "gateway.api": ("ipc.*", "common.*", "gateway"),
-    "gateway": ("ipc.*", "common.*", "gateway.links", "gateway.inference", "gateway.tracing"),
+    "gateway": ("ipc.*", "common.*", "gateway.inference", "gateway.tracing"),
     "gateway.http.json": ("ipc.*", "common.*", "gateway.inference"),
-    "gateway.http.body": (
-        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.connection"),
-        "gateway.http.json",
-    ),
     "gateway.http.connection": ("common.*", "gateway", "gateway.http"),
     "gateway.http.dashboard": (
         *("ipc", "ipc.messages", "ipc.transport", "common", "common.access", "gateway"),
         *("gateway.api", "gateway.http", "gateway.http.json"),
     ),
-    "gateway.http.handlers": ("ipc.*", "common.*", "gateway", "gateway.api.*", "gateway.http.*"),
     "gateway.http.streaming": (
-        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.body"),
-        "gateway.http.json",
+        *("ipc.*", "gateway", "gateway.inference", "gateway.http", "gateway.http.json"),
     ),
     "gateway.http.openai": ("ipc.*", "gateway", "gateway.inference", "gateway.http.*"),
     "gateway.http.openapi": ("gateway", "gateway.http"),
     "gateway.http": (
-        *("ipc.*", "common.*", "gateway", "gateway.links", "gateway.inference"),
+        *("ipc.*", "common.*", "gateway", "gateway.inference"),
         *("gateway.api.*", "gateway.http.*"),
     ),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
@@ -113,11 +106,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("common", "gateway", "gateway.inference", "gateway.grpc", "gateway.grpc.wire"),
         "gateway.http2",
     ),
-    "gateway.grpc.connection": (
-        *("gateway", "gateway.inference", "gateway.grpc.calls", "gateway.http2"),
-    ),
     "gateway.grpc": (
-        *("ipc.*", "common.*", "proto", "gateway", "gateway.links", "gateway.inference"),
+        *("ipc.*", "common.*", "proto", "gateway", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*", "gateway.http2"),
     ),
     # the supervisor's process
@@ -138,10 +128,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "supervisor.models": (
         *("ipc.*", "common.*", "config", "model_config", "supervisor.models.version"),
         *("supervisor", "supervisor.events", "supervisor.host", "supervisor.processes"),
-    ),
-    "supervisor.kept": (
-        *("ipc.*", "common.*", "config", "supervisor"),
-        *("supervisor.host", "supervisor.processes"),
     ),
     "supervisor": ("ipc.*", "common.*", "config", "supervisor.*"),
     # a program that uses a server, and the command

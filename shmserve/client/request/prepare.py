@@ -19,7 +19,7 @@ from shmserve.client.memory.views import View, lease_of, nothing
 from shmserve.client.request.arrays import Array, datatype_of, from_program, is_torch
 from shmserve.client.request.options import Options
 from shmserve.client.request.prepared import Buffer, RequestTemplate, TensorTemplate, pack
-from shmserve.client.server.models import ClientModel
+from shmserve.client.server.state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.datatypes import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef

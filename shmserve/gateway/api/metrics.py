@@ -1,6 +1,9 @@
 """The Prometheus exporter: a page of metrics, made for each scrape of what the schedulers report.
 
-Nothing is kept on disk, and nothing is lost with a gateway.
+Nothing is kept on disk, and nothing is lost with a gateway. The families of models are tables of
+counters and gauges, histograms, and summaries with the quantiles of the last minute. Names and
+labels of nv_* are Triton's; what Triton does not have is called shmserve_*, of models that generate
+text shmserve_llm_* (shmserve/scheduler/statistics has what is counted).
 """
 
 from __future__ import annotations
@@ -8,19 +11,332 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, memory_bytes, processes
-from shmserve.gateway.api import metric_families, statistics
+from shmserve.common.model_settings import FIRST_RESPONSE_FAMILY
+from shmserve.gateway.api import statistics
 from shmserve.gateway.context import Gateway
 
 logger = logging.getLogger(__name__)
 
+
+# What a report has of each model, by its labels.
+Reports = list[tuple[dict[str, str], dict[str, Any]]]
+
 # Triton writes these behind the labels that say what was measured, which are sorted.
 _OF_A_DISTRIBUTION = ("le", "quantile")
+
+
+class ReportFamily(NamedTuple):
+    """A family with a sample for each model: the number at `path` of its report ("cache.bytes"),
+    nanoseconds as microseconds; with a `label` there are numbers, by that label's values."""
+
+    kind: str
+    name: str
+    path: str
+    text: str
+    label: str = ""
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether it is a time, which settings can switch off."""
+        return self.path.endswith("_ns")
+
+    def metric(self, reports: Reports) -> Metric:
+        """The family with its samples."""
+        family = Metric(self.name, self.text, self.kind)
+        # The library wants counters called NAME_total; Triton's are not.
+        plain = self.kind != "counter" or self.name.startswith("nv_")
+        name = self.name if plain else f"{self.name}_total"
+        for labels, report in reports:
+            found: Any = report
+            for key in self.path.split("."):
+                found = found[key]
+            if self.label:
+                for value, number in found.items():
+                    family.add_sample(name, {**labels, self.label: value}, number)
+            else:
+                family.add_sample(name, labels, found // 1000 if self.is_latency else found)
+        return family
+
+
+def _families(*rows: tuple[str, ...]) -> tuple[ReportFamily, ...]:
+    return tuple(ReportFamily(*row) for row in rows)
+
+
+_ALL = "inference requests, all batch sizes"
+_EXECUTED = "(does not include cached requests)"
+_CACHED = "(includes cached requests)"
+_LATENCIES = (
+    # name, text, the counter of the same time
+    ("request", f"inference request duration in microseconds {_CACHED}", "success"),
+    ("queue", f"inference queuing duration in microseconds {_CACHED}", "queue"),
+    ("compute_input", f"compute input duration in microseconds {_EXECUTED}", "compute_input"),
+    ("compute_infer", f"compute inference duration in microseconds {_EXECUTED}", "compute_infer"),
+    (
+        "compute_output",
+        f"inference compute output duration in microseconds {_EXECUTED}",
+        "compute_output",
+    ),
+)
+_TRITONS = _families(
+    ("counter", "nv_inference_request_success", "success", f"Number of successful {_ALL}"),
+    (
+        *("counter", "nv_inference_count", "inference_count"),
+        f"Number of inferences performed {_EXECUTED}",
+    ),
+    (
+        *("counter", "nv_inference_exec_count", "execution_count"),
+        f"Number of model executions performed {_EXECUTED}",
+    ),
+    *(
+        ("counter", f"nv_inference_{name}_duration_us", f"{counter}_ns", f"Cumulative {text}")
+        for name, text, counter in _LATENCIES
+    ),
+    (
+        *("gauge", "nv_inference_pending_request_count", "pending"),
+        "Instantaneous number of pending requests awaiting execution per-model.",
+    ),
+)
+# Of models that have a response cache.
+_OF_CACHE = _families(
+    ("counter", "nv_cache_num_hits_per_model", "cache_hit", "Number of cache hits per model"),
+    ("counter", "nv_cache_num_misses_per_model", "cache_miss", "Number of cache misses per model"),
+    *(
+        (
+            *("counter", f"nv_cache_{kind}_duration_per_model", f"cache_{kind}_ns"),
+            f"Total cache {kind} duration per model, in microseconds",
+        )
+        for kind in ("hit", "miss")
+    ),
+    ("gauge", "shmserve_cache_bytes", "cache.bytes", "Bytes of responses in the cache of a model"),
+    ("gauge", "shmserve_cache_entries", "cache.entries", "Responses in the cache of a model"),
+)
+_OURS = _families(
+    *(
+        ("counter", f"shmserve_{name}", name, text)
+        for name, text in (
+            ("workers_lost", "Instances that died or were killed while they were in use"),
+            ("retried", "Requests that ran again, alone, after their worker died"),
+            ("overruns", "Executions that passed their time limit"),
+            ("malformed", "Messages that were dropped because they were malformed"),
+        )
+    ),
+    (
+        *("counter", "shmserve_batches_closed", "batches_closed"),
+        *("Executions by why their batch took no more", "reason"),
+    ),
+    ("gauge", "shmserve_instances", "instances", "Instances by state", "state"),
+    (
+        *("counter", "shmserve_instance_changes", "instance_changes"),
+        *("Instances that were added, or ended, as the load of their model asked", "change"),
+    ),
+    ("gauge", "shmserve_executing_requests", "executing", "Requests at workers now"),
+    ("gauge", "shmserve_open_sequences", "open_sequences", "Sequences that have begun, not ended"),
+    (
+        *("counter", "shmserve_copied_bytes", "copied_bytes"),
+        *("Bytes of tensors that workers copied", "direction"),
+    ),
+)
+_HISTOGRAMS = (
+    ("request_seconds", "Time from arrival to answer of a request that succeeded"),
+    ("queue_seconds", "Time that a request that succeeded waited for its execution"),
+    ("compute_seconds", "Time of an execution, input and output included"),
+    ("batch_size", "Batch size of an execution"),
+)
+_PADDING = (
+    ("shmserve_padded_elements", "Elements of padded inputs that models were given"),
+    ("shmserve_padding_elements", "Elements of padded inputs that were padding, which is waste"),
+)
+_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+
+
+def tritons(reports: Reports, *, latencies: bool) -> Iterator[Metric]:
+    """Triton's counters and gauges, of the response cache where a model has one; times only with
+    `latencies`."""
+    for family in _TRITONS:
+        if latencies or not family.is_latency:
+            yield family.metric(reports)
+    failures = Metric("nv_inference_request_failure", f"Number of failed {_ALL}", "counter")
+    for labels, report in reports:
+        for reason in _REASONS:
+            number = report["failures"].get(reason, 0)
+            failures.add_sample(failures.name, {**labels, "reason": reason}, number)
+    yield failures
+    cached = _with_cache(reports)
+    for family in _OF_CACHE if cached else ():
+        if latencies or not family.is_latency:
+            yield family.metric(cached)
+
+
+def ours(reports: Reports) -> Iterator[Metric]:
+    """Histograms, counters and gauges that Triton does not have."""
+    for name, text in _HISTOGRAMS:
+        yield histogram(f"shmserve_{name}", name, text, reports)
+    for family in _OURS:
+        yield family.metric(reports)
+    yield from _padding(reports)
+
+
+def summaries(reports: Reports) -> Iterator[Metric]:
+    """Triton's latencies of all that succeeded, with the quantiles of those of the last minute; of
+    a model with a response cache not those of whole requests."""
+    cached = _with_cache(reports)
+    uncached = [each for each in reports if not each[1].get("cache")]
+    for name, text, counter in _LATENCIES:
+        full_name = f"nv_inference_{name}_summary_us"
+        shown = uncached if name == "request" else reports
+        yield _summary(full_name, f"Summary of {text}", shown, name, counter)
+    for name in ("cache_hit", "cache_miss") if cached else ():
+        text = f"Summary of {name.replace('_', ' ')} duration in microseconds"
+        yield _summary(f"nv_{name}_summary_per_model", text, cached, name, name)
+
+
+def first_responses(reports: Reports) -> Iterator[Metric]:
+    """The histogram of times to the first response of each decoupled model; nothing where there is
+    none."""
+    text = "Duration from request to first response in milliseconds"
+    family = Metric(FIRST_RESPONSE_FAMILY, text, "histogram")
+    for labels, report in reports:
+        histogram = report.get("first_response_ms")
+        if histogram is None:
+            continue
+        for bound, cumulative in _cumulative(histogram):
+            shown = {**labels, "le": str(bound).removesuffix(".0")}
+            family.add_sample(f"{family.name}_bucket", shown, cumulative)
+        family.add_sample(f"{family.name}_count", labels, cumulative)
+        family.add_sample(f"{family.name}_sum", labels, histogram["sum"])
+    if family.samples:
+        yield family
+
+
+def _with_cache(reports: Reports) -> Reports:
+    return [(labels, report) for labels, report in reports if report.get("cache")]
+
+
+def _summary(full_name: str, text: str, reports: Reports, name: str, counter: str) -> Metric:
+    family = Metric(full_name, text, "summary")
+    for labels, report in reports:
+        count = report["success"]
+        if counter in ("cache_hit", "cache_miss"):
+            count = report[counter]
+        elif counter.startswith("compute"):
+            count -= report["cache_hit"]
+        family.add_sample(f"{family.name}_count", labels, count)
+        family.add_sample(f"{family.name}_sum", labels, report[f"{counter}_ns"] // 1000)
+        for quantile, value in report.get("quantiles", {}).get(name, ()):
+            number = float("nan") if value is None else round(value)
+            family.add_sample(family.name, {**labels, "quantile": f"{quantile:g}"}, number)
+    return family
+
+
+def histogram(name: str, path: str, text: str, reports: Reports) -> Metric:
+    """A histogram with the one that each model's report has at `path`."""
+    family = HistogramMetricFamily(name, text, labels=("model", "version"))
+    for labels, report in reports:
+        raw = report[path]
+        buckets = [
+            (bound if isinstance(bound, str) else repr(float(bound)), cumulative)
+            for bound, cumulative in _cumulative(raw)
+        ]
+        family.add_metric((labels["model"], labels["version"]), buckets, raw["sum"])
+    return family
+
+
+def _cumulative(raw: dict[str, Any]) -> Iterator[tuple[float | str, int]]:
+    """The upper bounds of a histogram's buckets, the last "+Inf", and how many are below each."""
+    return zip([*raw["buckets"], "+Inf"], accumulate(raw["counts"]), strict=True)
+
+
+def _padding(reports: Reports) -> Iterator[Metric]:
+    """Two counters for each padded input of a model; the share of the second in the first is what
+    padding wastes."""
+    for at, (name, text) in enumerate(_PADDING):
+        family = Metric(name, text, "counter")
+        for labels, report in reports:
+            for tensor, counts in report["padding"].items():
+                family.add_sample(f"{name}_total", {**labels, "input": tensor}, counts[at])
+        if family.samples:
+            yield family
+
+
+_GENERATIVE = tuple(
+    ReportFamily(kind, f"shmserve_llm_{name}", path, text, label)
+    for kind, name, path, text, label in (
+        ("counter", "requests", "requests", "Requests by how they ended", "outcome"),
+        ("gauge", "requests_queued", "queued", "Sequences that wait for their first step", ""),
+        ("gauge", "requests_running", "sequences.running", "Sequences in the batch", ""),
+        ("gauge", "requests_swapped", "sequences.swapped", "Sequences in the host's blocks", ""),
+        (
+            "gauge",
+            "batch_utilization",
+            "utilization",
+            "Rows of the step, of the most there are",
+            "",
+        ),
+        ("gauge", "kv_blocks", "blocks", "Blocks of the KV pool by state", "state"),
+        ("counter", "preemption", "preemptions", "Sequences that made room for others", "mode"),
+        ("counter", "swap_in", "swapped_in", "Blocks copied back from the host", ""),
+        ("counter", "swap_out", "swapped_out", "Blocks copied to the host", ""),
+        ("counter", "copy_on_write", "copied_on_write", "Shared blocks copied to be written", ""),
+        ("counter", "recomputed_tokens", "recomputed", "Tokens thrown away by preemption", ""),
+        ("counter", "tokens_generated", "generated", "Tokens that were generated", ""),
+        ("counter", "prefill_tokens", "prefilled", "Tokens of prompts that were computed", ""),
+        ("counter", "decode_tokens", "decoded", "Tokens computed one by one, drafts too", ""),
+        ("counter", "prefix_cache_queries", "prefix_queries", "Prompt tokens looked for", ""),
+        ("counter", "prefix_cache_hits", "prefix_hits", "Prompt tokens found in the cache", ""),
+        ("counter", "speculative_drafted", "drafted", "Tokens that were proposed", ""),
+        ("counter", "speculative_accepted", "accepted", "Proposed tokens that were accepted", ""),
+        ("gauge", "speculative_accept_rate", "accept_rate", "Share of proposals accepted", ""),
+        ("gauge", "speculative_speedup", "speedup", "Tokens a row of a speculative step", ""),
+        ("counter", "step_seconds", "seconds", "Time of steps by phase, and beside them", "phase"),
+        ("counter", "finished", "finished", "Sequences by why they ended", "reason"),
+    )
+)
+_GENERATIVE_HISTOGRAMS = (
+    ("request_latency_seconds", "request_seconds", "Time from arrival to the last response"),
+    ("batch_size", "batch_size", "Sequences in a step"),
+    ("batch_tokens", "batch_tokens", "Tokens computed in a step"),
+    ("iteration_latency_seconds", "iteration_seconds", "Time of a step in its worker"),
+    ("scheduler_overhead_seconds", "scheduler_seconds", "Time to plan a step"),
+    ("time_to_first_token_seconds", "first_token_seconds", "From arrival to the first token"),
+    ("inter_token_latency_seconds", "inter_token_seconds", "Between two tokens of a sequence"),
+    ("prompt_tokens", "prompt_tokens", "Tokens of a prompt"),
+    ("generation_tokens", "generation_tokens", "Tokens generated in a sequence"),
+)
+
+
+def generative(reports: Reports) -> Iterator[Metric]:
+    """The families of those models that generate text; nothing where there is none."""
+    found = [
+        (labels, {**report, **_derived(report)})
+        for labels, report in reports
+        if "generated" in report
+    ]
+    if not found:
+        return
+    for family in _GENERATIVE:
+        yield family.metric(found)
+    for name, path, text in _GENERATIVE_HISTOGRAMS:
+        yield histogram(f"shmserve_llm_{name}", path, text, found)
+
+
+def _derived(report: dict[str, Any]) -> dict[str, Any]:
+    gauges: dict[str, Any] = report["generation"]
+    drafted, rows = report["drafted"], report["speculative_steps"]
+    return {
+        **gauges,
+        "queued": gauges["sequences"]["waiting"] + report["pending"],
+        "requests": {"success": report["success"], "failure": report["fail"]},
+        "seconds": {phase: ns / 1e9 for phase, ns in report["phases"].items()},
+        "accept_rate": report["accepted"] / drafted if drafted else 0.0,
+        "speedup": 1 + report["accepted"] / rows if rows else 1.0,
+    }
 
 
 class MetricsExporter:
@@ -95,14 +411,14 @@ class _Families:
             ({**labels, **self._tags(labels["model"], labels["version"])}, report)
             for labels, report in self._reports
         ]
-        yield from metric_families.tritons(tagged, latencies=settings.counter_latencies)
+        yield from tritons(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
-            yield from metric_families.first_responses(tagged)
+            yield from first_responses(tagged)
         if settings.summary_latencies:
-            yield from metric_families.summaries(tagged)
+            yield from summaries(tagged)
         yield self._load_seconds()
-        yield from metric_families.ours(self._reports)
-        yield from metric_families.generative(self._reports)
+        yield from ours(self._reports)
+        yield from generative(self._reports)
         yield from self._regions()
         yield from self._host()
         yield from _processes()

@@ -1,16 +1,15 @@
 """The gRPC listener: Triton's service, gRPC's health and reflection, in its own processes.
 
     main.py                  the server
-    connection/              a client's connection, on the engine without IO in gateway/http2
+    connection.py            a client's connection, on the engine without IO in gateway/http2;
+                             connection_lifetime.py: pings, age, drain
     calls/                   calls, their messages and their responses' heads
     service.py               the table of RPCs: authorise, handle, errors to a status (status.py)
-    infer_calls.py           the inference RPCs as calls
     infer.py                 an inference request to its scheduler and back
     placed_request.py        a large one, whose tensors go to the arena while they arrive
     stream_call.py           ModelStreamInfer: many requests in one call, and many responses
-    wire/                    bytes to a request (fingerprint.py, request.py, and arriving.py for
-                             large ones), a response to bytes
-    admin.py, reflection.py  the other RPCs
+    wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
+    admin.py                 the other RPCs, and grpc.reflection
 
 What it shares with the HTTP listener is in gateway/inference and gateway/api.
 """

@@ -1,5 +1,5 @@
 """The RPCs beside inference: health, metadata, configurations, statistics, the model repository,
-logging, and shared memory, whose regions are those of every other listener.
+logging, and shared memory, whose regions are those of every other listener; and grpc.reflection.
 
 Each handler takes a request message and gives a response message, or None for an empty one; what it
 raises becomes the call's status.
@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import metadata, repository, statistics
@@ -26,12 +27,20 @@ from shmserve.gateway.api.metadata import (
 )
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.streaming_call import StreamingCall
+from shmserve.gateway.grpc.status import Ending, StatusCode
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.tensors.descriptors import CudaHandle
 from shmserve.ipc.tensors.ranges import whole
 from shmserve.logs import FORMATS
+from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+
+_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
+_POOL = grpc_service_pb2.DESCRIPTOR.pool
+_MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 
 def serving(gateway: Gateway) -> HealthCheckResponse:
@@ -225,3 +234,72 @@ def _changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     if changes.get(FORMAT, FORMATS[0]) not in FORMATS:
         raise InvalidArgument(f"invalid argument for log_format, got: {changes[FORMAT]}")
     return changes
+
+
+async def reflect(call: StreamingCall) -> Ending | None:
+    """Handle a ServerReflectionInfo."""
+    async for raw in call.requests():
+        try:
+            request = ServerReflectionRequest.FromString(raw)
+        except DecodeError:
+            return _MALFORMED
+        await call.write_all([answer(request).SerializeToString()])
+    return None
+
+
+def answer(request: ServerReflectionRequest) -> ServerReflectionResponse:
+    """The response to one question."""
+    response = ServerReflectionResponse(valid_host=request.host, original_request=request)
+    try:
+        match request.WhichOneof("message_request"):
+            case "list_services":
+                for name in sorted(SERVICES):
+                    response.list_services_response.service.add(name=name)
+            case "file_by_filename":
+                _describe(response, _POOL.FindFileByName(request.file_by_filename))
+            case "file_containing_symbol":
+                _describe(response, _file_of(request.file_containing_symbol))
+            case "all_extension_numbers_of_type":
+                symbol = request.all_extension_numbers_of_type
+                _POOL.FindMessageTypeByName(symbol)
+                response.all_extension_numbers_response.base_type_name = symbol
+            case "file_containing_extension":
+                number = request.file_containing_extension.extension_number
+                raise KeyError(f"there is no extension {number}")
+            case _:
+                _refuse(response, StatusCode.INVALID_ARGUMENT, "an empty request")
+    except KeyError as error:
+        _refuse(response, StatusCode.NOT_FOUND, str(error.args[0]))
+    return response
+
+
+SERVICES = frozenset(
+    service.full_name
+    for module in _FILES
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+
+
+def _file_of(symbol: str) -> Any:
+    """The file that has a symbol; of a method, which the pool does not know by name, the one that
+    has its service. Raises KeyError."""
+    try:
+        return _POOL.FindFileContainingSymbol(symbol)
+    except KeyError:
+        return _POOL.FindMethodByName(symbol).containing_service.file
+
+
+def _describe(response: ServerReflectionResponse, file: Any) -> None:
+    """Send a file, and behind it those that it imports."""
+    waiting, sent = [file], set()
+    while waiting:
+        each = waiting.pop(0)
+        if each.name not in sent:
+            sent.add(each.name)
+            response.file_descriptor_response.file_descriptor_proto.append(each.serialized_pb)
+            waiting += each.dependencies
+
+
+def _refuse(response: ServerReflectionResponse, code: StatusCode, text: str) -> None:
+    response.error_response.error_code = code.value
+    response.error_response.error_message = text

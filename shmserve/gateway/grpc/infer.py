@@ -20,13 +20,17 @@ from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
 from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
-from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest, build
 from shmserve.gateway.inference.request import InferRequest, forwarded_headers
 from shmserve.gateway.inference.response import classified_as_requested, output_bytes, unpack
-from shmserve.gateway.inference.streaming_request import Message, StreamingRequest
-from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit
-from shmserve.gateway.links.schedulers import GatewayRequest
+from shmserve.gateway.inference.submit import (
+    Message,
+    StreamingRequest,
+    failure,
+    log_failure,
+    prepare_submit,
+)
+from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
 from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.gateway.process import ActiveCount

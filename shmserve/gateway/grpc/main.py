@@ -15,9 +15,9 @@ from shmserve.gateway import process
 from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.calls.messages import Deflater
-from shmserve.gateway.grpc.connection.protocol import GrpcConnection
+from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
@@ -37,6 +37,8 @@ def run(data: bytes, *fds: int) -> None:
 
 class GrpcFrontend(process.Frontend):
     """gRPC connections, on sockets that listen already."""
+
+    keeps_busy = True
 
     def __init__(
         self, gateway: Gateway, settings: GrpcSettings, sockets: Sequence[socket.socket]
@@ -76,5 +78,10 @@ class GrpcFrontend(process.Frontend):
         self._service.health_changed()
 
     def when_idle(self, drained: Callable[[], None]) -> None:
-        """Every request counts, in a stream or not; a stream without any, or a Watch, does not."""
-        self._inferences.when_idle(drained)
+        """Every request counts, in a stream or not; a stream without any, or a Watch, does not.
+        Who has kept a connection for its calls is told to go once they are over."""
+        left = process.ActiveCount()
+        left.active = len(self._acceptors)
+        for acceptor in self._acceptors:
+            acceptor.leave(left.left, after_calls=True)
+        left.when_idle(partial(self._inferences.when_idle, drained))

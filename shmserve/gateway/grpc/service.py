@@ -1,5 +1,5 @@
 """The table of RPCs, and the beginning of each call: looked up, authorised, handled, errors mapped
-to a status. Inferences are handled by infer_calls.py.
+to a status. ModelInfer has no task for each.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from google.protobuf.message import DecodeError, Message
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.admin import AdminCall, serving
-from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall, UnaryHandler
-from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.admin import AdminCall, reflect, serving
+from shmserve.gateway.grpc.calls.call import Carrier, GrpcCall, UnaryCall, UnaryHandler
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.calls.streaming_call import StreamHandler, StreamingCall
-from shmserve.gateway.grpc.infer import Inferences
-from shmserve.gateway.grpc.infer_calls import InferenceCalls
-from shmserve.gateway.grpc.reflection import reflect
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused
+from shmserve.gateway.grpc.placed_request import PlacedRequest
 from shmserve.gateway.grpc.status import (
     INTERNAL,
     MISSING,
+    OVER,
     UNKNOWN_METHOD,
     Ending,
     ending_of,
 )
+from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.inference.body_arrival import LARGE
+from shmserve.ipc.inflight import Response
+from shmserve.ipc.trace import TraceContext
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
@@ -216,3 +219,76 @@ def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | Non
         return call
 
     return begin
+
+
+class InferenceCalls:
+    """Handles inference calls."""
+
+    def __init__(self, gateway: Gateway, inferences: Inferences) -> None:
+        self._trim = gateway.malloc_trim
+        self._stall_s = gateway.settings.body_timeout_s
+        self._inferences = inferences
+
+    def infer(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
+        """Handle a ModelInfer, whose message is `raw`."""
+
+        def responded(_: Response) -> None:
+            try:
+                response = submitted.response()
+            except Exception as error:
+                call.fail(*_ending_of_inference(error, call))
+            else:
+                call.finish(response)
+                if len(response) >= LARGE:
+                    self._trim.soon(len(response))
+
+        try:
+            headers = self._inferences.headers(call.head)
+            submitted = self._inferences.submit(
+                raw, call.client, call.time_remaining(), headers, call.head.traceparent
+            )
+        except Exception as error:
+            if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
+                waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))
+                call.on_gone = waiting.cancel
+                return
+            call.fail(*_ending_of_inference(error, call))
+            return
+        finally:
+            if len(raw) >= LARGE:
+                self._trim.soon(len(raw))
+        call.on_gone = submitted.cancel
+        call.on_over = submitted.leave
+        submitted.taken_by(responded)
+
+    async def _infer_once_loaded(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
+        try:
+            await self._inferences.load(raw, call.time_remaining())
+        except Exception as error:
+            call.fail(*_ending_of_inference(error, call))
+        else:
+            call.on_gone = None
+            self.infer(raw, call)
+
+    async def stream(self, call: StreamingCall) -> Ending | None:
+        """Handle a ModelStreamInfer."""
+        try:
+            await stream_infer(self._inferences, call, self._stall_s)
+        except ShmserveError as error:
+            return ending_of(error)
+        return None
+
+
+def _ending_of_inference(error: Exception, call: GrpcCall) -> Ending:
+    """The status of a call whose inference failed with this."""
+    if isinstance(error, RequestRefused):
+        error = error.error
+        caller = TraceContext.of_header(call.head.traceparent)
+        error.traceparent = "" if caller is None else caller.traceparent
+    if not isinstance(error, ShmserveError):
+        logger.error("an inference failed", exc_info=error)
+        return INTERNAL
+    if call.is_out_of_time():
+        # The scheduler kept the call's own deadline, and was faster than the client.
+        return OVER
+    return ending_of(error)

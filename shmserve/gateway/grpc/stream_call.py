@@ -27,7 +27,7 @@ from shmserve.gateway.grpc.wire.response import (
     streamed_end,
     streamed_error,
 )
-from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
+from shmserve.gateway.inference.submit import Message, StreamingRequest, is_last
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache

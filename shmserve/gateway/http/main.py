@@ -79,10 +79,10 @@ class HttpFrontend(process.Frontend):
         make = partial(HttpConnection, handle=handle, settings=settings)
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
-    def drain(self, told: Callable[[], None]) -> None:
+    def drain(self, told: Callable[[], None], followed: bool) -> None:
         """As `Frontend`; who watches is told to go first."""
         self._live.end()
-        super().drain(told)
+        super().drain(told, followed)
 
     def when_idle(self, drained: Callable[[], None]) -> None:
         """Every request counts until its response is sent."""

@@ -21,7 +21,7 @@ from shmserve.errors import (
 )
 from shmserve.gateway.compression import UnsupportedEncoding
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.reader import BrokenBody
+from shmserve.gateway.http.body import BrokenBody
 from shmserve.gateway.http.openapi.operations import Operation
 from shmserve.gateway.http.request import FETCH_SITE, TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import (
@@ -36,6 +36,7 @@ from shmserve.gateway.process import ActiveCount
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)
+
 
 Handler = Callable[..., Awaitable[HttpResponse]]
 

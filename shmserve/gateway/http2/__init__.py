@@ -2,9 +2,8 @@
 
     frames.py           the layout of frames, error codes, settings
     header_blocks.py    header blocks to a request's head and back (HPACK)
-    incoming.py         frames out of bytes
+    incoming.py         frames out of bytes, and the events for those who handle streams
     connection.py       a connection: frames to events, states of streams, flow control inwards
-    events.py           what it tells those who handle streams
     outgoing.py         what is sent: frames within the windows that the client gives
     limits.py           budgets of what costs us more than a client
 

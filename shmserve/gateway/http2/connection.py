@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from shmserve.gateway.http2 import frames
-from shmserve.gateway.http2.events import Begun, Data, Event, PingAnswered, StreamReset
 from shmserve.gateway.http2.frames import (
     ACK,
     CONTINUATION,
@@ -39,7 +38,15 @@ from shmserve.gateway.http2.frames import (
     pack_long,
 )
 from shmserve.gateway.http2.header_blocks import Fields, HeaderDecoder, T
-from shmserve.gateway.http2.incoming import Bytes, FrameReader
+from shmserve.gateway.http2.incoming import (
+    Begun,
+    Bytes,
+    Data,
+    Event,
+    FrameReader,
+    PingAnswered,
+    StreamReset,
+)
 from shmserve.gateway.http2.limits import Budget, Limits
 from shmserve.gateway.http2.outgoing import Outgoing, Stream
 

@@ -1,4 +1,5 @@
-"""Frames out of bytes: how what comes is cut, whatever it means (RFC 9113, 3.4, 4 and 6.10).
+"""Frames out of bytes: how what comes is cut, whatever it means (RFC 9113, 3.4, 4 and 6.10), and
+the events that are made of them for whoever handles streams.
 
 Data is given piece by piece as it comes, never collected here; everything else is handled when the
 whole frame is here, a header block when all its frames are.
@@ -8,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic
 
-from shmserve.gateway.http2.events import Event
 from shmserve.gateway.http2.frames import (
     CONTINUATION,
     DATA,
@@ -36,6 +37,40 @@ Bytes = bytes | memoryview
 _LARGEST_CONTROL = 16384  # bytes of a frame that must be here as a whole, but for header blocks
 _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody else
 _SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
+
+
+@dataclass(slots=True, eq=False)
+class Begun(Generic[T]):
+    """A stream has begun; `head` is what the head's reader made of its request."""
+
+    stream: Stream
+    head: T
+
+
+@dataclass(slots=True, eq=False)
+class Data:
+    """A piece of a stream's data, of any size; with `ended` the last, which may be empty."""
+
+    stream: Stream
+    piece: memoryview
+    ended: bool
+
+
+@dataclass(slots=True, eq=False)
+class StreamReset:
+    """A stream is over: the client has given it up, or has broken a rule on it."""
+
+    stream: Stream
+
+
+@dataclass(slots=True, eq=False)
+class PingAnswered:
+    """The client has answered a ping of ours."""
+
+    payload: bytes
+
+
+Event = Begun[T] | Data | StreamReset | PingAnswered
 
 
 class FrameReader(ABC, Generic[T]):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import InvalidArgument
+from shmserve.ipc.tensors.signature import agree, shape_text
 from shmserve.model_config.diagnostics import Key, Problem, member, repeats
 from shmserve.proto.model_config_pb2 import (
     DataType,
@@ -303,22 +304,12 @@ def _disagreement(one: _Tensor, other: _Tensor) -> str:
             f"{one.model} while {DataType.Name(other.data_type)} is inferred from model "
             f"{other.model}"
         )
-    if not _agree(one.dims, other.dims) and not _agree(one.full_dims, other.full_dims):
+    if not agree(one.dims, other.dims) and not agree(one.full_dims, other.full_dims):
         return (
-            f"inconsistent shape: {_shown(one.dims)} is inferred from model {one.model} "
-            f"while {_shown(other.dims)} is inferred from model {other.model}"
+            f"inconsistent shape: {shape_text(one.dims)} is inferred from model {one.model} "
+            f"while {shape_text(other.dims)} is inferred from model {other.model}"
         )
     return ""
-
-
-def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return len(one) == len(other) and all(
-        a == b or -1 in (a, b) for a, b in zip(one, other, strict=True)
-    )
-
-
-def _shown(dims: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, dims))}]"
 
 
 def _gives_many(model: ModelConfig) -> bool:

@@ -2,8 +2,7 @@
 request at a time.
 
 connection.py      a connection that never blocks, under http.py and grpc.py
-http.py            HTTP/1.1: a lane is a connection
-event_streams.py   server-sent events: what generates, and what OpenAI's routes answer
+http.py            HTTP/1.1: a lane is a connection; server-sent events of what generates
 grpc.py            HTTP/2 and gRPC: some lanes share a connection
 native.py          `shmserve.client`
 """

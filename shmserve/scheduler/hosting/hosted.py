@@ -43,8 +43,7 @@ from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.steps.links import StepSchedulers
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.in_process import InProcessLinks
-from shmserve.scheduler.hosting.local_clients import LocalClientListener
-from shmserve.scheduler.hosting.local_traces import LocalTraces
+from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.hosting.waiting import Take, Waiter
 from shmserve.scheduler.outboxes import Outbox
 from shmserve.scheduler.requests.request import NEVER

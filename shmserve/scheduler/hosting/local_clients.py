@@ -3,22 +3,31 @@
 A gateway is part of the server, and says truly what a request is: a local client's word is not
 taken. Its identity must carry its token, the memory it names must be its own, and what the request
 counts as in a batch is worked out from the request itself.
+
+No gateway sees their times either: one of so many is traced, and with a limit each is measured, so
+that those that take longer are told.
+
+    begin ──> Submit.trace ... response ──ended──> RequestTraced, to the supervisor
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shmserve.common.access.peer_credentials import admit_group
 from shmserve.common.access.shm_access import NO_GROUP
+from shmserve.common.trace_settings import Sampler, TraceSettings
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import LARGEST_WORK, MOST_LINKS, Capabilities
 from shmserve.ipc.inflight import LONGEST_TIMEOUT_US
-from shmserve.ipc.messages.inference import Failed, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.start import SchedulerStart
+from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.tensors.inference import (
     LONGEST_CORRELATION_ID,
@@ -27,9 +36,10 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import BatchFit, Signature
 from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
-from shmserve.ipc.trace import is_trace
+from shmserve.ipc.trace import TraceContext, is_trace
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.ipc.transport.untrusted_router import UntrustedRouter
+from shmserve.ipc.transport.router import UntrustedRouter, first_number
+from shmserve.scheduler.outboxes import ControlLink
 
 _GONE_REMEMBERED = 4096
 _MOST_MEMORIES = 4096
@@ -38,6 +48,7 @@ _LONGEST_KNOWN = 1024  # bytes of a request that is remembered whole
 # Between a local client and us; what says that it took longer would be seen in everybody's
 # statistics.
 _LONGEST_WAY_NS = 1_000_000_000
+_NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
@@ -214,3 +225,62 @@ def _check_types(inference: Inference) -> None:
     for key, value in inference.parameters.items():
         if type(key) is not str or type(value) not in (str, int, bool, float):
             raise MalformedMessage("a parameter has the wrong type")
+
+
+class LocalTraces:
+    """Those of one scheduler, of a model's `version`. `active`: some are wanted; `open`: the
+    requests whose times are, by client and number."""
+
+    def __init__(self, model: str, version: str, control: ControlLink) -> None:
+        self._model = model
+        self._version = version
+        self._control = control
+        self._sampler = Sampler(TraceSettings())
+        self._slow_ns = 0
+        self.active = False
+        self.open: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
+
+    def use(self, message: SetTracing) -> None:
+        """Measure like this from now on; the same settings count on."""
+        settings = message.settings
+        own = TraceSettings(**settings.get(self._model, settings[""]))
+        if own != self._sampler.settings:
+            self._sampler = Sampler(own)
+        self._slow_ns = message.slow_request_ms * _NS_PER_MS
+        self.active = own.on or self._slow_ns > 0
+
+    def begin(self, peer: bytes, submit: Submit) -> Submit:
+        """A client's request as it goes on: with a trace, if its times are wanted."""
+        context = TraceContext.of(submit.trace)
+        sampled = self._sampler.samples(context.sampled if context.parent_id else None)
+        if not sampled and not self._slow_ns:
+            return submit
+        if not submit.trace:
+            submit = replace(submit, trace=TraceContext.new(sampled).message)
+        self.open[peer, submit.id] = submit, sampled
+        return submit
+
+    def ended(self, peer: bytes, message: Any) -> None:
+        """Tell of a request, if this is the last that its client is sent about it."""
+        if type(message) is Responded:
+            if not message.final:
+                return
+        elif type(message) is not Finished and type(message) is not Failed:
+            return
+        found = self.open.pop((peer, message.id), None)
+        if found is not None:
+            error = "" if type(message) is Finished or not message.code else message.message
+            self._tell(*found, b"" if type(message) is Failed else message.spans, error)
+
+    def _tell(self, submit: Submit, sampled: bool, spans: bytes, error: str) -> None:
+        now_ns = time.monotonic_ns()
+        if not (sampled or now_ns - submit.arrived_ns > self._slow_ns > 0):
+            return
+        of_model = (self._model, self._version, submit.request_id)
+        times = (submit.arrived_ns, now_ns)
+        self._control.post(RequestTraced(*of_model, submit.trace, sampled, *times, spans, error))
+
+    def forget(self, number: int) -> None:
+        """A local client is gone: it is sent nothing more."""
+        for key in [key for key in self.open if first_number(key[0]) == number]:
+            self._tell(*self.open.pop(key), b"", "its client has gone")

@@ -2,11 +2,8 @@
 
 table.py            a flat table of counters: snapshot and restore
 counters.py         requests, and the report of everything
-execution_stats.py  executions of batches
 generation_stats.py tokens, steps and blocks of a model that generates text
-response_stats.py   responses of a decoupled model, by their index
 timing.py           the phases of an execution, from what a worker says of it; reported times
-histograms.py       observations in fixed buckets, and quantiles of the last minute
 
 `Statistics.report` gives the entry of GET /v2/models/NAME/stats, field by field as Triton shows it:
 

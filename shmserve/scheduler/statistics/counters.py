@@ -1,21 +1,42 @@
-"""Everything that is counted of a model version, and the report of it: requests here."""
+"""Everything that is counted of a model version, and the report of it: requests, executions of
+batches (how many of which size, what they cost, and why each was begun), responses.
+
+Responses of a decoupled model are counted by their index within their request, as Triton does. The
+time of one runs from the one before it (of the first, from the request's dispatch) until its
+outputs were written: computing first, then writing. The end of a request that comes without a
+response, and a cancellation, have an index of their own.
+
+    success         compute_infer, compute_output, success
+    error           compute_infer, fail; compute_output if it has outputs
+    the end alone   compute_infer, empty_response
+    cancelled       cancel; also where its model says so, by an error with that code
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 from operator import sub
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.common.counters import plus, total
+from shmserve.errors import Cancelled
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
+from shmserve.scheduler.batchers.base import Closed
 from shmserve.scheduler.settings import Settings
-from shmserve.scheduler.statistics.execution_stats import MOST_NOTED, ExecutionStats
 from shmserve.scheduler.statistics.generation_stats import GenerationStats
-from shmserve.scheduler.statistics.histograms import Histogram, Quantiles
-from shmserve.scheduler.statistics.response_stats import Counted, ResponseStats
-from shmserve.scheduler.statistics.table import Table
+from shmserve.scheduler.statistics.table import Histogram, Quantiles, Table
 from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, duration
 
+# A request may have any number of responses, and what is reported has an end: those from this index
+# on are counted together.
+LAST_INDEX = 1000
+# What is noted of executions, and of requests that have ended, is counted when somebody asks, or
+# when there is so much: together it costs half, and no request waits for it.
+MOST_NOTED = 64
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 # Of a request that has succeeded: when it ended and arrived, its units, when it was enqueued, and
@@ -25,6 +46,165 @@ _Noted = tuple[int, int, int, int, Timing | None]
 _Timed = tuple[int, int, Timing]
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 _SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
+
+
+class Counted(Protocol):
+    """The counted attributes of a model's or an ensemble's request; times are monotonic ns. It
+    counts for `units` in a batch, has had so many `responses`, and since `responded_ns` the model
+    has been at the next one; `untimed`: it succeeded before its execution returned."""
+
+    arrived_ns: int
+    enqueued_ns: int
+    responded_ns: int
+    responses: int
+    units: int
+    untimed: bool
+
+
+_NAMES = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+_INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
+
+
+class ResponseStats(Table):
+    """Counts and times (ns) of responses, a row an index."""
+
+    def __init__(self) -> None:
+        self.responses: list[list[int]] = []  # count and ns of each name
+
+    def responded(
+        self, request: Counted, response: ExecutionResponded | Reply, now_ns: int
+    ) -> None:
+        """A request had its response number `request.responses`, or its end without one. Times
+        count as far as they can be true."""
+        if response.code == Cancelled.code:
+            self.cancelled(request, now_ns)
+            request.responded_ns = now_ns
+            return
+        row = self._row(request.responses)
+        began_ns = request.responded_ns
+        given_ns = written_ns = now_ns
+        if type(response) is ExecutionResponded:
+            given_ns, written_ns = response.given_ns, response.written_ns
+            if not began_ns <= given_ns <= written_ns <= now_ns:
+                written_ns = min(max(written_ns, began_ns), now_ns)
+                given_ns = min(max(given_ns, began_ns), written_ns)
+        request.responded_ns = written_ns
+        if response.body:
+            row[_OUTPUT] += 1
+            row[_OUTPUT + 1] += written_ns - given_ns
+        else:
+            given_ns = written_ns
+        row[_INFER] += 1
+        row[_INFER + 1] += given_ns - began_ns
+        kind = _FAIL if response.code else _SUCCESS if response.body else _EMPTY
+        row[kind] += 1
+        row[kind + 1] += written_ns - began_ns
+
+    def cancelled(self, request: Counted, now_ns: int) -> None:
+        """A request ended that nobody waited for any more."""
+        row = self._row(request.responses)
+        row[_CANCEL] += 1
+        row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
+
+    def _row(self, index: int) -> list[int]:
+        rows = self.responses
+        if index >= len(rows):
+            index = min(index, LAST_INDEX)
+            while len(rows) <= index:
+                rows.append([0] * 12)
+        return rows[index]
+
+    def report(self) -> dict[str, Any]:
+        """By index, as `response_stats` of GET /v2/models/NAME/stats."""
+        return {
+            str(index): {
+                name: {"count": row[2 * at], "ns": row[2 * at + 1]}
+                for at, name in enumerate(_NAMES)
+            }
+            for index, row in enumerate(self.responses)
+        }
+
+
+class ExecutionStats(Table):
+    """Counters of executions since the version was loaded; times in ns."""
+
+    def __init__(self) -> None:
+        self.execution_count = 0
+        self.last_ns = 0
+        self.batch_sizes: dict[int, list[int]] = {}  # count, and ns of the three phases
+        self.batches_closed = dict.fromkeys(Closed, 0)
+        self.compute_seconds = Histogram(SECONDS, NS_PER_S)
+        self.batch_size = Histogram(_SIZES)
+        self._copied = [0, 0]
+        self.padding: dict[str, list[int]] = {}  # by input: elements, and of these padding
+        self._noted: list[tuple[Closed, int, int, int, int]] = []
+
+    def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
+        """An execution of requests that sum up to `units` came back."""
+        self.last_ns = now_ns
+        self._noted.append((reason, units, *timing[1:4]))
+        if len(self._noted) >= MOST_NOTED:
+            self.count()
+
+    def count(self) -> None:
+        """Count what was noted, before anything is read here."""
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        reasons, units, *phases = zip(*noted, strict=True)
+        self.execution_count += len(noted)
+        for reason, count in Counter(reasons).items():
+            self.batches_closed[reason] += count
+        for size, input_ns, infer_ns, output_ns in zip(units, *phases, strict=True):
+            row = self.batch_sizes.get(size)
+            if row is None:
+                row = self.batch_sizes[size] = [0, 0, 0, 0]
+            row[0] += 1
+            row[1] += input_ns
+            row[2] += infer_ns
+            row[3] += output_ns
+        self.compute_seconds.observe(*map(sum, zip(*phases, strict=True)))
+        self.batch_size.observe(*units)
+
+    def copied(self, into: int, out: int) -> None:
+        """So many bytes of tensors were copied by a worker."""
+        self._copied[0] += into
+        self._copied[1] += out
+
+    def padded(self, elements: Mapping[str, tuple[int, int]]) -> None:
+        """A batch was sent whose padded inputs have (elements, of these padding), by name."""
+        for name, counts in elements.items():
+            before = self.padding.get(name, (0, 0))
+            self.padding[name] = [a + b for a, b in zip(before, counts, strict=True)]
+
+    def table(self) -> dict[str, Any]:
+        """The entries; rows by batch size are [size, executions, ns of the three phases]."""
+        rows = [[size, *row] for size, row in self.batch_sizes.items()]
+        copied = dict(zip(("in", "out"), self._copied, strict=True))
+        return {**super().table(), "batch_sizes": rows, "copied_bytes": copied}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """As `Table.restore`."""
+        rows = {int(size): [int(n) for n in row] for size, *row in snapshot["batch_sizes"]}
+        super().restore({**snapshot, "batch_sizes": {}})
+        self.batch_sizes = rows
+        self._copied = [int(snapshot["copied_bytes"][direction]) for direction in ("in", "out")]
+
+    def last_ms(self, now_ns: int, wall_ns: int) -> int:
+        """When the last one came back, ms since the epoch; 0: there was none."""
+        return (wall_ns - (now_ns - self.last_ns)) // 1_000_000 if self.last_ns else 0
+
+    def by_size(self) -> list[dict[str, Any]]:
+        """`batch_stats` of the report."""
+        return [
+            {
+                "batch_size": size,
+                "compute_input": duration(row[0], row[1]),
+                "compute_infer": duration(row[0], row[2]),
+                "compute_output": duration(row[0], row[3]),
+            }
+            for size, row in sorted(self.batch_sizes.items())
+        ]
 
 
 class Reason(StrEnum):

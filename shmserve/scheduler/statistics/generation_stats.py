@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shmserve.scheduler.statistics.histograms import Histogram
-from shmserve.scheduler.statistics.table import Table
+from shmserve.scheduler.statistics.table import Histogram, Table
 from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -16,7 +16,7 @@ from typing import Any
 from shmserve.common.access.peer_credentials import is_loopback
 from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.errors import InvalidArgument, refused
-from shmserve.ipc.transport.untrusted_router import refuse_descriptors
+from shmserve.ipc.transport.router import refuse_descriptors
 from shmserve.supervisor.host.handover_link import Offer
 
 # Of the addresses that a name has, those of a family that this host does without.

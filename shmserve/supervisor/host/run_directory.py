@@ -113,6 +113,7 @@ class RunDirectory:
             except FileNotFoundError:  # the folder was removed just now
                 if time.monotonic() > deadline:
                     raise
+                time.sleep(_LOCK_PAUSE_S)
                 continue
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

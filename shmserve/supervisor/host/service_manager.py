@@ -114,7 +114,8 @@ class ServiceManager:
         """Return once it has all that it was told, which outlives this process from then on; or
         after some seconds, where it does not read."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_said.wait(), _HEARD_WITHIN_S)
+            async with asyncio.timeout(_HEARD_WITHIN_S):
+                await self._all_said.wait()
 
     def _tell_for_now(self, line: str) -> None:
         """Nothing, where others wait: there is another one before long."""
@@ -162,6 +163,7 @@ class ServiceManager:
             asyncio.get_running_loop().remove_writer(self._socket)
         while self._waiting:
             self._forget()
+        self._all_said.set()
         self._socket.close()
         self._socket = None
 

@@ -2,20 +2,31 @@
 process.
 
 The connection is the process's that made it: a child that inherited it does not keep it.
+
+Untrusted programs send descriptors, too (SCM_RIGHTS). Closing the last one of a socket that
+lingers, or of a file in a file system that hangs, blocks for as long as its owner likes. So no
+event loop does it: what is no memory is closed in a thread, and so is what nobody has read of a
+link.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import socket
+import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common import fd_limits
 from shmserve.common.access.peer_credentials import admit_group, credentials
@@ -23,11 +34,17 @@ from shmserve.common.access.shm_access import NO_GROUP
 from shmserve.ipc import endpoints
 from shmserve.ipc.capabilities import FIRST
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.listener import Listener, listening, no_room
 from shmserve.ipc.transport.records import MalformedMessage
-from shmserve.supervisor.local_clients import fd_passing
+from shmserve.ipc.transport.router import Listener, listening, no_room
 
 logger = logging.getLogger(__name__)
+
+
+_MESSAGE = 64 * 1024
+_MOST = 253  # SCM_MAX_FD; the kernel would close what there is no room for, and we would wait
+_MOST_TAKEN = 4
+_CREDENTIALS = 12
+_NO_LINGER = struct.pack("ii", 0, 0)
 
 _MOST_CLIENTS = 1024
 _MOST_UNWELCOMED = 256  # who have not said hello; who has not for longest makes room
@@ -35,6 +52,88 @@ _BACKLOG = 128
 _AT_ONCE = 64  # so many are accepted before those who were are read
 _MOST_UNREAD = 4096  # messages for a local client that does not read; then it is disconnected
 _OVERHEAD = 32  # bytes of a socket's buffer that a packet cannot have
+
+
+def receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and its descriptors; b"" at the end, or for more than anybody needs. Raises
+    OSError."""
+    received = _received(link, _MESSAGE)
+    if not received.whole or len(received.fds) > _MOST_TAKEN:
+        close_all(received.fds)
+        return b"", []
+    return received.data, received.fds
+
+
+class _Received(NamedTuple):
+    data: bytes
+    fds: list[int]
+    whole: bool
+    any: bool  # with data or something beside it
+
+
+def _received(link: socket.socket, size: int) -> _Received:
+    room = socket.CMSG_SPACE(_MOST * 4) + socket.CMSG_SPACE(_CREDENTIALS)
+    data, ancillary, flags, _ = link.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    whole = not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return _Received(data, list(fds), whole, bool(data or ancillary))
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that were received."""
+    slow = []
+    for fd in fds:
+        if is_memory(fd):
+            os.close(fd)
+        else:
+            slow.append(fd)
+    if slow:
+        _in_thread(partial(_close, slow))
+
+
+def is_memory(fd: int) -> bool:
+    """Whether it is memory, and no file system and no program has a say in what is done with it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def disconnect(link: socket.socket) -> None:
+    """End a link, and close it with what of it was not read."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        # So that an empty message, which has a sender, does not look like the end.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        while (received := _received(link, 1)).any:
+            close_all(received.fds)
+    link.close()
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError:  # not a socket
+            with contextlib.suppress(OSError):  # what a file system says; it is closed
+                os.close(fd)
+            continue
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+def _in_thread(action: Callable[[], None]) -> None:
+    try:
+        threading.Thread(target=action, name="close", daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        action()
 
 
 @dataclass(slots=True, eq=False)
@@ -149,12 +248,12 @@ class LocalClientConnections:
             if len(unwelcomed) >= _MOST_UNWELCOMED:
                 self.disconnect(unwelcomed[0])
             if not self._has_room(uid):
-                fd_passing.disconnect(link)
+                disconnect(link)
                 continue
             try:
                 process = os.pidfd_open(pid) if pid else -1
             except OSError:  # gone already, or no descriptor left
-                fd_passing.disconnect(link)
+                disconnect(link)
                 continue
             client = LocalClient(next(self._numbers), pid, uid, link, process)
             self._clients[client.number] = client
@@ -177,7 +276,7 @@ class LocalClientConnections:
             self._loop.remove_reader(client.process)
             os.close(client.process)
         # Before the schedulers cut it off: so it sees why they do.
-        fd_passing.disconnect(client.link)
+        disconnect(client.link)
         if client.welcomed:
             self._on_disconnect(client.number)
 
@@ -215,7 +314,7 @@ class LocalClientConnections:
 
     def _read(self, client: LocalClient) -> None:
         try:
-            data, fds = fd_passing.receive(client.link)
+            data, fds = receive(client.link)
         except BlockingIOError:
             return
         except OSError:
@@ -233,7 +332,7 @@ class LocalClientConnections:
             logger.warning("a client program sent what is no message: %s", error)
             self.disconnect(client)
         finally:
-            fd_passing.close_all(fds)
+            close_all(fds)
 
 
 def _opened(path: Path, group: int) -> socket.socket:

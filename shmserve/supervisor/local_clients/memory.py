@@ -21,8 +21,7 @@ from shmserve.ipc.messages.local_clients import ShareDeviceMemory
 from shmserve.ipc.messages.memory import MemoryDropped, RegionDrained, RegionPublished
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.ipc.tensors.ranges import fits, whole
-from shmserve.supervisor.local_clients import fd_passing
-from shmserve.supervisor.local_clients.connections import LocalClient
+from shmserve.supervisor.local_clients.connections import LocalClient, is_memory
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
 from shmserve.supervisor.regions.registry import Processes
@@ -125,7 +124,7 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     no memory behind it yet, or is of huge pages and of who is not `trusted` to leave them in place:
     the host may have no others.
     """
-    if not fd_passing.is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    if not is_memory(fd) or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise InvalidArgument("shared memory must be a memfd with the seal F_SEAL_SHRINK")
     shared = described(fd)
     status = os.fstat(fd)

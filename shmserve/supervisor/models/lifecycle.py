@@ -191,8 +191,10 @@ class Lifecycle:
         model.fingerprint = order.fingerprint = plan.fingerprint
         order.specs = plan.specs
         if plan.error is not None:
-            # Of a name that no repository has, nothing is kept: anybody may have mistyped it.
-            if not model.serving and (statuses(model) or plan.known):
+            # Nothing is kept of what a request has sent wrong, or of a name that no repository has:
+            # anybody may have mistyped it, or may not know that it has gone.
+            kept = plan.known or model.failed or model.on_demand
+            if kept and not model.serving and order.source == FOLDER:
                 failed = DUPLICATE if plan.ambiguous else LoadOutcome(plan.error.message)
                 model.outcomes = {"": failed}
             self._settle(order, plan.error)

@@ -106,6 +106,8 @@ class LoadPlanner:
             problem = error.message
         except ShmserveError as error:
             raise _not_polled(name, error) from None
+        for other, reason in repository.ignored_folders(folder).items():
+            logger.warning("model %s: ignore version directory '%s' which %s", name, other, reason)
         versions = repository.versions_to_load(config, folder.versions)
         for version in repository.missing_versions(config, folder.versions):
             logger.error(
@@ -158,6 +160,8 @@ class LoadPlanner:
             raise NotFound("there is no such model folder")
         if folder.problem:
             raise InvalidArgument(folder.problem)
+        if not (self._config.auto_complete or folder.config_path or folder.file or override):
+            raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config")
         return folder
 
     def _filled(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:

@@ -138,14 +138,26 @@ def missing_versions(config: ModelConfig, available: Sequence[int]) -> list[int]
     return sorted(set(config.version_policy.specific.versions) - set(available))
 
 
+def ignored_folders(folder: ModelFolder) -> dict[str, str]:
+    """The folders beside the versions that may be meant to be one, and why they are none."""
+    names = [each.name for each in _subfolders(folder.path)]
+    apart = {*_OF_ALL_VERSIONS, *map(str, folder.versions)}
+    return {
+        name: "contains leading zeros in its directory name"
+        if name.isdecimal() and name.startswith("0")
+        else "fails to convert to integral number"
+        for name in names
+        if name not in apart
+    }
+
+
 def no_version(folder: ModelFolder) -> str:
     """The text for a model none of whose versions is to be loaded, with what may be meant to be
     one."""
     if folder.versions:
         hint = f"it leaves out {', '.join(map(str, folder.versions))}"
     else:
-        names = [each.name for each in _subfolders(folder.path)]
-        found = ", ".join(name for name in names if name not in _OF_ALL_VERSIONS)
+        found = ", ".join(ignored_folders(folder))
         hint = "a version is a folder whose name is a whole number, as 1"
         hint += f", and not {clip(found)}" if found else ""
     return f"{_NO_VERSION} '{folder.name}' ({hint})"

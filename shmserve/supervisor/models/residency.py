@@ -1,6 +1,6 @@
 """The memory of models: what their processes have for themselves, of the host's and of
 accelerators', which comes back when they end; and which models on demand leave for it, the least
-recently used first (pure)."""
+recently used first, which is decided by a function that measures nothing."""
 
 from __future__ import annotations
 

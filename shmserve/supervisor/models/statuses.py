@@ -32,6 +32,9 @@ class Status(NamedTuple):
     reason: str = ""
 
 
+_GONE = Status(ModelState.UNAVAILABLE, UNLOADED.reason)
+
+
 def statuses(model: ModelEntry) -> dict[str, Status]:
     """The status of each version of a model, as it is this moment. One on demand that was not
     loaded yet has the version ""."""
@@ -86,7 +89,7 @@ def index_rows(
 ) -> list[dict[str, Any]]:
     """The rows of the repository index for a model of which this is `known`, and which the
     repositories hold in `folder`; with `ready` those alone that are. One that was never loaded has
-    a name, and why it cannot be, if so."""
+    a name, and why it cannot be, if so. There is none for what was unloaded and is not there."""
     problem = folder.problem if folder is not None else ""
     if problem == IN_SEVERAL or not known:  # whatever serves of it: it cannot be loaded again
         if ready:
@@ -94,6 +97,8 @@ def index_rows(
         return [
             _row(name, "", Status(ModelState.UNAVAILABLE, problem)) if problem else {"name": name}
         ]
+    if folder is None and all(status == _GONE for status in known.values()):
+        return []
     return [
         _row(name, version, known[version])
         for version in sorted(known, key=_number)

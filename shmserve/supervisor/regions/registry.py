@@ -10,7 +10,7 @@ A region is a numbered generation of a name:
 The object is opened once, here; workers map that very object through the supervisor's descriptor,
 so a key that is unlinked and made again is never confused with what was registered. Who may
 register and unregister what is decided by shmserve.common.access.shm_access, how much by
-shmserve.supervisor.regions.quota.
+shmserve.supervisor.regions.opener.
 
 What is registered of system memory is kept beyond the server where somebody does (`keeping`).
 
@@ -46,6 +46,8 @@ from shmserve.ipc.tensors.ranges import whole
 from shmserve.supervisor.regions.keeping import KeptRegions
 from shmserve.supervisor.regions.opener import RegionOpener
 from shmserve.supervisor.regions.region import OpenRegion
+
+logger = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
@@ -122,9 +124,6 @@ class DrainingRegions:
         for region in self._regions.values():
             self._opener.close(region)
         self._regions.clear()
-
-
-logger = logging.getLogger(__name__)
 
 
 class RegionRegistry:

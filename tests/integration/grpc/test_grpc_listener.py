@@ -27,7 +27,7 @@ from shmserve.ipc import endpoints
 from tests.support import certificates, repositories
 from tests.support.servers import Server, refuses, run_command, running, title
 from tests.support.waiting import until
-from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
+from tests.support.wire.grpc_calls import is_right, refusal, request_of, simple_request, stub
 from tests.support.wire.http2 import (
     DATA,
     END_HEADERS,
@@ -322,6 +322,8 @@ def test_a_server_without_grpcio(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_drain_answers_what_was_asked(models: Path) -> None:
+    """There is no server to go to: a connection with calls stays until these are over, and says in
+    Triton's words why it takes no more; who has none is told to go."""
     with (
         running(models, grpc=True) as server,
         stub(server) as call,
@@ -346,14 +348,24 @@ def test_a_drain_answers_what_was_asked(models: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert next(health) == b"\x08\x02"
         until("nobody is let in", lambda: refuses(server.grpc_port))
-        wait.set()
-        assert next(idle).infer_response.id == "late"
         with idle_sock:  # told to go, and nobody comes any more
             said = b""
             while frame(GO_AWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4)) not in said:
                 piece = idle_sock.recv(65536)
                 assert piece, said
                 said += piece
+            while idle_sock.recv(65536):
+                pass
+        text = (
+            "Server is stopping, scheduler for model has stopped accepting new inference requests"
+        )
+        for name, prefix in (("", "[request id: <id_unknown>] "), ("x", "[request id: x] ")):
+            refused = refusal(call.ModelInfer, simple_request(name))
+            assert refused == ("UNAVAILABLE", prefix + text)
+        live = refusal(call.ServerLive, pb.ServerLiveRequest())
+        assert live == ("UNAVAILABLE", "Server exiting")
+        wait.set()
+        assert next(idle).error_message == f"[request id: late] {text}"
         visit.release()
         assert asked.result().raw_output_contents == [array.tobytes()]
         assert server.wait_exit(10) == 0

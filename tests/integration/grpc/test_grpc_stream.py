@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request, stub
 
@@ -21,12 +22,11 @@ STRICT = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     repository = tmp_path_factory.mktemp("stream") / "models"
     repository.mkdir()
     repositories.add(repository, "simple", "gated", "crimes")
-    with running(repository, grpc=True) as started:
-        yield started
+    return host(repository)
 
 
 def gated(value: int) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 import shmserve.client
 from tests.support import repositories
 from tests.support.crowd import crowd, values
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
@@ -23,13 +23,12 @@ BATCHING = "dynamic_batching { }"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     """The gated model, with and without batching."""
     repository = tmp_path_factory.mktemp("deadlines")
     repositories.add_as(repository, "plain", "gated")
     repositories.add_as(repository, "batching", "gated", BATCHING)
-    with running(repository) as started:
-        yield started
+    return host(repository)
 
 
 @pytest.mark.parametrize("model", ["plain", "batching"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
 from shmserve.errors import ShmserveError
-from tests.support.servers import ROOT, Server, run_command, running
+from tests.support.servers import ROOT, Server, run_command
 from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
@@ -57,13 +57,16 @@ def add(repository: Path, name: str, kind: str, code: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory,
+    host: Callable[[Path], Server],
+    explicit_server: tuple[Server, Path],
+) -> tuple[Server, Path]:
     repository = tmp_path_factory.mktemp("streams") / "models"
     add(repository, "words", "Words", (ROOT / "examples" / "native_stream.py").read_text())
     for kind in ("Plain", "Asynchronous"):
         add(repository, kind.lower(), kind, LASTING)
-    with running(repository, grpc=True) as started:
-        yield started, repository
+    return host(repository), explicit_server[1]
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import shmserve.client
 from tests.support import repositories
 from tests.support.crowd import crowd
 from tests.support.held_queue import Queue
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 
 LEVELS = """
 dynamic_batching {
@@ -61,7 +62,7 @@ TARGET = 'parameters { key: "target_p99_ms" value { string_value: "5000" } }'
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, host: Callable[[Path], Server]) -> Server:
     """Models with priority levels and strategies, and one that calls another with a priority."""
     repository = tmp_path_factory.mktemp("priorities")
     path = repositories.add_as(repository, "levels", "gated", LEVELS) / "config.pbtxt"
@@ -69,8 +70,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repositories.write(repository, "caller", CALLER, CALLER_MODEL)
     repositories.add_as(repository, "prefer_latency", "gated", STRATEGY % "prefer_latency")
     repositories.add_as(repository, "adaptive", "gated", STRATEGY % "adaptive" + TARGET)
-    with running(repository, grpc=True) as started:
-        yield started
+    return host(repository)
 
 
 def number(value: int) -> np.ndarray:

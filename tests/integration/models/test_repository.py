@@ -119,10 +119,12 @@ def test_version_policies(everything: Server) -> None:
         assert answer(http, "all") == 10
         assert answer(http, "all/versions/2") == 2
         assert answer(http, "some") == 3
-    assert (
-        "version 9 is specified for model 'some', but the version directory is not present"
-        in everything.log()
-    )
+    for line in (
+        "version 9 is specified for model 'some', but the version directory is not present",
+        "ignore version directory 'notes' which fails to convert to integral number",
+        "ignore version directory '007' which contains leading zeros in its directory name",
+    ):
+        assert line in everything.log()
 
 
 def test_a_model_in_two_repositories(tmp_path: Path) -> None:
@@ -314,6 +316,21 @@ def test_a_broken_model_is_left_out_without_exit_on_error(repository: Path) -> N
         server.stop()
 
 
+def test_without_its_repository_a_server_is_not_live(tmp_path: Path) -> None:
+    """It ends; or, where no error is to end it, it says so to who asks."""
+    missing = tmp_path / "missing"
+    server = Server([missing], ["--exit-on-error=false"])
+    try:
+        server.wait_log("the server serves, and is not ready")
+        assert "no model is served" in server.log()
+        with server.http() as http:
+            for name, status in (("live", 400), ("ready", 400)):
+                assert http.get(f"/v2/health/{name}").status == status
+            assert http.get("/v2").status == 200
+    finally:
+        server.stop()
+
+
 # --- mode explicit ---
 
 
@@ -383,6 +400,28 @@ def test_loading_what_is_not_there(explicit: Explicit, name: str) -> None:
             )
         assert index(http) == before
         assert http.get("/v2/health/ready").status == 200
+
+
+def test_a_request_that_is_wrong_says_nothing_of_the_model(explicit: Explicit) -> None:
+    """What it sends for a model that could be loaded, or the name of one that has gone."""
+    server, repository = explicit
+    repositories.add_as(repository, "wronged", "constant")
+    with server.http() as http:
+        before = index(http)
+        code = {"file:1/model.py": base64.b64encode(source(2).encode()).decode()}
+        for sent in ({"config": "nonsense"}, code):
+            assert load(http, "wronged", **sent).status == 500
+            assert index(http) == before
+            assert http.get("/v2/models/wronged").error.endswith("is not found")
+        load(http, "wronged").ok()
+        unload(http, "wronged").ok()
+        until("it has ended", lambda: not server.find("scheduler wronged"))
+        shutil.rmtree(repository / "wronged")
+        for _ in range(2):
+            assert ("wronged", "1") not in index(http)
+            assert http.get("/v2/health/ready").status == 200
+            assert http.get("/v2/models/wronged").error.endswith("has no available versions")
+            assert load(http, "wronged").status == 500
 
 
 def test_load_rules(explicit: Explicit) -> None:
@@ -715,6 +754,7 @@ def test_poll_mode(tmp_path: Path, polling: tuple[Server, Path, Path]) -> None:
             until("the new model is served", lambda: http.infer("added", ASK).status == 200, 10)
             (repository / "added").rename(tmp_path / "removed")
             until("the removed model is not", lambda: http.infer("added", ASK).status != 200, 10)
+            until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
         assert asking.troubles() == []
         assert load(http, "constant").status == 503

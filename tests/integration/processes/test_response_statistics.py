@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server
+from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.streams import ask_repeat, ended, failed, stream
 
@@ -22,12 +21,16 @@ model_metrics {{ metric_control {{
 """
 
 
-@pytest.fixture
-def repeating(repository: Path, serve: Callable[..., Server]) -> Server:
-    """A server of a model that repeats each element of its input as a response."""
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that repeats each element of its input as a response, one for each
+    test."""
+    repository = tmp_path_factory.mktemp("repeating")
     repositories.add(repository, "repeat", config=BUCKETS)
-    repositories.add_as(repository, "standard", "repeat")
-    return serve(repository, "--metrics-config=histogram_latencies=true", grpc=True)
+    for name in ("standard", "cancelled", "killed"):
+        repositories.add_as(repository, name, "repeat")
+    with running(repository, "--metrics-config=histogram_latencies=true", grpc=True) as started:
+        yield started
 
 
 def test_responses_are_counted_by_their_index(repeating: Server) -> None:
@@ -81,25 +84,27 @@ def test_responses_are_counted_by_their_index(repeating: Server) -> None:
 
 def test_a_cancelled_request_is_counted_where_it_was(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, [0] * 2000, delay_ms=20)
+        ask_repeat(client, [0] * 2000, delay_ms=20, model="cancelled")
         for _ in range(2):
             told.get(timeout=30)
 
     def cancelled() -> int:
         with repeating.http() as http:
-            (found,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
+            (found,) = http.get("/v2/models/cancelled/stats").ok().json()["model_stats"]
         return sum(row["cancel"]["count"] for row in found["response_stats"].values())
 
     until("the cancellation is counted", lambda: cancelled() == 1)
-    assert repeating.metric("nv_inference_request_failure", reason="CANCELED") == 1
+    assert (
+        repeating.metric("nv_inference_request_failure", model="cancelled", reason="CANCELED") == 1
+    )
 
 
 def test_what_has_had_a_response_fails_with_its_worker(repeating: Server) -> None:
     with stream(repeating) as (client, told):
-        ask_repeat(client, [0] * 2000, delay_ms=20)
+        ask_repeat(client, [0] * 2000, delay_ms=20, model="killed")
         told.get(timeout=30)
-        repeating.one("worker repeat.0").kill()
+        repeating.one("worker killed.0").kill()
         assert "died before this request's last response" in failed(told)
-        until("there is another worker", lambda: bool(repeating.find("worker repeat.0")))
-        ask_repeat(client, [5])
+        until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
+        ask_repeat(client, [5], model="killed")
         assert ended(told) == 1

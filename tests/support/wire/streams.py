@@ -25,9 +25,14 @@ def stream(server: Server) -> Iterator[tuple[triton.InferenceServerClient, Told]
         client.stop_stream(cancel_requests=True)
 
 
-def ask_repeat(client: triton.InferenceServerClient, values: list[int], delay_ms: int = 0) -> None:
-    """A request for these of the model "repeat", `delay_ms` apart, whose end is told even if it
-    comes alone."""
+def ask_repeat(
+    client: triton.InferenceServerClient,
+    values: list[int],
+    delay_ms: int = 0,
+    model: str = "repeat",
+) -> None:
+    """A request for these of the model "repeat", or of one like it, `delay_ms` apart, whose end is
+    told even if it comes alone."""
     arrays = {
         "IN": np.array(values, np.int32),
         "DELAY": np.full(len(values), delay_ms, np.uint32),
@@ -37,7 +42,7 @@ def ask_repeat(client: triton.InferenceServerClient, values: list[int], delay_ms
     for name, array in arrays.items():
         tensor = triton.InferInput(name, array.shape, triton.np_to_triton_dtype(array.dtype))
         inputs.append(tensor.set_data_from_numpy(array))
-    client.async_stream_infer("repeat", inputs, enable_empty_final_response=True)
+    client.async_stream_infer(model, inputs, enable_empty_final_response=True)
 
 
 def ended(told: Told) -> int:

@@ -21,7 +21,7 @@ from shmserve.client.inflight.channel import ClientRequest, RequestChannel
 from shmserve.client.inflight.waiting import ThreadChannel
 from shmserve.client.request.options import PLAIN
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.server.models import ClientModel
+from shmserve.client.server.state import ClientModel
 from shmserve.client.session import Session
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
@@ -31,7 +31,7 @@ from shmserve.ipc.messages.local_clients import Welcome
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Memory, Place
 from shmserve.ipc.transport import frames
-from shmserve.ipc.transport.untrusted_router import MOST_ELEMENTS, UntrustedRouter
+from shmserve.ipc.transport.router import MOST_ELEMENTS, UntrustedRouter
 from tests.support.waiting import until
 
 

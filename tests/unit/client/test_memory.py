@@ -29,7 +29,7 @@ from shmserve.client.request.options import PLAIN, options_of
 from shmserve.client.request.prepare import prepare
 from shmserve.client.request.prepared import RequestTemplate, TensorTemplate
 from shmserve.client.request.results import read
-from shmserve.client.server.models import ClientModel, ClientModels
+from shmserve.client.server.state import ClientModel, ClientModels
 from shmserve.errors import InvalidArgument, NotFound, Unavailable
 from shmserve.ipc.capabilities import FIRST, Capabilities
 from shmserve.ipc.messages import supervision as m

@@ -15,7 +15,7 @@ from shmserve.client.inflight.streaming import ResponseStream
 from shmserve.client.inflight.waiting import SharedChannel, ThreadChannel
 from shmserve.client.request.options import PLAIN, Options
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.server.models import ClientModel
+from shmserve.client.server.state import ClientModel
 from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc import credit
 from shmserve.ipc.credit import FIRST_CREDIT, MOST_UNREAD_BYTES, TOGETHER

@@ -18,7 +18,7 @@ from shmserve.common.access.shm_access import (
     ownership,
 )
 from shmserve.errors import InvalidArgument, PermissionDenied
-from shmserve.supervisor.regions.quota import RegionQuota
+from shmserve.supervisor.regions.opener import RegionQuota
 from tests.support.regions import SharedObject
 
 ME = os.geteuid()

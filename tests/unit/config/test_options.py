@@ -286,6 +286,9 @@ def test_an_error_names_the_flag_what_was_found_and_what_is_allowed(
 def test_errors_of_the_whole_command_line() -> None:
     assert "at least one is needed" in refusal()
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
+    nowhere = settings("/no/where", "--exit-on-error=false").model_repositories
+    assert nowhere == (ROOT, Path("/no/where"))
+    assert "is not a folder" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
     maybe = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
     assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == maybe
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")

@@ -13,7 +13,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.inference.submit import prepare_submit
-from shmserve.gateway.links.schedulers import GatewayRequest, RequestDispatcher, SchedulerHandle
+from shmserve.gateway.links import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, pack_inferred
@@ -60,7 +60,7 @@ def test_an_answer_that_is_not_read_is_given_back(
     monkeypatch: pytest.MonkeyPatch, answered: str
 ) -> None:
     """Once, whether it came before the request was given up or after."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
@@ -84,7 +84,7 @@ def test_an_answer_that_is_not_read_is_given_back(
 def test_what_was_read_goes_with_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another is in flight: it saves a wake-up; but no later than a moment after, and the
     last before the link closes."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def read() -> list[type[Any]]:
         dispatcher = RequestDispatcher()
@@ -118,7 +118,7 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
 ) -> None:
     """What it had answered is read first; the rest goes to the successor, or is refused, as is what
     may have been written over its own input."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
     released: list[int] = []
 
     async def lose() -> tuple[RequestDispatcher, list[GatewayRequest]]:
@@ -156,7 +156,7 @@ def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gateway that was stopped meanwhile hears of both at once, and reads the answer after."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def lose() -> None:
         dispatcher = RequestDispatcher()
@@ -183,7 +183,7 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
     monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
     """Whether it was read before anybody knew of a successor, or long after that."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def lose() -> tuple[list[Any], list[Any]]:
         dispatcher = RequestDispatcher()
@@ -207,7 +207,7 @@ def test_what_is_read_when_its_scheduler_is_lost_is_given_back_by_way_of_the_suc
 
 def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told, and the end; what comes after who waited has left is given back."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
     body = answer().body
 
     async def stream() -> tuple[list[Any], list[Any], list[str]]:
@@ -249,7 +249,7 @@ def test_a_scheduler_without_users_is_dropped_after_its_last_report(
     monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Also where none comes: its link would stay for good."""
-    monkeypatch.setattr("shmserve.gateway.links.schedulers.Link", Link)
+    monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def report() -> list[bool]:
         dispatcher = RequestDispatcher()

@@ -6,17 +6,18 @@ import asyncio
 
 import pytest
 
-from shmserve.gateway.inference import malloc_trim
+from shmserve.gateway.inference import body_arrival
+from shmserve.gateway.inference.body_arrival import LARGE
 
 
-@pytest.mark.parametrize(("size", "trims"), [(malloc_trim.LARGE, [0]), (malloc_trim.LARGE - 1, [])])
+@pytest.mark.parametrize(("size", "trims"), [(LARGE, [0]), (LARGE - 1, [])])
 def test_large_requests_cost_one_trim_and_small_ones_none(
     monkeypatch: pytest.MonkeyPatch, size: int, trims: list[int]
 ) -> None:
     calls: list[int] = []
 
     async def requests() -> None:
-        trim = malloc_trim.MallocTrim()
+        trim = body_arrival.MallocTrim()
         for _ in range(50):
             trim.soon(size)
         done = asyncio.Event()
@@ -24,12 +25,12 @@ def test_large_requests_cost_one_trim_and_small_ones_none(
         asyncio.get_running_loop().call_later(0.002, done.set)
         await done.wait()
 
-    monkeypatch.setattr(malloc_trim, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(malloc_trim, "_malloc_trim", calls.append)
+    monkeypatch.setattr(body_arrival, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(body_arrival, "_malloc_trim", calls.append)
     asyncio.run(requests())
     assert calls == trims
 
 
 def test_this_host_can() -> None:
-    assert malloc_trim._malloc_trim is not None
-    malloc_trim._malloc_trim(0)
+    assert body_arrival._malloc_trim is not None
+    body_arrival._malloc_trim(0)

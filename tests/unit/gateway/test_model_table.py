@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.links.schedulers import RequestDispatcher
+from shmserve.gateway.links import RequestDispatcher
 from shmserve.gateway.model_table import ModelTable
 from tests.rigs.gateway_rig import SIMPLE, Scheduler, publication
 

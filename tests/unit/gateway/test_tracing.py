@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.common.trace_settings import Sampler, Samplers, TraceSettings
-from shmserve.gateway.tracing.file import append, next_file
-from shmserve.gateway.tracing.tracer import Tracer
+from shmserve.gateway.tracing.tracer import Tracer, append_entries, next_file
 
 ON = TraceSettings(("TIMESTAMPS",), trace_rate=3)
 SAMPLED = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -67,7 +66,7 @@ def test_a_caller_decides_for_opentelemetry() -> None:
 def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
     path = str(tmp_path / "traces")
     for number in range(3):
-        append(path, [{"id": number}, {"id": number}])
+        append_entries(path, [{"id": number}, {"id": number}])
         assert len(json.loads(Path(path).read_text())) == 2 * (number + 1)
     assert next_file(path) == f"{path}.0"
     assert next_file(path) == f"{path}.1"
@@ -77,5 +76,5 @@ def test_another_file_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / "notes"
     other.write_text("notes")
     with pytest.raises(ValueError, match="no array of traces"):
-        append(str(other), [{"id": 1}])
+        append_entries(str(other), [{"id": 1}])
     assert other.read_text() == "notes"

@@ -74,7 +74,8 @@ def test_passes():
     pass
 """
 # These need no plugin, and each takes its time to load.
-BARE = ("-p", "no:hypothesispytest", "-p", "no:cacheprovider")
+_PLUGINS = ("hypothesispytest", "schemathesis", "anyio", "cacheprovider")
+BARE = tuple(word for plugin in _PLUGINS for word in ("-p", f"no:{plugin}"))
 NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
 DIES = "import os\ndef test_dies(): os._exit(0)"
 

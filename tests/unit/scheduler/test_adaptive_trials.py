@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from shmserve.scheduler.batchers.adaptive import Account, Moment, Sizes, Ways
 from shmserve.scheduler.batchers.estimates import Load
-from shmserve.scheduler.batchers.trials import Account, Moment, Sizes, Ways
 from tests.rigs.batching_simulation import MS
 
 # A row takes 2.5 ms at best, one comes every 4 ms, and the target is 80 ms: see `step at 8`.

@@ -12,7 +12,7 @@ from shmserve.common.trace_settings import TraceSettings
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Settled, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SetTracing
 from shmserve.ipc.trace import TraceContext
-from shmserve.scheduler.hosting.local_traces import LocalTraces
+from shmserve.scheduler.hosting.local_clients import LocalTraces
 
 PEER = b"900.1.x"
 CALLER = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmserve.scheduler.requests.client import Client
-from shmserve.scheduler.requests.priority import PriorityQueue
+from shmserve.scheduler.requests.queue import PriorityQueue
 from shmserve.scheduler.requests.request import NEVER, OVER, ScheduledRequest
 
 LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])

@@ -16,7 +16,7 @@ from shmserve.ipc.messages.supervision import (
     StatisticsSnapshot,
 )
 from shmserve.scheduler.instances.executions import ServiceTime
-from shmserve.scheduler.statistics.histograms import Histogram
+from shmserve.scheduler.statistics.table import Histogram
 from shmserve.scheduler.statistics.timing import Timing
 from tests.rigs.scheduler_rig import MS, WALL_NS, Rig, ok
 

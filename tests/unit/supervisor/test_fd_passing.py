@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.supervisor.local_clients import fd_passing
+from shmserve.supervisor.local_clients import connections
 from tests.support.waiting import until
 
 
@@ -27,5 +27,5 @@ def test_one_that_fails_to_close_keeps_no_other_open(
         return not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in fds)
 
     monkeypatch.setattr(os, "close", failing)
-    fd_passing.close_all(fds)
+    connections.close_all(fds)
     until("all are closed", all_closed)

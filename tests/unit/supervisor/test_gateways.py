@@ -7,7 +7,7 @@ from typing import Any
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.kept.gateways import Gateways
+from shmserve.supervisor.kept import Gateways
 from tests.rigs.process_rig import Processes, turns
 
 

@@ -17,8 +17,8 @@ from shmserve.supervisor.resources.rate_limiter import (
     PATIENCE,
     Needs,
     RateLimiter,
+    Tickets,
 )
-from shmserve.supervisor.resources.tickets import Tickets
 
 R, S = ("R", 0), ("S", GLOBAL)
 

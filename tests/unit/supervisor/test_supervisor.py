@@ -101,7 +101,9 @@ def test_of_those_that_have_stopped_most_hear_in_one_turn(monkeypatch: pytest.Mo
         told = hears.context.broadcast.mock_calls
         assert told == [call(ProcessExited(pid, "exit status 0"), *READERS) for pid in (7, 8)]
         told.clear()
-        await asyncio.sleep(0.01)
+        heard = asyncio.Event()
+        hears.context.broadcast.side_effect = lambda *_: heard.set()
+        await heard.wait()
         return list(told)
 
     assert asyncio.run(live()) == [

@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.ipc.messages.supervision import Ping
+from shmserve.supervisor.health import Watchdog
 from shmserve.supervisor.processes.control_socket import Acknowledgements
-from shmserve.supervisor.watchdog import Watchdog
 
 
 class Control:

@@ -18,7 +18,7 @@ from shmserve.ipc.messages.memory import LeaseWorkspace, ReturnWorkspace, Worksp
 from shmserve.ipc.messages.start import WorkspaceStart, decode
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, unpack_place
 from shmserve.ipc.transport.router import Router
-from shmserve.supervisor.kept.workspace_holders import WorkspaceHolders
+from shmserve.supervisor.kept import WorkspaceHolders
 from shmserve.supervisor.resources.workspaces import Workspaces, hold
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import FakeCuda

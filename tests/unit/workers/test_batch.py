@@ -26,7 +26,7 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
-from shmserve.workers.batch.gather import Gatherer, room
+from shmserve.workers.batch.runner import Gatherer, room
 from shmserve.workers.batch.unpack import Unpacker, reshape
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (

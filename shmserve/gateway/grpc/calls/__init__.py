@@ -1,9 +1,7 @@
 """Calls: what a handler sees of them, and what they are on the wire.
 
-call.py              what all calls have, and unary ones
+call.py              what all calls have, and unary ones; what connections are to them
 streaming_call.py    those with any number of messages
 head.py              the head of one: method, deadline, metadata, encodings
 messages.py          messages out of pieces of data, inflated; framed and deflated
-response_blocks.py   the header blocks of responses
-front.py             what all connections share, and what a call sees of its connection
 """

@@ -5,43 +5,133 @@ streaming one (`streaming_call.py`) any number of each.
       ├──> the client has left, or its time is over ──> `on_gone`, `on_over`
       └──> late: its message does not come
 
-A unary call has no task: what happens to it goes on where its event is handled.
+They see their connection as a `Carrier`. A unary call has no task: what happens to it goes on where
+its event is handled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.client_identity import ClientIdentity
-from shmserve.gateway.grpc.calls import response_blocks
-from shmserve.gateway.grpc.calls.front import Carrier
-from shmserve.gateway.grpc.calls.head import CallHead
+from shmserve.gateway.grpc.calls.head import ENCODINGS, CallHead
 from shmserve.gateway.grpc.calls.messages import (
     LARGE,
     PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
+    Deflater,
     Received,
     Sinks,
     framed,
     inflated,
     release,
 )
-from shmserve.gateway.grpc.status import INTERNAL, LATE, MISSING, OVER, StatusCode
+from shmserve.gateway.grpc.status import INTERNAL, LATE, MISSING, OVER, StatusCode, percent_encoded
+from shmserve.gateway.http2.connection import Http2Connection
+from shmserve.gateway.http2.header_blocks import STATUS_200, encode
+from shmserve.gateway.http2.limits import Limits
 from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.inference.body_arrival import BodyBudget
+from shmserve.gateway.settings import GrpcSettings
 
 logger = logging.getLogger(__name__)
+
+
+_READ = 64 * 1024  # bytes
+# The header blocks of responses: the same bytes for every client, made once where they can be.
+_FIELDS = (
+    (b"content-type", b"application/grpc"),
+    (b"grpc-accept-encoding", ",".join(ENCODINGS).encode()),
+)
+_HEAD = STATUS_200 + encode(_FIELDS)
+# Of responses whose messages may be compressed so; None: they are not.
+HEADS: dict[str | None, bytes] = {
+    None: _HEAD,
+    **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
+}
+OK_TRAILERS = encode(((b"grpc-status", b"0"),))
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
 _OVER_S = 0.005  # a call with less time left is over
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrpcFront:
+    """What all connections of a gateway share. `begin` makes a call of a stream and its head;
+    `body_timeout_s` is a client's time to send a message or to take one, `largest_inflated` bounds
+    compressed messages, in bytes."""
+
+    settings: GrpcSettings
+    begin: Callable[[Carrier, Stream, CallHead], Any]
+    budget: BodyBudget
+    header_timeout_s: float
+    body_timeout_s: float
+    largest_inflated: int
+    tls: ssl.SSLContext | None
+    deflater: Deflater | None
+    limits: Limits = field(default_factory=Limits)
+    # What comes of any of them is read to this, and used before the next is.
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ)))
+
+
+class Carrier(Protocol):
+    """A connection, as the calls on it see it."""
+
+    front: GrpcFront
+    loop: asyncio.AbstractEventLoop
+    client: ClientIdentity
+    guarded: bool  # calls of this client must be authorised
+    http2: Http2Connection[CallHead]
+
+    def flush(self) -> None:
+        """Write what is ready."""
+
+    def watch(self, call: Any, arriving: ArrivingMessage) -> None:
+        """Have an eye on a call whose message is not here."""
+
+    def unwatch(self, call: Any) -> None:
+        """Its message is here, or it is over."""
+
+    def over(self) -> None:
+        """A call is over, and all of it is sent."""
+
+    def settled(self) -> None:
+        """Who was told to go knows it, and no call is here that is waited for."""
+
+    def abort(self) -> None:
+        """End it now, whatever is not flushed."""
+
+    def force_close(self) -> None:
+        """End it; what is written already may still be flushed."""
+
+
+def response_start(http_status: int) -> bytes:
+    """The start of the only block of a response without messages."""
+    if http_status == 200:
+        return _HEAD
+    return encode(((b":status", str(http_status).encode()), *_FIELDS))
+
+
+def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]) -> bytes:
+    """The trailers of a response."""
+    if code is StatusCode.OK and not (details or metadata):
+        return OK_TRAILERS
+    fields = [(b"grpc-status", str(code.value).encode())]
+    if details:
+        fields.append((b"grpc-message", percent_encoded(details)))
+    fields += [(key.encode(), value.encode()) for key, value in metadata]
+    return encode(fields)
 
 
 class GrpcCall(ABC):
@@ -107,14 +197,14 @@ class GrpcCall(ABC):
         self, code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
     ) -> None:
         sending = self._connection.http2.sending
-        block = response_blocks.status(code, details, metadata)
+        block = trailers(code, details, metadata)
         self._stream.on_sent = self._over
         if self._begun:
             if code is not StatusCode.OK:
                 sending.discard(self._stream)
             sending.trailers(self._stream, block)
         else:
-            head = response_blocks.start(self.head.status)
+            head = response_start(self.head.status)
             sending.head(self._stream, head + block, end=True)
         self._connection.flush()
 
@@ -317,8 +407,8 @@ class UnaryCall(GrpcCall):
         self._end()
         self._stream.on_sent = self._over
         sending = self._connection.http2.sending
-        head = response_blocks.HEADS[self._compression]
-        sending.respond(self._stream, head, pieces, response_blocks.OK)
+        head = HEADS[self._compression]
+        sending.respond(self._stream, head, pieces, OK_TRAILERS)
         self._connection.flush()
 
     def _received(self, message: Received) -> None:

@@ -9,9 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.grpc.calls import response_blocks
-from shmserve.gateway.grpc.calls.call import GrpcCall
-from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.call import HEADS, Carrier, GrpcCall
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import (
     PREFIX,
@@ -26,6 +24,7 @@ from shmserve.gateway.grpc.status import DONE, INTERNAL, Ending, StatusCode
 from shmserve.gateway.http2.outgoing import Stream
 
 logger = logging.getLogger(__name__)
+
 
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
@@ -150,7 +149,7 @@ class StreamingCall(GrpcCall):
     def _begin(self) -> None:
         self._begun = True
         sending = self._connection.http2.sending
-        sending.head(self._stream, response_blocks.HEADS[self._compression])
+        sending.head(self._stream, HEADS[self._compression])
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write these; returns when the client takes the last of them, or has left. Raises

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmserve.gateway.inference.builder import Prepared
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.ipc.tensors.inference import (

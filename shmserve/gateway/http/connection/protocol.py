@@ -78,7 +78,7 @@ class HttpConnection(Incoming):
         else:
             self.force_close()
 
-    def leave(self) -> None:
+    def leave(self, after_calls: bool = False) -> None:
         """Have the client go: with its next response, or soon if it asks for nothing."""
         self._idle_s = _GOES_S
         if self._idle_timer is not None:

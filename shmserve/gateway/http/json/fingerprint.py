@@ -26,8 +26,7 @@ from typing import NamedTuple
 import orjson
 
 from shmserve.gateway.http.json.tensors import packer
-from shmserve.gateway.inference.builder import Prepared
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED

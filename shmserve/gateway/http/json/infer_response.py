@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shmserve.gateway.http.json import tensors
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import check_size
 from shmserve.ipc.tensors.descriptors import Place

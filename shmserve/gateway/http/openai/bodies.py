@@ -9,7 +9,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, clip
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.http.request import HttpRequest

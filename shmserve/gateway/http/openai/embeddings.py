@@ -18,7 +18,7 @@ from shmserve.gateway.http.response import HttpResponse, json_response
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
-from shmserve.gateway.inference.streaming_request import error_of
+from shmserve.gateway.inference.submit import error_of
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.datatypes import STORED
 

@@ -29,8 +29,7 @@ from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_response
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
-from shmserve.gateway.inference.streaming_request import error_of
-from shmserve.gateway.inference.submit import log_failure
+from shmserve.gateway.inference.submit import error_of, log_failure
 from shmserve.ipc.tensors.datatypes import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 

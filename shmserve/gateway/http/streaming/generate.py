@@ -20,7 +20,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body.reader import JSON_TOO_LARGE, Body
+from shmserve.gateway.http.body import JSON_TOO_LARGE, Body
 from shmserve.gateway.http.json.framing import SERVER_SENT_EVENTS, error_json
 from shmserve.gateway.http.json.infer_request import (
     parameter_value,
@@ -36,8 +36,7 @@ from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_r
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_number
 from shmserve.gateway.inference.response import output_bytes
-from shmserve.gateway.inference.streaming_request import error_of
-from shmserve.gateway.inference.submit import still
+from shmserve.gateway.inference.submit import error_of, still
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import loaded
 from shmserve.ipc.tensors.datatypes import element_count

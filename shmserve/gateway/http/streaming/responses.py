@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, traced
-from shmserve.gateway.inference.prepared import BuiltRequest
-from shmserve.gateway.inference.streaming_request import Message, StreamingRequest, is_last
-from shmserve.gateway.inference.submit import prepare_submit
+from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.submit import Message, StreamingRequest, is_last, prepare_submit
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred
 

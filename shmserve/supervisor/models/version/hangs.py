@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from shmserve.errors import Unavailable
 from shmserve.supervisor.models.version.instances import Instance
+from shmserve.supervisor.processes.table import Child
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +43,22 @@ async def stacks_of(instance: Instance) -> str:
     try:
         os.ftruncate(fd, 0)
         child.kill(signal.SIGUSR2)
-        for _ in range(_MOMENTS):
-            await asyncio.sleep(0.1)
-            if not child.alive or os.fstat(fd).st_size:
-                break
+        await _written(child, fd)
         return os.read(fd, _MOST_BYTES).decode(errors="replace")
     except OSError:  # it has something else there by now
         return ""
     finally:
         os.close(fd)
+
+
+async def _written(child: Child, fd: int) -> None:
+    """It writes piece by piece, and nobody hears of that: it has ended where nothing more came."""
+    size = 0
+    for _ in range(_MOMENTS):
+        await asyncio.sleep(0.1)
+        before, size = size, os.fstat(fd).st_size
+        if not child.alive or 0 < size == before:
+            return
 
 
 def place(stacks: str, folder: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.wire.arriving import ArrivingRequest
+from shmserve.gateway.grpc.placed_request import ArrivingRequest
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 

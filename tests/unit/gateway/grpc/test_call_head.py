@@ -10,7 +10,7 @@ from hpack import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.calls import response_blocks
+from shmserve.gateway.grpc.calls import call
 from shmserve.gateway.grpc.calls.head import ENCODINGS, CallHead
 from shmserve.gateway.grpc.status import StatusCode
 from shmserve.gateway.http2.frames import StreamFault
@@ -169,7 +169,7 @@ def fields_of(block: bytes) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("compression", [None, *ENCODINGS])
 def test_the_head_of_a_response(compression: str | None) -> None:
-    found = dict(fields_of(response_blocks.HEADS[compression]))
+    found = dict(fields_of(call.HEADS[compression]))
     assert found[b":status"] == b"200"
     assert found[b"content-type"] == b"application/grpc"
     assert found[b"grpc-accept-encoding"] == b"identity,deflate,gzip"
@@ -178,16 +178,16 @@ def test_the_head_of_a_response(compression: str | None) -> None:
 
 @pytest.mark.parametrize("status", [200, 405, 415])
 def test_a_response_without_messages(status: int) -> None:
-    block = response_blocks.start(status) + response_blocks.status(StatusCode.INTERNAL, "no", ())
+    block = call.response_start(status) + call.trailers(StatusCode.INTERNAL, "no", ())
     found = fields_of(block)
     assert found[0] == (b":status", str(status).encode())
     assert found[-2:] == [(b"grpc-status", b"13"), (b"grpc-message", b"no")]
 
 
 def test_the_trailers_of_a_response() -> None:
-    assert fields_of(response_blocks.OK) == [(b"grpc-status", b"0")]
-    assert response_blocks.status(StatusCode.OK, "", ()) is response_blocks.OK
-    found = fields_of(response_blocks.status(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
+    assert fields_of(call.OK_TRAILERS) == [(b"grpc-status", b"0")]
+    assert call.trailers(StatusCode.OK, "", ()) is call.OK_TRAILERS
+    found = fields_of(call.trailers(StatusCode.UNAVAILABLE, "", [("retry", "5")]))
     assert found == [(b"grpc-status", b"14"), (b"retry", b"5")]
 
 
@@ -198,7 +198,7 @@ def test_any_text_of_a_status(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    found = fields_of(response_blocks.status(StatusCode.INTERNAL, text, ()))
+    found = fields_of(call.trailers(StatusCode.INTERNAL, text, ()))
     check_trailers([(name, value.strip()) for name, value in found])
     said = dict(found).get(b"grpc-message", b"")
     assert said.isascii()

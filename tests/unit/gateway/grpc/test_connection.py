@@ -267,6 +267,24 @@ def test_an_old_connection_is_told_twice_to_go_and_loses_no_call() -> None:
     played(play, max_connection_age_ms=1000)
 
 
+def test_who_stays_for_its_calls_is_told_to_go_when_those_are_over() -> None:
+    """However many come meanwhile, and are refused."""
+
+    async def play(scene: Scene) -> None:
+        scene.ask(1)
+        scene.connection.leave(after_calls=True)
+        scene.ask(3)
+        (_, first), (_, second) = scene.calls
+        second.fail(StatusCode.UNAVAILABLE, "ends")
+        scene.ask(5)
+        assert GO_AWAY not in {kind for kind, _, _, _ in scene.transport.frames()}
+        first.finish(b"")
+        told = [kind for kind, _, _, _ in scene.transport.frames()]
+        assert told[-2:] == [GO_AWAY, PING]
+
+    played(play)
+
+
 def test_calls_have_no_longer_than_the_grace_of_an_old_connection() -> None:
     async def play(scene: Scene) -> None:
         scene.ask(1)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.gateway.http.body import read_request as http
+from shmserve.gateway.http import body as http
 from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
-from shmserve.gateway.inference.prepared import BuiltRequest
+from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.model_table import GatewayModel
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
 

@@ -28,8 +28,7 @@ from shmserve.gateway.grpc.calls.messages import (
 )
 from shmserve.gateway.grpc.status import StatusCode
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.inference.body_arrival import BodyBudget
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 
 WINDOW = 1 << 20
 HEAD = CallHead([(b":method", b"POST"), (b":path", b"/x"), (b"content-type", b"application/grpc")])

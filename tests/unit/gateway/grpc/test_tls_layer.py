@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.common.tls import Tls
-from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
+from shmserve.gateway.grpc.connection import BrokenTls, TlsLayer
 from tests.support import certificates
 
 

@@ -15,12 +15,11 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http.body.reader import Body
+from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.inference import body_arrival
-from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout
+from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.builder import Resources
-from shmserve.gateway.inference.malloc_trim import MallocTrim
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.memory.arena import Arena

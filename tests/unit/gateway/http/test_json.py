@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.compression import Inflater, accepted_encoding, check_encoding, deflated
 from shmserve.gateway.grpc.wire.request import infer_request
-from shmserve.gateway.http.body import read_request
-from shmserve.gateway.http.body.read_request import header_size
+from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import large_arrays, tensors
 from shmserve.gateway.http.json.infer_request import parse_request
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
@@ -592,7 +591,7 @@ def test_others_have_their_turn_while_a_long_list_is_read(datatype: str, values:
 
     async def read(header: bytes) -> InferRequest:
         task = asyncio.create_task(others())
-        wire = await read_request._parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
+        wire = await _parse(header, 0, SimpleNamespace(name="m"), 4 * LIMIT)  # type: ignore[arg-type]
         task.cancel()
         return wire
 

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
-from shmserve.gateway.http.body.reader import Body
+from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
 from shmserve.gateway.http.request import HttpRequest
 from shmserve.gateway.http.response import HttpResponse, json_response
-from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout
-from shmserve.gateway.inference.malloc_trim import MallocTrim
+from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 

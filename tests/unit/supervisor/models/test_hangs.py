@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def live(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: st
             await processes.end()
 
     asyncio.run(run())
+
+
+def test_stacks_are_read_once_they_are_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pieces = ["", STACKS[:100], STACKS[100:], "", "too late"]
+    stacks = tmp_path / "stacks"
+
+    async def nap(_: float) -> None:
+        with stacks.open("a") as file:
+            file.write(pieces.pop(0))
+
+    monkeypatch.setattr("asyncio.sleep", nap)
+    with stacks.open("a+b") as file:
+        asyncio.run(hangs._written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
+    assert stacks.read_text() == STACKS
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ UNREAD = "failed to load 'm', failed to poll from model repository: "
 FAILED = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
 
 
-def planner(tmp_path: Path, config: str | None = None) -> LoadPlanner:
+def planner(tmp_path: Path, config: str | None = None, *more: str) -> LoadPlanner:
     """Of a repository with the model "m", which has version 1."""
     folder = tmp_path / "repository" / "m"
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
     if config is not None:
         (folder / "config.pbtxt").write_bytes(config.encode())
-    flags = ["--model-repository", str(folder.parent)]
+    flags = ["--model-repository", str(folder.parent), *more]
     return LoadPlanner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
 
 
@@ -33,6 +33,15 @@ def refusal(planner: LoadPlanner, override: str = "", **files: bytes) -> Shmserv
     with pytest.raises(ShmserveError) as caught:
         planner.plan("m", override, {name.replace("_", "/"): data for name, data in files.items()})
     return caught.value
+
+
+def test_with_configurations_as_they_are_written_each_model_has_one(tmp_path: Path) -> None:
+    without = planner(tmp_path, None, "--disable-auto-complete-config")
+    assert refusal(without).message == (
+        f"{UNREAD}there is no config.pbtxt, and --disable-auto-complete-config"
+    )
+    assert len(without.plan("m", '{"backend": "python"}', {})) == 1
+    assert len(planner(tmp_path / "other").plan("m", "", {})) == 1
 
 
 def test_names_file_line_and_key_of_everything_at_once(tmp_path: Path) -> None:

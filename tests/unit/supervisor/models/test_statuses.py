@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from shmserve.supervisor.models.orders import (
     OrderKind,
     OrderPhase,
 )
-from shmserve.supervisor.models.repository import IN_SEVERAL
-from shmserve.supervisor.models.statuses import is_ready, progress, statuses
+from shmserve.supervisor.models.repository import IN_SEVERAL, ModelFolder
+from shmserve.supervisor.models.statuses import index_rows, is_ready, progress, statuses
 
 
 @dataclass
@@ -83,6 +84,17 @@ def test_a_status_is_the_first_that_holds(
 def test_one_on_demand_that_was_not_loaded_has_no_version() -> None:
     assert statuses(model(on_demand=True)) == {"": ("ON_DEMAND", "")}
     assert statuses(model()) == {}
+
+
+def test_what_was_unloaded_and_is_not_there_is_not_in_the_index() -> None:
+    folder = ModelFolder("m", Path("m"), Path())
+    unloaded, failed = (model(outcomes={"1": each}) for each in (UNLOADED, LoadOutcome("broken")))
+    shown = [
+        [row["reason"] for row in index_rows("m", statuses(facts), place, ready=False)]
+        for facts in (unloaded, failed)
+        for place in (folder, None)
+    ]
+    assert shown == [["unloaded"], [], ["broken"], ["broken"]]
 
 
 def test_what_is_to_take_over_is_shown_in_the_place_of_what_serves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,7 +53,7 @@ class Transformer:
         self._checkpoint = checkpoint
         self._kind = kind
         self._turned = made.heads + made.kv_heads
-        with moved_to_huge_pages():
+        with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
             # The norm of a row with this column is its root mean square, but for a factor.
             given = self._weight("model.embed_tokens.weight")
             embedding = self._embedding = functional.pad(given, (0, _WIDER))

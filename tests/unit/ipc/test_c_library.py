@@ -1,22 +1,26 @@
-"""Processes as the kernel and malloc have them."""
+"""What the C library is told of copies and of memory."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+from shmserve.ipc.memory.c_library import LARGE_COPY, past_the_caches
+from shmserve.workers.memory import copying
 from tests.support.servers import ROOT
+
+_SETTING = "glibc.cpu.x86_non_temporal_threshold=0x200000"
 
 # Halves of frames come over several connections at a time, and each has small things beside it.
 _FRAMES = """
 from pathlib import Path
-from shmserve.ipc import processes
+from shmserve.ipc.memory.c_library import keep_no_large_memory
 
 def resident():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
-processes.keep_no_large_memory()
+keep_no_large_memory()
 chunk, small, before = bytes(1 << 20), [], resident()
 for _ in range(3):
     frames = [bytearray() for _ in range(12)]
@@ -37,3 +41,23 @@ def test_large_memory_is_given_back_when_it_is_freed() -> None:
     held, kept = map(int, ran.stdout.split())
     assert held >= 12 * 8 << 20
     assert kept < 4 << 20
+
+
+def test_what_is_there_stays() -> None:
+    before = {"HOME": "/root"}
+    assert past_the_caches(before) == {"HOME": "/root", "GLIBC_TUNABLES": _SETTING}
+    assert before == {"HOME": "/root"}
+
+
+def test_other_tunables_stay() -> None:
+    before = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert past_the_caches(before)["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{_SETTING}"
+
+
+def test_an_operators_own_threshold_stays() -> None:
+    before = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
+    assert past_the_caches(before) == before
+
+
+def test_the_pieces_of_a_large_copy_are_large() -> None:
+    assert copying._PIECE >= LARGE_COPY

@@ -1,30 +1,120 @@
-"""The gateway processes: started on the supervisor's listening sockets, restarted when they die."""
+"""Processes that the server always has, gateways and holders of workspaces: each is started again,
+with a backoff, when it dies.
+
+The gateways are started on the supervisor's listening sockets. Holders of the workspace pools of
+CUDA devices (resources/workspaces.py) are started before models are loaded. The memory of one that
+dies is lost: leases wait for the next.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
 
 from shmserve.common.accelerators import cuda_devices
 from shmserve.common.access.auth_tokens import encode_restrictions
 from shmserve.common.tasks import either, settle
 from shmserve.config.server import ServerConfig
+from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.start import encode
+from shmserve.ipc.messages.memory import WorkspaceAllocated
+from shmserve.ipc.messages.start import WorkspaceStart, encode
+from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.host.listeners import Listeners
-from shmserve.supervisor.kept.kept_processes import KeptProcess, KeptProcesses
-from shmserve.supervisor.processes.table import Child
+from shmserve.supervisor.processes.table import Child, RestartBackoff
 from shmserve.supervisor.processes.zygote import BOOT_FAILED
 
 logger = logging.getLogger(__name__)
 
+
 _GRPC = "grpc"
 _HTTP_ENTRY = "shmserve.gateway.http.main:run"
 _GRPC_ENTRY = "shmserve.gateway.grpc.main:run"
+_ENTRY = "shmserve.supervisor.resources.workspaces:run"
+
+
+@dataclass(slots=True, eq=False)
+class KeptProcess:
+    """One of them, or the place where the next one will be; `contact` once the first has made
+    contact."""
+
+    name: str
+    contact: asyncio.Future[None]
+    child: Child | None = None
+    started: float = 0.0
+    backoff: RestartBackoff = field(default_factory=RestartBackoff)
+
+
+class KeptProcesses(ABC):
+    """All processes of one role, by these names."""
+
+    role: ClassVar[str]
+
+    def __init__(self, context: SupervisorContext, names: Iterable[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self._context = context
+        self._kept = [KeptProcess(name, loop.create_future()) for name in names]
+        self._stopping = False
+
+    @abstractmethod
+    async def _spawn(self, name: str, title: str) -> Child:
+        """Start the process of this name."""
+
+    @abstractmethod
+    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
+        """Take a message from a process."""
+
+    def _is_hopeless(self, child: Child) -> bool:
+        """Whether one that ended before its first contact would end again."""
+        return True
+
+    async def start(self) -> None:
+        """Start every one; returns when all have made contact.
+
+        Raises Unavailable when one cannot run here at all; its log says why.
+        """
+        await asyncio.gather(*map(self._start, self._kept))
+        await asyncio.gather(*(kept.contact for kept in self._kept))
+
+    async def _start(self, kept: KeptProcess) -> None:
+        kept.started = time.monotonic()
+        child = kept.child = await self._spawn(kept.name, f"{self.role} {kept.name}")
+        self._context.enrol(child.pid, self.role, partial(self._received, kept, child))
+        child.exited.add_done_callback(partial(self._exited, kept, child))
+
+    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
+        """Start a process again that has ended."""
+        if self._stopping:
+            return
+        if not kept.contact.done() and self._is_hopeless(child):
+            kept.contact.set_exception(Unavailable(f"{child.title} ended at its start"))
+            kept.contact.exception()  # retrieved, also when nobody waits any more
+        else:
+            logger.error("%s ended (%s); starting it again", child.title, child.reason)
+            self._context.background(self._restart(kept))
+
+    async def _restart(self, kept: KeptProcess) -> None:
+        await asyncio.sleep(kept.backoff.pause_s(time.monotonic() - kept.started))
+        if self._stopping:
+            return
+        try:
+            await self._start(kept)
+        except (ShmserveError, OSError) as error:  # of no descriptor or memory left, too
+            logger.error("%s %s could not be started: %s", self.role, kept.name, error)
+            self._context.background(self._restart(kept))
+
+    def retire(self) -> None:
+        """Start none again: the server ends."""
+        self._stopping = True
 
 
 class Gateways(KeptProcesses):
@@ -94,9 +184,10 @@ class Gateways(KeptProcesses):
         self._held = False
         self._context.control.broadcast(m.Accept(), "gateway")
 
-    async def drain(self) -> None:
+    async def drain(self, followed: bool) -> None:
         """Have every gateway let nobody in any more, tell its clients to go, and finish what they
-        have asked; returns when all are done or gone."""
+        have asked; returns when all are done or gone. `followed`: by another server, here or
+        soon."""
         self._stopping = True
         self._listeners.close()  # each gateway closes its own
         loop = asyncio.get_running_loop()
@@ -104,7 +195,7 @@ class Gateways(KeptProcesses):
         for child in self._children():
             if child.alive and self._context.control.connected(child.pid):
                 drained = self._drained[child.pid] = loop.create_future()
-                self._context.control.send(child.pid, m.Drain())
+                self._context.control.send(child.pid, m.Drain(followed=followed))
                 waits.append(asyncio.ensure_future(either(drained, child.exited)))
         if waits:
             await asyncio.wait(waits)
@@ -142,3 +233,36 @@ def _settings(config: ServerConfig) -> GatewaySettings:
         summary_latencies=config.metrics.summary_latencies,
         slow_request_ms=config.slow_request_ms,
     )
+
+
+class WorkspaceHolders(KeptProcesses):
+    """One for each CUDA device that has a pool, by the device's name."""
+
+    role = "workspace"
+
+    def __init__(self, context: SupervisorContext) -> None:
+        self._sizes = context.config.workspace_byte_sizes
+        super().__init__(context, [device for device in self._sizes if device != "cpu"])
+
+    async def _spawn(self, name: str, title: str) -> Child:
+        context = self._context
+        start = WorkspaceStart(_number(name), self._sizes[name], context.run_dir, context.log)
+        return await context.front_zygote.spawn(title, _ENTRY, encode(start))
+
+    def _received(self, kept: KeptProcess, child: Child, message: Any) -> None:
+        match message:
+            case WorkspaceAllocated(raw, uuid):
+                handle = CudaHandle(raw, _number(kept.name), uuid)
+                size = self._sizes[kept.name]
+                memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
+                self._context.workspaces.allocated(kept.name, memory)
+                settle(kept.contact, None)
+
+    def _exited(self, kept: KeptProcess, child: Child, _: object) -> None:
+        if not self._stopping:
+            self._context.workspaces.lost(kept.name)
+        super()._exited(kept, child, _)
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2])

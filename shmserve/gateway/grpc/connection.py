@@ -8,25 +8,25 @@ the next, and nothing is read meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import ssl
 import time
 
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
-from shmserve.gateway.grpc.calls.call import GrpcCall
-from shmserve.gateway.grpc.calls.front import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
-from shmserve.gateway.grpc.connection.lifetime import ConnectionLifetime
-from shmserve.gateway.grpc.connection.tls_layer import BrokenTls, TlsLayer
+from shmserve.gateway.grpc.connection_lifetime import ConnectionLifetime
 from shmserve.gateway.http2.connection import Http2Connection
-from shmserve.gateway.http2.events import Begun, Data, StreamReset
 from shmserve.gateway.http2.frames import FaultCode
-from shmserve.gateway.http2.incoming import Bytes
+from shmserve.gateway.http2.incoming import Begun, Bytes, Data, StreamReset
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 
 logger = logging.getLogger(__name__)
+
 
 _LARGE = 64 * 1024  # of what is larger the pieces are handed to the socket as they are
 _HIGH_WATER = 256 * 1024  # bytes that the socket has not taken, above which data waits
@@ -34,6 +34,7 @@ _FREE_DEBT = 32  # of a turn
 _REST_S = 0.0005  # for each that is owed
 _LINGER_S = 0.25
 _LOOKS = 4  # at a call that waits, while its client has patience left
+_READ = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
@@ -119,9 +120,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def leave(self) -> None:
+    def leave(self, after_calls: bool = False) -> None:
         """Have the client go when its calls are over."""
-        self.lifetime.leave()
+        self.lifetime.leave(after_calls)
 
     def settled(self) -> None:
         """It knows that it is to go, and no unary call is here."""
@@ -316,3 +317,54 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.http2.reset(stream, FaultCode.CANCEL)
         if stream.call is not None:
             stream.call.gone()
+
+
+class BrokenTls(Exception):
+    """The client speaks no TLS, or not the one that is asked for."""
+
+
+class TlsLayer:
+    """TLS of one connection. `ready` once the client has shown what it must, and speaks HTTP/2."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.ready = False
+        self._closed = False
+
+    def receive(self, data: bytes | memoryview) -> bytes:
+        """The plaintext in these bytes; `outgoing` has what is to be sent, in any case. Raises
+        BrokenTls."""
+        self._incoming.write(data)
+        pieces: list[bytes] = []
+        try:
+            if not self.ready:
+                self._tls.do_handshake()
+                if self._tls.selected_alpn_protocol() != "h2":
+                    raise BrokenTls("a client that does not speak HTTP/2")
+                self.ready = True
+            while piece := self._tls.read(_READ):
+                pieces.append(piece)
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            pass  # the client says that it is done; the socket's end follows
+        except ssl.SSLError as error:
+            raise BrokenTls(str(error)) from None
+        return b"".join(pieces)
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Encrypt these; `outgoing` has them, unless all was said to have been sent."""
+        if not self._closed:
+            self._tls.write(data)
+
+    def close(self) -> None:
+        """Say that nothing more comes."""
+        self._closed = True
+        with contextlib.suppress(ssl.SSLError):  # the client has not said so yet
+            self._tls.unwrap()
+
+    def outgoing(self) -> bytes:
+        """The ciphertext that is to be sent."""
+        return self._outgoing.read()

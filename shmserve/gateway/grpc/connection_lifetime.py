@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.front import Carrier
+from shmserve.gateway.grpc.calls.call import Carrier
 from shmserve.gateway.http2.frames import FaultCode
 
 _ALIVE, _LEAVING = b"alive?\0\0", b"leaving\0"
@@ -34,6 +34,8 @@ class ConnectionLifetime:
         self._last_ping = float("-inf")
         self._strikes = 0
         self.leaving = False
+        self._stays_for = 0  # its calls up to this number come before it is told to go
+        self._told = False
         self.listens = bool(self._settings.max_ping_strikes)  # `received` is to be called
 
     def begin(self) -> None:
@@ -87,7 +89,7 @@ class ConnectionLifetime:
             answer.cancel()
         if self._settings.max_ping_strikes:
             self._count_pings()
-        if self.leaving and not self._connection.http2.streams and "leave" not in self._timers:
+        if self._told and not self._connection.http2.streams and "leave" not in self._timers:
             self._leave_now()
 
     def _count_pings(self) -> None:
@@ -113,13 +115,22 @@ class ConnectionLifetime:
         if grace_ms:
             self._later("grace", grace_ms / 1000, self._connection.abort)
 
-    def leave(self) -> None:
-        """Have the client go when its calls are over, without losing one that is on its way."""
-        if self.leaving:
+    def leave(self, after_calls: bool = False) -> None:
+        """Have the client go when its calls are over, without losing one that is on its way.
+        `after_calls`: it is told once those are over that are here, whatever comes meanwhile."""
+        if not self.leaving:
+            self.leaving = True
+            self._stays_for = self._connection.http2.last if after_calls else 0
+            self._tell()
+        else:
             self.over()
-            return
-        self.leaving = self.listens = True
+
+    def _tell(self) -> None:
         http2 = self._connection.http2
+        calls = [each.call for each in http2.streams.values() if each.id <= self._stays_for]
+        if self._told or any(call is not None and call.awaited for call in calls):
+            return
+        self._told = self.listens = True
         http2.refuse_more(finally_=False)
         http2.ping(_LEAVING)
         self._later("leave", _GOES_S, self._leave_now)
@@ -143,5 +154,7 @@ class ConnectionLifetime:
 
     def over(self) -> None:
         """A call is over."""
-        if self.leaving and "leave" not in self._timers:
+        if self.leaving and not self._told:
+            self._tell()
+        elif self._told and "leave" not in self._timers:
             self._leave_now()

@@ -1,0 +1,313 @@
+"""What HTTP makes of the operations of gateway/api: health, metadata, configuration, statistics,
+metrics, logging, tracing; the model repository extension; the shared memory extensions, of system
+and CUDA."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from shmserve.common.access.peer_credentials import unix_pid
+from shmserve.errors import Internal, InvalidArgument, Unavailable, clip, suggestion
+from shmserve.gateway.api import metadata, statistics
+from shmserve.gateway.api import repository as repository_api
+from shmserve.gateway.api import shared_memory as memory_api
+from shmserve.gateway.api.metadata import FILE, FORMAT, LEVEL, SWITCHES
+from shmserve.gateway.api.metrics import MetricsExporter
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.http.body import read_json
+from shmserve.gateway.http.json.parser import JsonFault, mistyped_value
+from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.response import JSON, HttpResponse, json_response
+from shmserve.ipc.tensors.descriptors import CudaHandle
+from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED, whole
+from shmserve.logs import FORMATS, MOST_VERBOSE
+
+_TEXT = b"Content-Type: text/plain; charset=utf-8\r\n"
+
+
+async def live(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """GET /v2/health/live."""
+    metadata.check_staying(gateway)
+    return HttpResponse(200 if gateway.health.live else 400)
+
+
+async def ready(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """GET /v2/health/ready."""
+    metadata.check_staying(gateway)
+    return HttpResponse(200 if gateway.health.ready else 400)
+
+
+async def model_ready(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
+    """GET /v2/models/NAME/ready."""
+    if await metadata.is_model_ready(gateway, name, version or ""):
+        return HttpResponse()
+    raise InvalidArgument("Model version not ready")
+
+
+async def server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """GET /v2."""
+    return json_response(metadata.server(gateway))
+
+
+async def model(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
+    """GET /v2/models/NAME; a version in the URL is the only one listed."""
+    return json_response(await metadata.model(gateway, name, version or ""))
+
+
+async def model_config(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
+    """GET /v2/models/NAME/config."""
+    return HttpResponse(200, (await metadata.model_config(gateway, name, version or ""),), JSON)
+
+
+async def all_statistics(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """GET /v2/models/stats."""
+    return json_response({"model_stats": await statistics.reported(gateway, "", "")})
+
+
+async def model_statistics(
+    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+) -> HttpResponse:
+    """GET /v2/models/NAME/stats."""
+    return json_response({"model_stats": await statistics.reported(gateway, name, version or "")})
+
+
+async def metrics(
+    exporter: MetricsExporter, gateway: Gateway, request: HttpRequest
+) -> HttpResponse:
+    """GET /metrics, of a metrics listener."""
+    return HttpResponse(200, (await exporter.page(),), _TEXT)
+
+
+async def nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """The empty response to whatever else a metrics listener is asked."""
+    return HttpResponse()
+
+
+async def show_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """GET /v2/trace/setting and /v2/models/NAME/trace/setting."""
+    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", {}))
+
+
+async def change_trace(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """POST to the same: all of the changes or none."""
+    body = await read_json(gateway, request, required=True)
+    members = body if type(body) is dict else {}
+    given = {key: _texts(key, value) for key, value in members.items()}
+    return _trace_settings(await metadata.change_trace_settings(gateway, name or "", given))
+
+
+def _texts(key: str, value: Any) -> list[str] | None:
+    """A trace setting's values; None where it is to be as before."""
+    values = value if type(value) is list and key == "trace_level" else [value]
+    if value is None or all(type(each) is str or type(each) is int for each in values):
+        return None if value is None else list(map(str, values))
+    raise InvalidArgument(
+        f"'{key}' must be a text, a whole number or, of trace_level, a list of texts; got "
+        f"{value!r:.80}"
+    )
+
+
+def _trace_settings(settings: dict[str, list[str]]) -> HttpResponse:
+    shown = {key: values if key == "trace_level" else values[0] for key, values in settings.items()}
+    return json_response(shown)
+
+
+async def show_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """GET /v2/logging."""
+    return json_response(await metadata.change_log_settings(gateway, {}))
+
+
+async def change_logging(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """POST /v2/logging: all of the changes or none; what the extension does not know is left
+    alone, and so is what a null is given for."""
+    body = await read_json(gateway, request, required=True)
+    return json_response(await metadata.change_log_settings(gateway, _changes(body)))
+
+
+def _changes(body: Any) -> dict[str, Any]:
+    known = (*SWITCHES, LEVEL, FORMAT, FILE)
+    members = body if type(body) is dict else {}
+    changes = {key: members[key] for key in known if members.get(key) is not None}
+    for key, value in changes.items():
+        if key == FILE:
+            raise metadata.refuse_file()
+        if key in SWITCHES and type(value) is not bool:
+            raise mistyped_value("boolean")
+        if key == LEVEL and (type(value) is not int or not 0 <= value <= MOST_VERBOSE):
+            raise mistyped_value("unsigned-integer")
+        if key == FORMAT and type(value) is not str:
+            raise mistyped_value("string")
+        if key == FORMAT and value not in FORMATS:
+            raise Unavailable(f"invalid argument for --log_format, got: {value}")
+    return changes
+
+
+async def index(gateway: Gateway, request: HttpRequest, repository: str | None) -> HttpResponse:
+    """POST /v2/repository/index; Triton takes any repository's name here."""
+    wanted = await read_json(gateway, request)
+    only_ready = wanted.get("ready", False) if type(wanted) is dict else False
+    if type(only_ready) is not bool:
+        raise InvalidArgument("Invalid value for 'ready': expected a boolean")
+    return json_response(await repository_api.index(gateway, only_ready=only_ready))
+
+
+async def load(
+    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+) -> HttpResponse:
+    """POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
+    repository_api.check_names(repository, name)
+    config, files = _load_parameters(_parameters(await read_json(gateway, request)))
+    await repository_api.load(gateway, request.connection.client, name, config, files)
+    return HttpResponse()
+
+
+async def unload(
+    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+) -> HttpResponse:
+    """POST /v2/repository/models/NAME/unload."""
+    repository_api.check_names(repository, name)
+    parameters = _parameters(await read_json(gateway, request))
+    dependents = parameters.get("unload_dependents", False)
+    if type(dependents) is not bool:
+        raise JsonFault(
+            "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
+        )
+    await repository_api.unload(gateway, name, dependents=dependents)
+    return HttpResponse()
+
+
+def _parameters(body: Any) -> dict[str, Any]:
+    parameters = body.get("parameters", {}) if type(body) is dict else {}
+    if type(parameters) is not dict:
+        raise JsonFault("attempt to get members for non-object")
+    return parameters
+
+
+def _load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    config = ""
+    files: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key != "config" and not key.startswith("file:"):
+            raise Internal(
+                f"unexpected error on creating Triton parameter: '{clip(key)}' is neither 'config' "
+                f"nor 'file:PATH'{suggestion(key, ('config',))}"
+            )
+        if type(value) is not str:
+            raise mistyped_value("string")
+        if key == "config":
+            config = value
+            continue
+        try:
+            files[key.removeprefix("file:")] = base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidArgument(f"the contents of '{key}' are not valid base64") from None
+    return config, files
+
+
+async def register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """POST /v2/systemsharedmemory/region/NAME/register.
+
+    With {"lifetime": "connection"} the region is unregistered when this connection ends; with
+    {"pin": true} workers on CUDA devices lock its pages.
+    """
+    if not name:
+        raise InvalidArgument("'region name' is necessary to register system shared memory region")
+    client = request.connection.client
+    peer = client.peer()
+    memory_api.check_name(name)
+    key, offset, size, leased, pin = registration(await _register_body(gateway, request))
+    asked = memory_api.register(gateway, peer, name, key, offset, size, leased=leased, pin=pin)
+    await (memory_api.lease(gateway, client, asked) if leased else asked)
+    return HttpResponse()
+
+
+def registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool]:
+    """The key, offset, size, and whether it is leased and pinned, of a registration's JSON (pure).
+
+    Raises InvalidArgument or JsonFault.
+    """
+    key = _required(body, "key")
+    byte_size = _required(body, "byte_size")
+    if type(key) is not str:
+        raise mistyped_value("string")
+    size = whole(byte_size, "byte_size")
+    offset = whole(body.get("offset", 0), "offset")
+    lifetime = body.get("lifetime", "server")
+    if lifetime not in ("server", "connection"):
+        raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
+    pin = body.get("pin", False)
+    if type(pin) is not bool:
+        raise InvalidArgument("'pin' must be true or false")
+    return key, offset, size, lifetime == "connection", pin
+
+
+async def _register_body(gateway: Gateway, request: HttpRequest) -> dict[str, Any]:
+    body = await read_json(gateway, request)
+    return body if type(body) is dict else {}
+
+
+def _required(body: dict[str, Any], field: str) -> Any:
+    if field not in body:
+        raise InvalidArgument(f"Shared memory register request has no '{field}' field")
+    return body[field]
+
+
+async def status(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """GET /v2/systemsharedmemory[/region/NAME]/status: those of the client's user; `cuda`: GET
+    /v2/cudasharedmemory..."""
+    regions = memory_api.visible(gateway, request.connection.client, name or "", cuda=cuda)
+    return json_response([region.status() for region in regions])
+
+
+async def unregister(
+    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+) -> HttpResponse:
+    """POST /v2/systemsharedmemory[/region/NAME]/unregister, or as `status`; an unknown name is
+    fine."""
+    await memory_api.unregister(gateway, request.connection.client, name or "", cuda=cuda)
+    return HttpResponse()
+
+
+async def register_cuda(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+    """POST /v2/cudasharedmemory/region/NAME/register.
+
+    `offset` and `device_uuid` are ours, and optional.
+    """
+    if not name:
+        raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
+    peer = request.connection.client.peer()
+    body = await _register_body(gateway, request)
+    raw_handle = _required(body, "raw_handle")
+    encoded = _member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
+    byte_size = _member(body, "byte_size", int)
+    device_id = _member(body, "device_id", int)
+    offset = _member(body, "offset", int) if "offset" in body else 0
+    uuid = _member(body, "device_uuid", str) if "device_uuid" in body else ""
+    raw = memory_api.decode_handle(encoded)
+    handle = CudaHandle(raw, device_id, memory_api.decode_uuid(uuid) if uuid else b"")
+    exporter_pid = unix_pid(request.connection.transport)
+    await memory_api.register_cuda(gateway, peer, name, handle, offset, byte_size, exporter_pid)
+    return HttpResponse()
+
+
+def _member(holder: dict[str, Any], field: str, kind: type[str] | type[int]) -> Any:
+    if field not in holder:
+        raise JsonFault(f"attempt to access non-existing object member '{field}'")
+    value: Any = holder[field]
+    if kind is str:
+        word, fits = "string", type(value) is str
+    else:
+        word, fits = "unsigned-integer", type(value) is int and 0 <= value <= LARGEST_UNSIGNED
+    if not fits:
+        raise mistyped_value(word)
+    return value

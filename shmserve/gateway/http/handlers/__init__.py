@@ -1,1 +1,0 @@
-"""The handlers of the routes beside inference: gateway/api over HTTP."""

@@ -1,1 +1,0 @@
-"""Links to schedulers and to the supervisor, and the table of requests in flight."""

@@ -1,2 +1,0 @@
-"""Processes that the server always has, started again when they die: gateways, and holders of
-workspaces."""
