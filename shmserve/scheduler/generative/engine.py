@@ -156,7 +156,6 @@ class Engine(Generic[T]):
         decoding = [each for each in inside if each.missing == 1]
         plan.decoding = max(len(decoding), 1)
         self._run(plan, decoding, inside)
-        self._limit_prompts(plan)
         self._run(plan, [each for each in inside if each.missing > 1], inside)
         outside.sort(key=rank)
         if outside and not plan.preempted:
@@ -169,13 +168,6 @@ class Engine(Generic[T]):
         if not (plan.rows or self._over):
             return None
         return self._ready(plan)
-
-    def _limit_prompts(self, plan: StepPlan) -> None:
-        """Cut what prompts may take of this step where tokens are not to be late."""
-        target = self.settings.target_itl_ms
-        if target and plan.rows:
-            chunk = self.times.chunk(plan.load, target)
-            plan.prompt_tokens = min(plan.prompt_tokens, chunk)
 
     def _run(self, plan: StepPlan, sequences: list[Sequence[T]], inside: list[Sequence[T]]) -> None:
         """Rows for sequences that have blocks; whoever is last of those `inside` makes room."""
@@ -205,6 +197,9 @@ class Engine(Generic[T]):
         missing -= forks > 0
         if missing > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
+            target = self.settings.target_itl_ms
+            if target and plan.load.decoded:  # whose tokens are not to be late
+                limit = min(limit, self.times.chunk(plan.load, sequence.computed, target))
             if limit < missing:
                 limit -= limit % self._grain
             return max(min(missing, limit), 0), 0

@@ -9,6 +9,7 @@ which stand where the steps do not say (ridge regression; an active set as of La
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from typing import NamedTuple
 _FORGETTING = 0.98
 _NOISE = 0.1  # of a step's time
 # First guesses in ms, and how far off each may be: of a small model on a processor.
-_FIRST = (5.0, 1.0, 0.5, 0.1)
-_SPREAD = (20.0, 5.0, 2.0, 1.0)
+_FIRST = (5.0, 1.0, 0.5, 10.0)
+_SPREAD = (20.0, 5.0, 2.0, 100.0)
 _SURE = tuple(spread**-2 for spread in _SPREAD)
 _KEYS = 1e5  # a unit of the last term
 CHUNK = 16  # prompts are cut at multiples of it, so that their rows are computed alike
@@ -119,13 +120,20 @@ class StepTimes:
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
         """Whether to copy blocks out and back costs less than to compute their tokens again."""
-        return 2 * blocks * self.copy_ms < tokens * self.prompt_token_ms
+        pairs = tokens * tokens
+        again_ms = tokens * self.prompt_token_ms + self._weights[3] * pairs / _KEYS
+        return 2 * blocks * self.copy_ms < again_ms
 
-    def chunk(self, load: StepWork, target_ms: float) -> int:
-        """The prompt tokens that fit a step beside `load` within the target, a multiple of 16; one
-        multiple at least, so that prompts get on."""
-        room = int((target_ms - self.expect(load)) / self.prompt_token_ms)
-        return max(room // CHUNK * CHUNK, CHUNK)
+    def chunk(self, load: StepWork, begin: int, target_ms: float) -> int:
+        """The tokens of a prompt, behind its first `begin`, that fit a step beside `load` within
+        the target, a multiple of 16; one multiple at least where no others are computed, so that
+        prompts get on."""
+        room = max(target_ms - self.expect(load), 0.0)
+        # Each token reads those before it: what n of them take is linear * n + square * n * n.
+        square = self._weights[3] / _KEYS
+        linear = self.prompt_token_ms + square * begin
+        count = int(2 * room / (linear + math.sqrt(linear * linear + 4 * square * room)))
+        return max(count // CHUNK * CHUNK, 0 if load.prefilled else CHUNK)
 
     def draft_length(self, decoding: int, acceptance: float, most: int) -> int:
         """The tokens to propose for each of so many sequences that decode together, where each is

@@ -121,9 +121,34 @@ def test_what_comes_again_and_again_is_expected_whatever_was_before(
 
 def test_a_chunk_fits_the_target_beside_who_decodes() -> None:
     times = learned()
-    assert times.chunk(StepWork(8, 0), 31.0) == 64  # 19 ms are left, for 76 tokens
-    assert times.chunk(StepWork(0, 0), 33.0) == 112
-    assert times.chunk(StepWork(8, 0), 5.0) == 16
+    assert times.chunk(StepWork(8, 0), 0, 31.0) == 64  # 19 ms are left, for 76 tokens
+    assert times.chunk(StepWork(0, 0), 0, 33.0) == 112
+    assert times.chunk(StepWork(8, 0), 0, 5.0) == 16
+    assert times.chunk(StepWork(8, 16), 0, 5.0) == 0
+
+
+def test_chunks_of_a_long_prompt_hold_the_target_as_more_is_before_them() -> None:
+    """Steps whose keys cost as much as their linears at the end, as on a processor."""
+
+    def took_ms(load: StepWork) -> float:
+        return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
+
+    times, chunks = StepTimes(), []
+    for _ in range(2):  # the first time, it learns
+        for keys in range(100, 200):
+            load = StepWork(4, 0, 4 * keys)
+            times.observe(load, took_ms(load))
+        begin, steps = 0, []
+        while begin < 900:
+            count = times.chunk(StepWork(4, 0, 800), begin, 50.0)
+            load = StepWork(4, count, 800 + count * (begin + count))
+            begin += count
+            steps.append(took_ms(load))
+            times.observe(load, steps[-1])
+            chunks.append(count)
+    assert max(steps) < 53
+    assert min(steps[:-1]) > 40  # and the prompt gets on
+    assert chunks[-2] < chunks[len(chunks) - len(steps)]
 
 
 def test_a_copy_that_costs_more_than_computing_does_not_pay() -> None:

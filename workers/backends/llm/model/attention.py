@@ -6,6 +6,7 @@ gathered first, which gives the same bits.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -47,7 +48,7 @@ class Run(NamedTuple):
         mask = None
         if span.before and (span.prompt or span.size > 1):
             shape = padded(span.size) if span.prompt else span.size, span.length
-            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.before)
+            mask = torch.full(shape, -math.inf, device=device).triu(span.before + 1)
         return cls(
             span.first,
             span.size,
@@ -92,7 +93,8 @@ class Attention:
             shared = mine.view(1, keys.shape[1], -1, mine.shape[2])
             return functional.scaled_dot_product_attention(shared, keys, values).reshape(1, -1)
         rows = padded(run.size) if run.mask is None else len(run.mask)
-        mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
+        if rows > run.size:
+            mine = torch.cat((mine, mine[-1:].expand(rows - run.size, -1, -1)))
         found = functional.scaled_dot_product_attention(
             mine.transpose(0, 1).unsqueeze(0),
             keys,
@@ -126,19 +128,13 @@ class SparseAttention(Attention):
             return super().over(rows)
         seen = Seen.of(lone, len(rows.tokens), cache)
         alone = {row.place for row in lone}
-        last = rows.spans[-1]
-        count = last.first + last.size
         runs = self._runs(rows, (span for span in rows.spans if span.first not in alone))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
-            mine = seen.attend(heads, *cache.rows[layer])
-            if not runs:
-                return _padded(mine, heads.shape[0])
-            found = heads.new_empty(count, mine.shape[1])
-            found[seen.places] = mine
+            found = seen.attend(heads, *cache.rows[layer])
             for run in runs:
                 found[run.first : run.first + run.size] = self._find(heads, layer, run)
-            return _padded(found, heads.shape[0])
+            return found
 
         return attend
 
@@ -190,9 +186,9 @@ class PagedAttention(Attention):
 
 
 def _padded(found: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows that pad a pass repeat the last one in all, as they write to its slot, too."""
+    """The rows that pad a pass find nothing."""
     missing = rows - found.shape[0]
-    return torch.cat((found, found[-1:].expand(missing, -1))) if missing else found
+    return functional.pad(found, (0, 0, 0, missing)) if missing else found
 
 
 def _ends(counts: Iterable[int], device: str) -> torch.Tensor:

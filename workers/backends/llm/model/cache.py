@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
@@ -36,16 +37,19 @@ class KvCache:
         self._layers = self.pool.flatten(1, 2).unbind()
         self.keys = [layer[0] for layer in self.pool]
         self.values = [layer[1] for layer in self.pool]
-        # The same with a row for each head and slot.
+        self.block_slots = np.arange(self.slots, dtype=np.int32).reshape(blocks, block_size)
+        # The same with a row for each head and slot; and where those of each query head begin.
         self.rows = [
             (keys.flatten(0, 1), values.flatten(0, 1))
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+        shared = self.query_heads // self.kv_heads
+        self.first_rows = np.arange(self.query_heads, dtype=np.int32) // shared * self.slots
 
     def write(self, layer: int, both: torch.Tensor, at: torch.Tensor) -> None:
-        """Put keys and values into these slots: [tokens, heads of keys and then of values, head
-        size]."""
-        self._layers[layer].index_copy_(1, at, both.transpose(0, 1))
+        """Put keys and values of the first tokens into these slots, one each: [tokens, heads of
+        keys and then of values, head size]."""
+        self._layers[layer].index_copy_(1, at, both[: at.shape[0]].transpose(0, 1))
 
     def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
         """Copy blocks to the host pool, back from it, and within the pool, in this order; each is
@@ -89,7 +93,7 @@ class Span(NamedTuple):
 @dataclass(eq=False)
 class Pass:
     """The rows of one pass through a model: where each is in its sequence (`positions`), and where
-    its keys and values go (`slots`). Rows without a span pad the batch: they repeat the last."""
+    its keys and values go (`slots`). Rows without a span or slot pad the batch."""
 
     block_size: int
     device: str = "cpu"
@@ -123,12 +127,12 @@ class Pass:
         return few
 
     def pad(self, rows: int) -> None:
-        """Repeat the last row until there are so many."""
-        for column in (self.tokens, self.positions, self.slots):
+        """Repeat the last row until there are so many; what it computes again is not kept."""
+        for column in (self.tokens, self.positions):
             column += column[-1:] * (rows - len(column))
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and slots, int64 [rows]."""
-        columns = torch.tensor([self.tokens, self.positions, self.slots], device=self.device)
-        tokens, positions, slots = columns.unbind()
-        return tokens, positions, slots
+        """Tokens and positions, int64 [rows], and slots, fewer where rows pad the batch."""
+        rows = len(self.tokens)
+        columns = torch.tensor(self.tokens + self.positions + self.slots, device=self.device)
+        return columns[:rows], columns[rows : 2 * rows], columns[2 * rows :]

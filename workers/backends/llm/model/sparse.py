@@ -12,7 +12,8 @@ but its own sequence: it has a width of its own, and no sum goes beyond its row.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple, Self
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,14 +49,15 @@ def lone_rows(rows: Pass, cache: KvCache) -> list[LoneRow]:
 
 
 class Seen(NamedTuple):
-    """What lone rows see, which are at `places` of a pass: `pattern` [rows * heads of queries, keys
-    and values, KV heads * slots] in CSR has 0 for a key that is seen, and -inf for one that fills a
-    row up to its width. `parts`: how many of its values belong to rows of one width that follow one
-    another, and this width; `ends`: where those of each head end."""
+    """What lone rows see. `pattern` [rows * heads of queries, keys and values, KV heads * slots] in
+    CSR has their keys, which are in `columns`, too, and takes the scores of each layer; `hidden` is
+    -inf for a key that fills a row up to its width, else 0. `parts`: how many of its values belong
+    to rows of one width that follow one another, and this width; `ends`: where those of each head
+    of all rows of the pass end."""
 
-    places: torch.Tensor
     pattern: torch.Tensor
     columns: torch.Tensor
+    hidden: torch.Tensor
     ends: torch.Tensor
     parts: tuple[list[int], list[int]]
 
@@ -63,35 +65,42 @@ class Seen(NamedTuple):
     def of(cls, lone: list[LoneRow], rows: int, cache: KvCache) -> Self:
         """What these rows of a pass see, which has so many in all."""
         heads, kv_heads = cache.query_heads, cache.kv_heads
-        first_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slots
-        columns, values, widths = [], [], []
-        for width, same in groupby(lone, key=lambda row: row.width):
-            slots, hidden = _keys(list(same), width, cache.block_size)
-            columns.append((slots[:, None] + first_slots[:, None]).ravel())
-            values.append(np.repeat(hidden, heads, 0).ravel())
+        columns, hidden, widths = [], [], []
+        for width, same in groupby(lone, key=attrgetter("width")):
+            slots, unseen = _keys(list(same), width, cache.block_slots)
+            columns.append((slots[:, None] + cache.first_rows[:, None]).ravel())
+            hidden.append(np.repeat(unseen, heads, 0).ravel())
             widths.append(width)
-        places = np.array([row.place for row in lone])
         counts = np.zeros((rows, heads + 2 * kv_heads), np.int32)
-        counts[places, :heads] = np.array([row.width for row in lone])[:, None]
+        for row in lone:
+            counts[row.place, :heads] = row.width
         indices = torch.from_numpy(np.concatenate(columns))
         pattern = torch.sparse_csr_tensor(
             _ends(counts),
             indices,
-            torch.from_numpy(np.concatenate(values)),
+            torch.zeros(len(indices)),
             (counts.size, kv_heads * cache.slots),
             check_invariants=False,
         )
-        ends = _ends(counts[places, :heads])
         parts = [len(part) for part in columns], widths
-        return cls(torch.from_numpy(places), pattern, indices, ends, parts)
+        ends = _ends(counts[:, :heads])
+        return cls(pattern, indices, torch.from_numpy(np.concatenate(hidden)), ends, parts)
 
     def attend(self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """What these rows find [rows, heads * head size] in a layer's keys and values [KV heads *
-        slots, head size]; `heads` [all rows, heads of queries, keys and values, head size]."""
+        """What these rows find in a layer's keys and values [KV heads * slots, head size], and 0
+        for the other rows of the pass: [rows, heads * head size]; `heads` [rows, heads of queries,
+        keys and values, head size]."""
         size = heads.shape[2]
-        scores = torch.sparse.sampled_addmm(
-            self.pattern, heads.view(-1, size), keys.t(), alpha=size**-0.5
-        ).values()
+        # Into the pattern itself: else its indices are copied for each layer.
+        torch.sparse.sampled_addmm(
+            self.pattern,
+            heads.view(-1, size),
+            keys.t(),
+            beta=0.0,
+            alpha=size**-0.5,
+            out=self.pattern,
+        )
+        scores: Any = self.pattern.values() + self.hidden
         lengths, widths = self.parts
         if len(widths) == 1:
             weights = scores.view(-1, widths[0]).softmax(-1).view(-1)
@@ -103,7 +112,7 @@ class Seen(NamedTuple):
         found = torch._embedding_bag_forward_only(
             values, self.columns, self.ends, per_sample_weights=weights, include_last_offset=True
         )
-        return found[0].view(self.places.shape[0], -1)
+        return found[0].view(heads.shape[0], -1)
 
 
 def _ends(counts: np.ndarray) -> torch.Tensor:
@@ -113,13 +122,16 @@ def _ends(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(ends)
 
 
-def _keys(rows: list[LoneRow], width: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def _keys(
+    rows: list[LoneRow], width: int, block_slots: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The slots that rows of one width read, and what is added to their scores, [rows, width].
     Where a row ends before, it reads its first slot again: nobody else's."""
-    count = -(-width // block_size)
+    count = -(-width // block_slots.shape[1])
     tables = [row.table[:count] + row.table[:1] * (count - len(row.table)) for row in rows]
-    blocks = np.array(tables, np.int32)[:, :, None] * block_size
-    slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
-    seen = np.arange(width) < np.array([row.length for row in rows])[:, None]
-    hidden = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return np.where(seen, slots, slots[:, :1]), hidden
+    slots = block_slots[tables].reshape(len(rows), -1)[:, :width]
+    hidden = np.zeros((len(rows), width), np.float32)
+    for place, row in enumerate(rows):
+        slots[place, row.length :] = slots[place, 0]
+        hidden[place, row.length :] = -np.inf
+    return slots, hidden
