@@ -97,6 +97,14 @@ class TensorRef:
     data: bytes | Place
 
 
+def described(tensor: TensorRef) -> tuple[Any, ...]:
+    """All of a tensor but its bytes and where they lie: -1 and its size where it is not in the
+    message."""
+    data = tensor.data
+    size = (len(data),) if isinstance(data, bytes) else (-1, data.byte_size)
+    return (tensor.name, tensor.datatype, tensor.shape, *size)
+
+
 def pack_place(place: Place) -> tuple[Any, ...]:
     """A place as MessagePack takes it: 10 values, or 7 of one on a device, 8 of one of ours."""
     memory = place.memory

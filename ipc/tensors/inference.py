@@ -7,7 +7,7 @@ that are alike are packed alike, and who has a template of one has it of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import field
 from struct import Struct
 from typing import Any
@@ -91,7 +91,7 @@ class PackedTemplate:
     """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
     `pieces` are what comes before each of these, and after the last."""
 
-    __slots__ = ("_form", "_layout", "pieces")
+    __slots__ = ("_form", "cut", "pieces")
 
     def __init__(self, unpacked: Inference | Inferred) -> None:
         layout = "<"
@@ -112,16 +112,13 @@ class PackedTemplate:
         for value in rest:
             packer.pack(value)
         self.pieces.append(packer.bytes())
-        self._layout = Struct(layout)
+        # The bytes of its tensors, which lie one after the other in some bytes from some place on.
+        self.cut: Callable[[bytes, int], tuple[bytes, ...]] = Struct(layout).unpack_from
         self._form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
 
     def fill(self, datas: Iterable[bytes]) -> bytes:
         """The packed message with these bytes of its inline tensors, in order."""
         return self._form % tuple(datas)
-
-    def fill_from(self, body: bytes, at: int) -> bytes:
-        """The same where their bytes are in `body`, one after the other, from `at`."""
-        return self._form % self._layout.unpack_from(body, at)
 
 
 def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:

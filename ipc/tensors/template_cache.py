@@ -8,11 +8,12 @@ follows from the template alone is then known without unpacking.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from struct import Struct
 from typing import Generic, NamedTuple, TypeVar
 
+from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
 
 K = TypeVar("K")
@@ -89,6 +90,19 @@ class BoundedCache(Generic[K, V]):
         value = self._known.pop(key, None)
         if value is not None and self._on_evict is not None:
             self._on_evict(value)
+
+
+class PlacedCache(BoundedCache[bytes, T]):
+    """What packed requests, or responses, were unpacked to whose tensors all have places: where
+    memory is used again, the very same bytes come again."""
+
+    def __init__(self, most: int = _MOST_KNOWN) -> None:
+        super().__init__(most)
+
+    def learn(self, packed: bytes, unpacked: T, tensors: Iterable[TensorRef]) -> None:
+        """Keep what was unpacked to these tensors, if it is such."""
+        if len(packed) <= LONGEST_KNOWN and all(type(each.data) is Place for each in tensors):
+            self.remember(packed, unpacked)
 
 
 class _Cut(NamedTuple, Generic[T]):

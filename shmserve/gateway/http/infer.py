@@ -36,7 +36,7 @@ from shmserve.gateway.links import SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import awaits_load, loaded
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.descriptors import Place, described
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.template_cache import TemplateCache
 
@@ -126,7 +126,7 @@ async def _respond(
         scheduler.use()
     try:
         shown = classified_as_requested(gateway, model, asked, inferred)
-        template = JsonResponseTemplate(asked, model.name, model.version, shown)
+        template = _template(model, built, shown)
         plain = template.whole and shown is inferred and ACCEPT_ENCODING not in request.headers
         if built.templates is not None and plain and not lent:
             built.templates.learn(body, inferred, template)
@@ -138,6 +138,18 @@ async def _respond(
     if lent:
         response.on_sent = partial(_release, scheduler, inferred)
     return response
+
+
+def _template(model: GatewayModel, built: BuiltRequest, response: Inferred) -> JsonResponseTemplate:
+    """The template of a response: that of one to such a request before it, from which it differs in
+    the bytes and the places of its tensors."""
+    form = (str(response.parameters), *map(described, response.outputs))
+    known = None if built.templates is None else built.templates.placed.find(form)
+    if known is None:
+        known = JsonResponseTemplate(built.infer_request, model.name, model.version, response)
+        if built.templates is not None:
+            built.templates.placed.remember(form, known)
+    return known
 
 
 def _release(scheduler: SchedulerHandle, inferred: Inferred) -> None:

@@ -13,8 +13,10 @@ bytes, as prepared statements are for a database.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
@@ -35,7 +37,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
 )
 from shmserve.ipc.tensors.signature import BatchFit, Signature
-from shmserve.ipc.tensors.template_cache import TemplateCache
+from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
 
 _MOST_TEMPLATES = 8  # of responses to requests with one header
 _ALIGNMENT = 64
@@ -43,6 +45,17 @@ _ALIGNMENT = 64
 
 def nothing() -> None:
     """The release of a request without resources."""
+
+
+class ResponseTemplates(TemplateCache[Any]):
+    """The templates of responses to requests with one header; in `placed` those of responses whose
+    tensors have places, by all else that these say."""
+
+    __slots__ = ("placed",)
+
+    def __init__(self) -> None:
+        super().__init__(_MOST_TEMPLATES)
+        self.placed: BoundedCache[Any, Any] = BoundedCache(_MOST_TEMPLATES)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +72,7 @@ class BuiltRequest:
     work: bytes
     release: Callable[[], None]
     regions: Sequence[GatewayRegion] = ()
-    templates: TemplateCache[Any] | None = None
+    templates: ResponseTemplates | None = None
     trace: RequestTrace | None = None
 
     def identify(self, identity: RequestIdentity) -> None:
@@ -72,25 +85,26 @@ class BuiltRequest:
 class PreparedRequest:
     """The template of the requests with one header, of small tensors and of places in regions."""
 
-    __slots__ = ("_fit", "_request", "_templates", "_uses", "template")
+    __slots__ = ("_fit", "_request", "_template", "_templates", "_uses")
 
     def __init__(self, built: BuiltRequest, inference: Inference, uses: Uses | None) -> None:
         self._request = built.infer_request
         self._fit = built.fit
-        self.template = PackedTemplate(inference)
+        self._template = PackedTemplate(inference)
         self._uses = uses.pattern() if uses is not None else None
-        self._templates: TemplateCache[Any] = TemplateCache(_MOST_TEMPLATES)
+        self._templates = ResponseTemplates()
 
     def fill(self, body: bytes, at: int) -> BuiltRequest | None:
         """The request whose inline tensors are in `body` from `at`, one behind the other; as
-        `request`."""
-        return self.request(self.template.fill_from(body, at))
+        `of`."""
+        return self.of(self._template.cut(body, at))
 
-    def request(self, work: bytes) -> BuiltRequest | None:
-        """The request with this of `template`; None: its regions have changed.
+    def of(self, datas: Iterable[bytes]) -> BuiltRequest | None:
+        """The request with these bytes of its inline tensors; None: its regions have changed.
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
+        work = self._template.fill(datas)
         if self._uses is None:
             return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()
@@ -160,9 +174,9 @@ class Resources:
         return self._offset >= 0 or self._uses is not None
 
     @property
-    def repeatable(self) -> bool:
-        """Whether another request with the same header could be made of the same template."""
-        return self._offset < 0
+    def placed(self) -> bool:
+        """Whether it has a block of the arena."""
+        return self._offset >= 0
 
     def release(self) -> None:
         """Release everything; a second time does nothing."""
@@ -178,6 +192,50 @@ def resources_of(gateway: Gateway) -> Resources:
     return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
+class PlacedRequest:
+    """The template of requests with one header whose tensors are too large for the message, as
+    `PreparedRequest`: each has them in `resources` of its own."""
+
+    __slots__ = ("_fit", "_inference", "_request", "_resources", "_sizes", "_templates")
+
+    def __init__(
+        self,
+        built: BuiltRequest,
+        inference: Inference,
+        sizes: list[int],
+        resources: Callable[[], Resources],
+    ) -> None:
+        self._request = built.infer_request
+        self._fit = built.fit
+        self._inference = inference
+        self._sizes = sizes
+        self._resources = resources
+        self._templates = ResponseTemplates()
+
+    def fill(self, body: bytes, at: int) -> BuiltRequest:
+        """The request whose tensors are in `body` from `at`, one behind the other; as `of`."""
+        with memoryview(body) as whole:
+            ends = list(accumulate(self._sizes, initial=at))
+            return self.of([whole[start:end] for start, end in pairwise(ends)])
+
+    def of(self, datas: Iterable[bytes | memoryview]) -> BuiltRequest:
+        """The request with these tensors. Raises Unavailable when memory for them is full."""
+        resources = self._resources()
+        places = resources.allocate(self._sizes)
+        for place, data in zip(places, datas, strict=True):
+            resources.view(place)[:] = data
+        known = self._inference
+        tensors = [
+            TensorRef(tensor.name, tensor.datatype, tensor.shape, place)
+            for tensor, place in zip(known.inputs, places, strict=True)
+        ]
+        work = pack_inference(Inference(tuple(tensors), known.outputs, known.parameters))
+        return BuiltRequest(self._request, self._fit, work, resources.release, (), self._templates)
+
+
+Prepared = PreparedRequest | PlacedRequest
+
+
 def build(
     gateway: Gateway,
     model: GatewayModel,
@@ -186,7 +244,7 @@ def build(
     at: int,
     *,
     prepare: bool = False,
-) -> tuple[BuiltRequest, PreparedRequest | None]:
+) -> tuple[BuiltRequest, Prepared | None]:
     """Make the tensors of a request whose binary data is in `body` from `at`, and admit it.
 
     What is prepared, if that is wanted and can be, is good for every request that differs only in
@@ -216,9 +274,12 @@ def build(
     except BaseException:
         resources.release()
         raise
-    if prepare and resources.repeatable:
-        return built, PreparedRequest(built, inference, resources.uses if resources else None)
-    return built, None
+    if not prepare or (resources.placed and resources.regions):
+        return built, None
+    if resources.placed:
+        sizes = [len(data or b"") for data in datas]
+        return built, PlacedRequest(built, inference, sizes, partial(resources_of, gateway))
+    return built, PreparedRequest(built, inference, resources.uses if resources else None)
 
 
 def _store(resources: Resources, datas: Sequence[bytes | None]) -> Sequence[Place | None]:

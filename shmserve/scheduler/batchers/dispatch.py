@@ -142,10 +142,13 @@ class Dispatch(Dispatcher):
         queue, tickets = self._queue, self._tickets
         in_order, retries = queue.in_order, queue.retries
         executions, batcher, pool = self._executions, self._batcher, self._pool
+        times = executions.service_time
         while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
-                depth = executions.service_time.pipeline_depth
+                depth = times.pipeline_depth
+                if depth == 1 and times.ends_soon and pool.ready_count == 1:
+                    depth = 2  # no other instance could take what is sent ahead
                 slot = pool.room(depth) if self._sends_ahead else None
                 if slot is None:
                     break

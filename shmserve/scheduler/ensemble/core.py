@@ -17,8 +17,9 @@ from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import unpack_inference
+from shmserve.ipc.tensors.inference import Inference, unpack_inference
 from shmserve.ipc.tensors.signature import Signature, id_prefix
+from shmserve.ipc.tensors.template_cache import PlacedCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
@@ -76,6 +77,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
         self._plans_of = 0
+        self._known: PlacedCache[Inference] = PlacedCache()  # requests
         self._batch_size = signature.max_batch_size
         self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
@@ -118,7 +120,10 @@ class EnsembleCore(Core[EnsembleRequest]):
     ) -> EnsembleRequest:
         """The request that a message submits, its flow begun. Raises MalformedMessage, Unavailable
         when a step has no model, InvalidArgument when a tensor lies where it cannot."""
-        inference = unpack_inference(message.work)
+        inference = self._known.find(message.work)
+        if inference is None:
+            inference = unpack_inference(message.work)
+            self._known.learn(message.work, inference, inference.inputs)
         graph = self._graph
         outputs = tuple(output.name for output in inference.outputs) or graph.outputs
         request = EnsembleRequest(client, message, inference, self._plan(outputs), now_ns)

@@ -79,10 +79,10 @@ class Host:
             touched.clear()
             for scheduler in schedulers:
                 scheduler.tick(time.monotonic_ns())
-            # Before the others have their turns: a worker may wait for its next batch.
-            for scheduler in schedulers:
-                scheduler.flush()
             self._neighbours.deliver()
+        # Together: whom a message wakes up may take the core, and the others' would wait for it.
+        for scheduler in turned:
+            scheduler.flush()
         for scheduler in turned:
             if scheduler.stopped:
                 self._schedulers.remove(scheduler)

@@ -46,6 +46,7 @@ _MARGIN_NS = 1_000_000  # timers and messages on the way
 _LONGEST_RETRY_S = 60
 _AHEAD_NS = 500_000  # of computation that may be at a worker
 _DEEPEST = 4
+_SOON_NS = 20_000_000
 _KNOWN = 16  # observations that say something about the next execution
 
 
@@ -62,6 +63,8 @@ class ServiceTime:
     # How many batches a worker may have at a time: more than one where they are so short that it
     # would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
+    # Whether batches end so soon that what is cancelled or late behind one may wait for its end.
+    ends_soon: bool = False
     # How long before a deadline an execution must start to be done in time.
     reserve_ns: int = _FIRST_GUESS_NS
 
@@ -83,6 +86,7 @@ class ServiceTime:
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observed >= _KNOWN:
             self.pipeline_depth = max(1, min(_DEEPEST, int(_AHEAD_NS / (self._busy_ns + 1))))
+            self.ends_soon = self._busy_ns < _SOON_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
         """Whole seconds, at least 1, until `waiting` requests are through `instances` instances."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +21,18 @@ def xy(name: str, given: str, made: str) -> str:
     return step(name, {"X": given}, {"Y": made})
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def fill(repository: Path) -> None:
     """a -> b: "first"; b -> c: "second"; c -> d: "third"; and "alone"."""
-    repository = tmp_path / "models"
     for name in ("a", "b", "c", "d", "alone"):
         add_model(repository, name, ONE)
     for name, begins, ends in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
         add_ensemble(repository, name, [xy(begins, "IN", "m"), xy(ends, "m", "OUT")])
-    return repository
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    fill(tmp_path / "models")
+    return tmp_path / "models"
 
 
 def schedulers(server: Server) -> list[str]:
@@ -95,9 +97,9 @@ class Asking:
 
 
 @pytest.fixture
-def server(repository: Path) -> Iterator[Server]:
-    with running(repository, "--model-control-mode=explicit") as started:
-        yield started
+def server(explicit: tuple[Server, Path]) -> Server:
+    fill(explicit[1])
+    return explicit[0]
 
 
 def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: Path) -> None:
@@ -158,9 +160,11 @@ def test_components_that_an_ensemble_connects_become_one(server: Server) -> None
     assert asking.wrong == []
 
 
-def test_a_step_is_reloaded_beside_its_ensemble(server: Server, repository: Path) -> None:
+def test_a_step_is_reloaded_beside_its_ensemble(
+    server: Server, explicit: tuple[Server, Path]
+) -> None:
     load(server, "first")
-    code = repository / "a" / "1" / "model.py"
+    code = explicit[1] / "a" / "1" / "model.py"
     with Asking(server, "a", "b") as asking:
         for number in range(3):
             code.write_text(code.read_text() + f"\n# {number}\n")

@@ -181,6 +181,24 @@ def test_large_tensors(http: Http) -> None:
         assert (reply.tensors()["OUTPUT0"] == values).all()
 
 
+@pytest.mark.parametrize("elements", [5_000, 16_384])
+def test_like_requests_with_tensors_beside_the_message(http: Http, elements: int) -> None:
+    for number in range(5):
+        values = np.arange(elements, dtype=np.float32) + number
+        inputs = [("INPUT0", "FP32", [elements], values.tobytes())]
+        members = {"id": f"n-{number}", "parameters": {"binary_data_output": True}}
+        reply = http.infer_binary("identity", inputs, **members).ok()
+        assert reply.tensors()["OUTPUT0"].tolist() == values.tolist()
+        assert f'"id":"n-{number}"' in reply.body.split(b"}", 1)[0].decode()
+        if elements < 10_000:
+            told = {"name": "INPUT0", "datatype": "FP32", "shape": [elements]}
+            request = {"inputs": [{**told, "data": values.tolist()}]}
+            assert http.infer("identity", request).tensors()["OUTPUT0"].tolist() == values.tolist()
+    body, headers = binary_request(inputs, id="n-5", parameters={"binary_data_output": True})
+    assert http.infer("identity", body[:-4], headers).status == 400
+    assert http.infer("identity", body, headers).ok().tensors()["OUTPUT0"][-1] == values[-1]
+
+
 def test_expect_100_continue(server: Server) -> None:
     body = json.dumps(simple_request()).encode()
     with raw_connection(server.http_port) as connection:

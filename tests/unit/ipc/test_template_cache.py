@@ -17,7 +17,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache
+from shmserve.ipc.tensors.template_cache import BoundedCache, PlacedCache, TemplateCache
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
@@ -193,3 +193,15 @@ def test_the_oldest_goes_and_its_owner_hears() -> None:
     assert gone == ["a"] and len(cache) == 2
     cache.clear()
     assert gone == ["a", "b", "c"] and len(cache) == 0
+
+
+def test_what_lies_in_memory_is_unpacked_once_and_what_is_inline_each_time() -> None:
+    place = Place(MEMORY, 0, 64)
+    placed, mixed = inference([place, place]), inference([place, b"abc"])
+    long = inference([place], parameters={"text": "x" * 5000})
+    cache: PlacedCache[Inference] = PlacedCache(2)
+    for each in (placed, mixed, long):
+        cache.learn(pack_inference(each), each, each.inputs)
+    assert cache.find(pack_inference(placed)) is placed
+    assert cache.find(pack_inference(inference([place, Place(MEMORY, 64, 64)]))) is None
+    assert cache.find(pack_inference(mixed)) is cache.find(pack_inference(long)) is None

@@ -425,6 +425,23 @@ def test_what_was_sent_ahead_and_comes_back_is_first_again() -> None:
     assert ran == [[b"w%d" % number for number in each] for each in ([running], ahead, later)]
 
 
+@pytest.mark.parametrize(
+    ("busy_ns", "instances", "sent"),
+    [(MS // 10, 2, 8), (2 * MS, 1, 2), (2 * MS, 2, 2), (50 * MS, 1, 1)],
+)
+def test_an_only_instance_has_its_next_batch_while_it_computes(
+    busy_ns: int, instances: int, sent: int
+) -> None:
+    """If that ends soon; several have more than one where a message takes as long."""
+    rig = Rig({}, max_batch_size=1)
+    for index in range(instances):
+        rig.start(index, 100 + index)
+    for _ in range(20):
+        rig.core.executions.service_time.observe(busy_ns, busy_ns, 1)
+    rig.submit(12)
+    assert len(rig.executes()) == sent
+
+
 def test_a_waiting_batch_hurries_for_a_deadline() -> None:
     rig = Rig({"max_queue_delay_microseconds": 1_000_000})
     peer = rig.start()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmserve.gateway.inference.builder import BuiltRequest, PreparedRequest
+from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.ipc.tensors.inference import (
@@ -151,7 +151,7 @@ def split(raw: bytes) -> Split | None:
 class _Known(NamedTuple):
     model: GatewayModel
     version: str  # as the request has it
-    prepared: PreparedRequest
+    prepared: Prepared
 
 
 class PreparedRequests:
@@ -171,8 +171,7 @@ class PreparedRequests:
             return None
         model = known.model
         if self._models.find(model.name, known.version) is model:
-            prepared = known.prepared
-            built = prepared.request(prepared.template.fill(parts.contents))
+            built = known.prepared.of(parts.contents)
             if built is not None:
                 built.identify(parts.identity)
                 return model, built
@@ -180,7 +179,7 @@ class PreparedRequests:
         return None
 
     def remember(
-        self, parts: Split, request: InferRequest, model: GatewayModel, prepared: PreparedRequest
+        self, parts: Split, request: InferRequest, model: GatewayModel, prepared: Prepared
     ) -> None:
         """Keep what was prepared of a request."""
         if parts.identity.is_of(request):

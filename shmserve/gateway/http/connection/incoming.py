@@ -26,7 +26,7 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
 from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
 from shmserve.gateway.settings import GatewaySettings
 
-SMALL_BODY = 64 * 1024
+SMALL_BODY = 128 * 1024  # a tensor of 64 KiB is one, with its header
 _LONGEST_CACHED_HEAD = 2048
 _MOST_QUEUED = 32
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import orjson
 
 from shmserve.gateway.http.json.tensors import packer
-from shmserve.gateway.inference.builder import BuiltRequest, PreparedRequest
+from shmserve.gateway.inference.builder import BuiltRequest, Prepared
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.ranges import LARGEST_UNSIGNED
@@ -91,7 +91,7 @@ class Known(NamedTuple):
     """A cached request; `packers` make the bytes of its inputs that are given as arrays of numbers,
     of these."""
 
-    prepared: PreparedRequest
+    prepared: Prepared
     packers: list[Callable[..., bytes]]
 
 
@@ -104,7 +104,8 @@ def repeat(
     """The request that is known by `key`, with `texts`, or the binary tensors in `body` from `at`;
     None when it is not known, or it takes the long way to say what is wrong.
 
-    Raises AlreadyExists when an output overlaps another one in flight and may not.
+    Raises AlreadyExists when an output overlaps another one in flight and may not, Unavailable when
+    memory for tensors is full.
     """
     known = cache.find(key)
     if known is None:
@@ -117,7 +118,7 @@ def repeat(
         datas = [pack(*orjson.loads(b"[%b]" % text)) for pack, text in arrays]
     except (ValueError, struct.error, OverflowError):  # it is no JSON, or other numbers
         return None
-    return prepared.request(prepared.template.fill(datas))
+    return prepared.of(datas)
 
 
 def worth_preparing(cache: Cache, key: Key) -> bool:
@@ -126,7 +127,7 @@ def worth_preparing(cache: Cache, key: Key) -> bool:
 
 
 def remember(
-    cache: Cache, key: Key, request: InferRequest, prepared: PreparedRequest, arrays: int
+    cache: Cache, key: Key, request: InferRequest, prepared: Prepared, arrays: int
 ) -> None:
     """Keep what was prepared of a request that came with so many arrays of numbers, if they are
     its tensors."""

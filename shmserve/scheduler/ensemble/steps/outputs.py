@@ -8,7 +8,7 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from shmserve.ipc.memory.lent import Block, Holding, Token, releases, unread
 from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
+from shmserve.ipc.tensors.template_cache import PlacedCache
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -48,12 +49,16 @@ class StepOutputs:
     _links: StepLinks
     _memory: EnsembleMemory
     _table: InflightTable[StepRequest]
+    _known: PlacedCache[Inferred] = field(default_factory=PlacedCache)
 
     def made(self, step: StepRequest, message: Finished | Responded) -> None:
         """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
         InvalidArgument when a condition lies where it cannot be read: then nothing is kept."""
         request = step.request
-        inferred = unpack_inferred(message.body)
+        inferred = self._known.find(message.body)
+        if inferred is None:
+            inferred = unpack_inferred(message.body)
+            self._known.learn(message.body, inferred, inferred.outputs)
         if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
             self.credit_discarded(step, message)
             self._release(step, inferred.outputs)

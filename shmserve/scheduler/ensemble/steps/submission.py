@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shmserve.errors import Unsupported
 from shmserve.ipc.inflight import make_submit
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, described
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     SEQUENCE_END,
@@ -107,8 +107,7 @@ def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
     # What a client places, it places anew each time.
     if step.request.placed:
         return _new_form(step, graph, inputs)
-    described = tuple([_described(tensor) for tensor in inputs])
-    key = (step.firing.step.index, step.target.signature, described)
+    key = (step.firing.step.index, step.target.signature, *map(described, inputs))
     forms: dict[Any, _Form] = step.request.plan.forms
     form = forms.get(key)
     if form is None:
@@ -120,13 +119,6 @@ def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
         template = PackedTemplate(Inference(tuple(inputs), form.wanted))
         form = forms[key] = form._replace(template=template)
     return form
-
-
-def _described(tensor: TensorRef) -> tuple[Any, ...]:
-    """All of a tensor but its bytes: -1 and its size where it is not in the message."""
-    data = tensor.data
-    size = (len(data),) if isinstance(data, bytes) else (-1, data.byte_size)
-    return (tensor.name, tensor.datatype, tensor.shape, *size)
 
 
 def _new_form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:

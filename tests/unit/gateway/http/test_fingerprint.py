@@ -108,23 +108,14 @@ def test_a_place_elsewhere_is_not_the_requests() -> None:
     assert found is not None and not found.is_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
-class Joined:
-    """A template that is nothing but its tensors' bytes."""
-
-    def fill(self, datas: list[bytes]) -> bytes:
-        return b"".join(datas)
-
-
 class Bytes:
     """A prepared request that gives the tensors' bytes; None while what it needs is not there."""
-
-    template = Joined()
 
     def __init__(self) -> None:
         self.there = True
 
-    def request(self, work: bytes) -> Any:
-        return work if self.there else None
+    def of(self, datas: list[bytes]) -> Any:
+        return b"".join(datas) if self.there else None
 
 
 def made() -> Cache:
