@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,18 +71,25 @@ def main() -> int:
     return int(bool(bad))
 
 
+def places(mutant: Mutant) -> list[Path]:
+    """The files that have its text, each as often as it does: one, unless it is stale."""
+    return [path for path, text in _code() for _ in range(text.count(mutant.old))]
+
+
+@cache
+def _code() -> list[tuple[Path, str]]:
+    searched = [ROOT / name for name in _SEARCHED]
+    files = [
+        file for each in searched for file in ([each] if each.is_file() else each.rglob("*.py"))
+    ]
+    return [(file, file.read_text()) for file in files]
+
+
 def _try(mutant: Mutant) -> str:
     """What became of a mutant, in a word and how long that took."""
-    found = [
-        path
-        for searched in _SEARCHED
-        for path in (
-            [ROOT / searched] if searched.endswith(".py") else (ROOT / searched).rglob("*.py")
-        )
-        if mutant.old in path.read_text()
-    ]
-    if len(found) != 1 or found[0].read_text().count(mutant.old) != 1:
-        print(f"stale   {mutant.name} (in {len(found)} files)", flush=True)
+    found = places(mutant)
+    if len(found) != 1:
+        print(f"stale   {mutant.name} (in {len(found)} places)", flush=True)
         return "stale"
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shmserve-mutant-") as folder:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.simulation import mutants
 from tests.simulation.lifecycle.run import LifecycleRun
 from tests.simulation.seeds import SEEDS
 from tests.simulation.simulation import Simulation
@@ -54,3 +55,7 @@ def test_a_seed_gives_the_same_run(kind: type[Simulation] | type[LifecycleRun]) 
     second.run()
     assert first.world.report() == second.world.report()
     assert first.world.events == second.world.events > 300
+
+
+def test_no_mutant_is_stale() -> None:
+    assert [mutant.name for mutant in mutants.read() if len(mutants.places(mutant)) != 1] == []
