@@ -59,8 +59,12 @@ def _pipeline(http: Http, number: int) -> None:
 
 
 def _crimes(http: Http, number: int) -> None:
-    command = "error" if number % 4 == 0 else "ok"
-    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [command]}
+    command(http, "error" if number % 4 == 0 else "ok")
+
+
+def command(http: Http, name: str) -> None:
+    """Have the model "crimes" do something."""
+    given = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": [name]}
     http.infer("crimes", {"inputs": [given, json_input("INPUT0", np.zeros((1, 4), np.int32))]})
 
 
