@@ -298,10 +298,12 @@ class Engine(Generic[T]):
                 return
             inside.append(outside.pop(0))
             sequence.place = Place.RUNNING
+            needed, before = self._needed(sequence), self.pool.available
             if sequence.forks and sequence.missing == 1:
                 self._fork(sequence)
             self._run(plan, [sequence], [sequence])
-            promised += self._needed(sequence)
+            # Also to those that it has become.
+            promised += max(needed - (before - self.pool.available), 0)
 
     def _seats(self, taken: list[Sequence[T]]) -> int:
         """The sequences that there is room for in a step beside those of `taken` that run."""
@@ -316,7 +318,10 @@ class Engine(Generic[T]):
             return max(-(-len(sequence.tokens) // size) - len(sequence.table), 0)
         most = -(-generation.most_tokens // size)
         shared = generation.shared // size
-        return max(shared + sequence.seats * (most - shared) - len(sequence.table), 0)
+        # Beams go on in one another's blocks, and who writes into such a one gets its own.
+        own = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
+        held = min(len(sequence.table), shared) + own
+        return max(shared + sequence.seats * (most - shared) - held, 0)
 
     def _begin_prompt(self, plan: StepPlan, sequence: Sequence[T], free: int) -> bool:
         """Give a sequence that has nothing the cached blocks of its beginning; whether what it
