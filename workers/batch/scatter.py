@@ -317,7 +317,7 @@ class Scatterer:
         assert self._context.device_memory is not None
         data = item.data
         if isinstance(data, bytes):
-            from shmserve.workers.memory.device_memory import as_bytes
+            from shmserve.workers.memory.device_tensors import as_bytes
 
             data = as_bytes(bytearray(data))
         self._context.copied.outputs += self._context.device_memory.write(destination, data, device)

@@ -161,7 +161,7 @@ class Tensor:
         wire: bytes | memoryview | Place
         if isinstance(data, Input):
             if data.place is None and data.on_device:
-                from shmserve.workers.memory.device_memory import to_host
+                from shmserve.workers.memory.device_tensors import to_host
 
                 wire = to_host(data.raw)
             else:
