@@ -14,10 +14,18 @@ from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import own_timeout_us, read_request
+from shmserve.gateway.http.body import own_timeout_us, read_request, repeated_request
 from shmserve.gateway.http.json.framing import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, TRACEPARENT, HttpRequest
+from shmserve.gateway.http.request import (
+    ACCEPT,
+    ACCEPT_ENCODING,
+    CONTENT_ENCODING,
+    HEADER_LENGTH,
+    TRACEPARENT,
+    Answer,
+    HttpRequest,
+)
 from shmserve.gateway.http.response import JSON, HttpResponse
 from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
@@ -63,11 +71,26 @@ async def infer(
     except ShmserveError as error:
         _failed(model, built, error)
         raise
-    scheduler = now.scheduler
-    how = (submit, scheduler.endpoint, scheduler, built.release)
-    inference = HttpInference(*how, gateway, request, model, built)
-    scheduler.submit(inference)
+    inference = _submitted(gateway, request, model, built, now.scheduler, submit)
+    request.repeat = None
+    if built.templates is not None and _is_plain(request):
+        request.repeat = RepeatedInference(gateway, request, model).begin
     return await inference.response()
+
+
+def _submitted(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    built: BuiltRequest,
+    scheduler: SchedulerHandle,
+    submit: m.Submit,
+    answer: Answer | None = None,
+) -> HttpInference:
+    how = (submit, scheduler.endpoint, scheduler, built.release)
+    inference = HttpInference(*how, gateway, request, model, built, answer)
+    scheduler.submit(inference)
+    return inference
 
 
 def _failed(model: GatewayModel, built: BuiltRequest, error: ShmserveError) -> None:
@@ -83,14 +106,58 @@ async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: st
     return await loaded(gateway, name, version, limit_us)
 
 
+def _is_plain(request: HttpRequest) -> bool:
+    """Whether all that a request says is in its body, and both bodies are sent as they are."""
+    headers = request.headers
+    return not (
+        request.is_http10
+        or ACCEPT_ENCODING in headers
+        or CONTENT_ENCODING in headers
+        or TRACEPARENT in headers
+    )
+
+
+class RepeatedInference:
+    """Begins inferences whose head is that of an earlier one without a task, if their bodies, too,
+    are like earlier ones."""
+
+    __slots__ = ("_gateway", "_header_size", "_model", "_request", "_revision")
+
+    def __init__(self, gateway: Gateway, request: HttpRequest, model: GatewayModel) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._model = model
+        self._revision = gateway.models.revision
+        self._header_size = request.headers.get(HEADER_LENGTH)
+
+    def begin(self, body: bytes, answer: Answer) -> HttpInference | None:
+        """The inference with this body, in flight; None for one that is to be handled, which says
+        what is wrong with it."""
+        arrived_ns = time.monotonic_ns()
+        gateway, model, request = self._gateway, self._model, self._request
+        if gateway.models.revision != self._revision or gateway.draining:
+            return None
+        try:
+            built = repeated_request(gateway, model, body, self._header_size)
+            if built is None:
+                return None
+            client = request.connection.client
+            _, submit = prepare_submit(gateway, model, built, client, arrived_ns)
+        except Exception:
+            return None  # what is wrong is said where it is read again
+        return _submitted(gateway, request, model, built, model.scheduler, submit, answer)
+
+
 @dataclass(slots=True, eq=False)
 class HttpInference(GatewayRequest):
-    """A request in flight for one response; to be awaited with `response`, or cancelled."""
+    """A request in flight for one response; to be awaited with `response`, or cancelled. One with
+    an `answer` awaits by itself, until it has told that."""
 
     gateway: Gateway
     request: HttpRequest
     model: GatewayModel
     built: BuiltRequest
+    answer: Answer | None = None
     _message: Response | None = field(init=False, default=None)  # that nobody has read
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
@@ -99,7 +166,32 @@ class HttpInference(GatewayRequest):
             self.scheduler.discard(message)  # its model gives one response
             return
         self._message = message
-        settle(self._waiter, None)
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            answer(self._filled(message))
+        else:
+            settle(self._waiter, None)
+
+    def _filled(self, message: Response) -> bytes | None:
+        """The response, if its template is known and it goes as it is."""
+        built = self.built
+        templates = built.templates
+        if (
+            type(message) is not m.Finished
+            or built.trace is not None
+            or templates is None
+            or self.gateway.draining
+            or logger.isEnabledFor(logging.DEBUG)
+            or (known := templates.find(message.body)) is None
+        ):
+            return None
+        template, datas = known
+        try:
+            json, binary = template.fill(built.infer_request.id, datas)
+        except Exception:
+            return None  # what is wrong is said where it is filled again
+        self._message = None
+        return _assemble(json, binary).whole(self.request)
 
     async def response(self) -> HttpResponse:
         """The response, once it has come; raises what the inference failed with."""
