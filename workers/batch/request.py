@@ -15,7 +15,8 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 

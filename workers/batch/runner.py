@@ -24,7 +24,8 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
+from shmserve.ipc.tensors.arrays import NUMPY, STORED
+from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response

@@ -24,7 +24,8 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, TO_CONFIG, encode_bytes
+from shmserve.ipc.tensors.arrays import STORED, encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, PackedTemplate, pack_inferred
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.datatypes import NUMPY, STORED, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.backends.python.inputs import Lender
