@@ -320,8 +320,7 @@ class _Transport(asyncio.Transport):
 
 
 def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
-    handle = App(gateway, ROUTES).handle
-    return partial(HttpConnection, handle=handle, settings=gateway.settings)
+    return partial(HttpConnection, app=App(gateway, ROUTES), settings=gateway.settings)
 
 
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
