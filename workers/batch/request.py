@@ -152,8 +152,8 @@ class Request:
 
     `requested` maps the name of each output that is wanted to where it goes; every output of the
     model when the client named none. `is_cancelled`, from any thread: whether nobody waits for it
-    any more (looks at what has arrived until now). `bodies` keeps packed responses by the template
-    of their outputs, where these all have their places: requests that are packed alike share it.
+    any more (looks at what has arrived until now). `known` has what follows from the types
+    and shapes of a response's outputs: requests that are packed alike share it.
     `aliased`: an output goes where an input is. `byte_size`: of all inputs together. `placed`: an
     output has a place. `shared`: an input may lie in shared memory. `states` are the names of the
     outputs that the model keeps for the next request of its sequence.
@@ -165,7 +165,7 @@ class Request:
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
     is_cancelled: Callable[[], bool] = never_cancelled
-    bodies: dict[Any, bytes] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
     placed: bool = False

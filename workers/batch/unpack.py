@@ -36,13 +36,13 @@ def reshape(
 class _Template(NamedTuple):
     """A packed request that was read: its inputs with the shapes that the model sees and where they
     lie (None: inline) and how many are inline before them, and what responses to such requests were
-    packed to (see `Request.bodies`)."""
+    packed to (see `Request.known`)."""
 
     inference: Inference
     tensors: list[tuple[TensorRef, tuple[int, ...], Place | None, int]]
     batch_size: int
     requested: dict[str, RequestedOutput]
-    bodies: dict[Any, bytes]
+    known: dict[Any, Any]
     aliased: bool
     byte_size: int
     placed: bool
@@ -99,7 +99,7 @@ class Unpacker:
             inputs,
             template.requested,
             is_cancelled,
-            template.bodies,
+            template.known,
             template.aliased,
             template.byte_size,
             template.placed,
