@@ -153,7 +153,8 @@ class Request:
     `requested` maps the name of each output that is wanted to where it goes; every output of the
     model when the client named none. `is_cancelled`, from any thread: whether nobody waits for it
     any more (looks at what has arrived until now). `known` has what follows from the types
-    and shapes of a response's outputs: requests that are packed alike share it.
+    and shapes of a response's outputs: requests that are packed alike share it, and those with as
+    many rows that want every output.
     `aliased`: an output goes where an input is. `byte_size`: of all inputs together. `placed`: an
     output has a place. `shared`: an input may lie in shared memory. `states` are the names of the
     outputs that the model keeps for the next request of its sequence.

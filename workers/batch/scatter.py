@@ -36,7 +36,7 @@ from shmserve.workers.memory.copying import Copier
 logger = logging.getLogger(__name__)
 
 
-_MOST_KNOWN = 16  # responses to requests that are packed alike
+_MOST_KNOWN = 64  # responses to requests that are alike
 _MOST_TEMPLATES = 256
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
@@ -110,7 +110,7 @@ def _wire_key(ready: list[Ready]) -> Any:
 
 
 def _array_key(request: Request, response: Response) -> Any:
-    """The key of a response among those to requests that are packed alike: its checks, places and
+    """The key of a response among those to requests that share `known`: its checks, places and
     packing follow from it. None where they do not."""
     if response.parameters or request.aliased:
         return None

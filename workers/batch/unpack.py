@@ -66,6 +66,7 @@ class Unpacker:
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
+        self._known: dict[int, dict[Any, Any]] = {}  # of requests for these, by batch size
 
     def request(
         self,
@@ -123,8 +124,10 @@ class Unpacker:
                 byte_size += data.byte_size
             if self._batched:
                 batch_size = tensor.shape[0]
+        known: dict[Any, Any] = {}
         if not inference.outputs:
             requested = self._all_outputs
+            known = self._known.setdefault(batch_size, known)
         else:
             requested = {output.name: output for output in inference.outputs}
         template = _Template(
@@ -132,7 +135,7 @@ class Unpacker:
             tensors,
             batch_size,
             requested,
-            {},
+            known,
             inference.aliased,
             byte_size,
             placed=any(output.place is not None for output in inference.outputs),

@@ -56,9 +56,10 @@ class PythonExecution:
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
             responses = self._execute(received)
-        except Exception:
-            responses = self._sent(received)
+        except BaseException as error:
+            responses = self._sent(received) if isinstance(error, Exception) else []
             if not responses:
+                self._lender.forget()
                 raise
             logger.exception("model '%s' failed after it had answered", self._context.model_name)
         self._lender.settle(responses)

@@ -57,6 +57,10 @@ class Lender:
             warnings.filterwarnings("error", message=_NOT_WRITABLE)
             self._filter = warnings.filters[0]
 
+    def forget(self) -> None:
+        """After an execution that has failed: nobody knows what refers to what it was lent."""
+        self._loans = {}
+
     def settle(self, responses: Sequence[Response]) -> None:
         """After an execution of which nothing is left but `responses`, and what the model keeps."""
         if not self._loans:
