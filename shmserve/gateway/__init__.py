@@ -5,7 +5,7 @@ An HTTP request, file by file:
     http/connection/protocol.py     bytes -> requests, one after the other
     http/routing.py                 matched, authorised, handled, errors to responses; the tables
                                     of routes are in routes.py
-    http/infer.py                   inference; streaming/ for other responses in many parts
+    http/infer.py                   inference; streaming/ for responses in many parts
     http/body.py                    the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else
     http/json/infer_request.py      JSON -> inference/request.py, checked

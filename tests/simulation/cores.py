@@ -29,7 +29,7 @@ _KEPT = {
     "Front._dead": 64,
     "Sequences._lost": 4096,
     "Sequences._free": 1 << 20,
-    "RequestQueue._timers": 1100,
+    "Timers._heap": 1100,
     "Responses._order": 1100,
     "PriorityQueue._levels": 1,
     "PriorityQueue._order": 1,

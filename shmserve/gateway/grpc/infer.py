@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
@@ -29,6 +28,7 @@ from shmserve.gateway.inference.submit import (
     failure,
     log_failure,
     prepare_submit,
+    submit_streaming,
 )
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
@@ -45,36 +45,35 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 @dataclass(slots=True, eq=False)
-class Submitted:
-    """A request in flight for one response, as a future; every one must be left, when that is
-    sent, or cancelled."""
+class Submitted(GatewayRequest):
+    """A request in flight for one response; every one must be left, when that is sent, or
+    cancelled."""
 
-    _inferences: Inferences
+    inferences: Inferences
     model: GatewayModel
-    _built: BuiltRequest
-    _pending: GatewayRequest
-    request_id: str
-    _left: bool = False
-    _given_up: bool = False
+    built: BuiltRequest
+    on_response: Callable[[], None] | None = field(init=False, default=None)
+    _response: Response | None = field(init=False, default=None)
+    _left: bool = field(init=False, default=False)
 
-    def when_done(self, action: Callable[[Submitted], None]) -> None:
-        """Call this once there is a response, to take with `response`; never if it is cancelled."""
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Call this as soon as there is a response, to take with `response`; never if it is
+        cancelled."""
+        self.on_response = action
 
-        def resolved(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
-            # The response may have come just before it was cancelled.
-            if not self._given_up:
-                action(self)
-
-        self._pending.future.add_done_callback(resolved)
-
-    def taken_by(self, action: Callable[[Response], None]) -> None:
-        """Call this as soon as there is a response, which it takes at once with `response`; never
-        if the request is cancelled."""
-        self._pending.on_response = action
+    def responded(self, message: Response) -> None:
+        if not self.over:
+            self.scheduler.discard(message)  # its model gives one response
+            return
+        self._response = message
+        if self.on_response is not None:
+            self.on_response()
 
     def response(self) -> bytes:
         """The ModelInferResponse that is there, serialized; raises what the request failed with."""
-        message, trace = self._pending.future.result(), self._built.trace
+        message, trace = self._response, self.built.trace
+        assert message is not None
+        self._response = None
         try:
             if trace is not None:
                 trace.answered(message)
@@ -82,7 +81,7 @@ class Submitted:
                 raise failure(message)
             response = self._encoded(message.body)
         except ShmserveError as error:
-            log_failure(self.model, self.request_id, error, trace)
+            log_failure(self.model, self.submit.request_id, error, trace)
             if trace is not None:
                 trace.finish(error.message)
             raise
@@ -91,47 +90,48 @@ class Submitted:
         return response
 
     def _encoded(self, body: bytes) -> bytes:
-        templates = self._built.templates
+        templates = self.built.templates
         if templates is not None and (known := templates.find(body)) is not None:
             template, contents = known
-            filled: bytes = template.fill(self.request_id, contents)
+            filled: bytes = template.fill(self.submit.request_id, contents)
             return filled
         inferred = unpack(body)
-        if self._built.trace is not None:
-            inferred = self._built.trace.explain(inferred)
+        if self.built.trace is not None:
+            inferred = self.built.trace.explain(inferred)
         try:
-            message = self._inferences.encode(self.model, self._built.infer_request, inferred)
+            message = self.inferences.encode(self.model, self.built.infer_request, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
-            self._pending.scheduler.release_outputs(inferred)
-        if templates is not None and _is_plain(self._built.infer_request, inferred):
+            self.scheduler.release_outputs(inferred)
+        if templates is not None and _is_plain(self.built.infer_request, inferred):
             sizes = [
                 len(tensor.data) if type(tensor.data) is bytes else None
                 for tensor in inferred.outputs
             ]
-            template = self._inferences.encoder.template(self.model, inferred, sizes)
+            template = self.inferences.encoder.template(self.model, inferred, sizes)
             templates.learn(body, inferred, template)
         return message
 
     @property
     def done(self) -> bool:
         """Whether there is a response to take with `response`."""
-        return self._pending.future.done() and not self._given_up
+        return self._response is not None
 
     def cancel(self) -> None:
         """Cancel it: the response is waited for no longer."""
-        self._given_up = True
-        self._pending.future.cancel()
-        if self._built.trace is not None:
-            self._built.trace.gone()
+        response, self._response = self._response, None
+        if response is not None:
+            self.scheduler.discard(response)
+        if self.built.trace is not None:
+            self.built.trace.gone()
         self.leave()
-        self._inferences.gateway.dispatcher.cancel(self._pending)
+        self.give_up()
 
     def leave(self) -> None:
         """Nothing is left to be done for it: its response is sent."""
         if not self._left:
             self._left = True
-            self._inferences.left()
+            self.inferences.left()
 
 
 def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
@@ -216,7 +216,7 @@ class Inferences(ActiveCount):
         model, built, submit = self._admitted(raw, *call, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, submit)
-        return StreamingRequest(self.gateway, model, built, submit, on_response)
+        return submit_streaming(model, built, submit, on_response)
 
     def encode(self, model: GatewayModel, request: InferRequest, inferred: Inferred) -> bytes:
         """A worker's response as a serialized ModelInferResponse; raises InvalidArgument or
@@ -264,9 +264,12 @@ class Inferences(ActiveCount):
             self.left()
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
-        pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
+        scheduler = model.scheduler
+        how = (submit, scheduler.endpoint, scheduler, built.release)
+        submitted = Submitted(*how, self, model, built)
+        scheduler.submit(submitted)
         self.active += 1
-        return Submitted(self, model, built, pending, built.infer_request.id)
+        return submitted
 
     def _admitted(
         self,

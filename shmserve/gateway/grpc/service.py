@@ -33,7 +33,6 @@ from shmserve.gateway.grpc.status import (
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import LARGE
-from shmserve.ipc.inflight import Response
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
@@ -232,7 +231,7 @@ class InferenceCalls:
     def infer(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
         """Handle a ModelInfer, whose message is `raw`."""
 
-        def responded(_: Response) -> None:
+        def responded() -> None:
             try:
                 response = submitted.response()
             except Exception as error:
@@ -259,7 +258,7 @@ class InferenceCalls:
                 self._trim.soon(len(raw))
         call.on_gone = submitted.cancel
         call.on_over = submitted.leave
-        submitted.taken_by(responded)
+        submitted.when_done(responded)
 
     async def _infer_once_loaded(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
         try:

@@ -198,7 +198,7 @@ class _Stream:
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
-            item.when_done(lambda _: self._news.set())
+            item.when_done(self._news.set)
         else:
             self._news.set()
 
@@ -253,7 +253,7 @@ class _Stream:
                     break  # those before it are written first
                 raise
             self._outbox.popleft()
-            request.release(inferred)
+            request.release_outputs(inferred)
             if response is not None:
                 responses.append(response)
                 size += len(response)
@@ -326,4 +326,4 @@ def _response(item: _Ordered, *, strict: bool) -> bytes:
     except ShmserveError as error:
         if strict:
             raise
-        return streamed_error(error.message, item.request_id, item.model.name)
+        return streamed_error(error.message, item.submit.request_id, item.model.name)

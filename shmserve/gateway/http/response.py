@@ -14,7 +14,7 @@ import orjson
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.framing import error_json
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.request import HttpChannel, HttpRequest
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.
 _WHOLE = 256 * 1024
@@ -51,6 +51,10 @@ class HttpResponse:
         values = (_STATUS_LINES[self.status], size, connection, self.headers)
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
+    def whole(self, request: HttpRequest) -> bytes:
+        """All of it, as it is written."""
+        return b"".join((self.head(request, sum(map(len, self.pieces))), *self.pieces))
+
     async def send(self, request: HttpRequest, stall_s: float) -> None:
         """Write it; a client that reads nothing for `stall_s` seconds is cut off.
 
@@ -66,7 +70,7 @@ class HttpResponse:
         else:
             await self._stream(request, transport, head, stall_s)
         if request.connection.writing_paused:
-            await drain(request, transport, stall_s)
+            await drain(request.connection, transport, stall_s)
 
     async def _stream(
         self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
@@ -79,7 +83,7 @@ class HttpResponse:
                 for at in range(0, len(piece), _PIECE):
                     transport.write(piece[at : at + _PIECE])
                     if request.connection.writing_paused:
-                        await drain(request, transport, stall_s)
+                        await drain(request.connection, transport, stall_s)
         finally:
             transport.set_write_buffer_limits()
 
@@ -110,7 +114,7 @@ class ChunkedResponse(HttpResponse):
                 framed = map(_framed, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(framed))
                 if request.connection.writing_paused:
-                    await drain(request, transport, stall_s)
+                    await drain(request.connection, transport, stall_s)
         if chunked:
             transport.write(b"0\r\n\r\n")
 
@@ -135,11 +139,11 @@ def _open_transport(request: HttpRequest) -> asyncio.Transport:
     return transport
 
 
-async def drain(request: HttpRequest, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: float) -> None:
     """Wait until the client has read what was written; one that reads nothing is cut off."""
     try:
         async with asyncio.timeout(stall_s):
-            await request.connection.drain()
+            await channel.drain()
     except TimeoutError:
         transport.abort()
         raise ConnectionResetError("the client does not read its response") from None

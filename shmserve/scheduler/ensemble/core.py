@@ -249,12 +249,14 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def tick(self, now_ns: int) -> int:
         self._live.now_ns = now_ns
-        for request in self._live.expired():
-            self._steps.cancel(request)
+        timers = self._live.timers
+        if now_ns >= timers.due_ns:
+            for request in self._live.expired():
+                self._steps.cancel(request)
         while changed := self._live.changed():
             for request in changed:
                 self._advance(request)
-        return self._live.due_ns
+        return timers.due_ns
 
     def _advance(self, request: EnsembleRequest) -> None:
         """Run the steps of a request that can run, and respond; end it when nothing is left."""

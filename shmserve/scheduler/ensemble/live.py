@@ -4,19 +4,13 @@ have changed.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import EnsembleResponses
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.timers import Timers
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-
-# Stale timers are swept when they outnumber the live requests by this much.
-_STALE_TIMERS = 1024
 
 
 class LiveRequests:
@@ -26,9 +20,8 @@ class LiveRequests:
         self._name = name
         self._statistics = statistics
         self._responses = responses
-        self._numbers = itertools.count(1)
         self._touched: dict[EnsembleRequest, None] = {}
-        self._timers: list[tuple[int, int, EnsembleRequest]] = []
+        self.timers: Timers[EnsembleRequest] = Timers(done)
         self.now_ns = 0
         self.count = 0
 
@@ -38,11 +31,7 @@ class LiveRequests:
         self.count += 1
         self._touched[request] = None
         if request.deadline_ns:
-            timers = self._timers
-            if len(timers) > 2 * self.count + _STALE_TIMERS:
-                timers[:] = [timer for timer in timers if not done(timer[2])]
-                heapq.heapify(timers)
-            heapq.heappush(timers, (request.deadline_ns, next(self._numbers), request))
+            self.timers.add(request.deadline_ns, request)
 
     def end(self, request: EnsembleRequest) -> bool:
         """Remove a request that is done; False: it was before."""
@@ -83,20 +72,11 @@ class LiveRequests:
 
     def expired(self) -> list[EnsembleRequest]:
         """Fail those whose deadlines are over."""
-        found: list[EnsembleRequest] = []
-        timers = self._timers
-        while timers and (timers[0][0] < self.now_ns or done(timers[0][2])):
-            request = heapq.heappop(timers)[2]
-            if not done(request):
-                self.fail(request, Unavailable.code, EXPIRED)
-                self.tell_early(request)
-                found.append(request)
+        found = self.timers.over(self.now_ns)
+        for request in found:
+            self.fail(request, Unavailable.code, EXPIRED)
+            self.tell_early(request)
         return found
-
-    @property
-    def due_ns(self) -> int:
-        """When the next deadline is over; NEVER: there is none."""
-        return self._timers[0][0] + 1 if self._timers else NEVER
 
 
 def done(request: EnsembleRequest) -> bool:

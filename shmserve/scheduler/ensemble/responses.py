@@ -89,7 +89,7 @@ class EnsembleResponses:
             logger.warning("Composing models did not output tensor %s", tensor)
         input_ns, infer_ns, output_ns = request.times_ns
         timing = Timing(request.started_ns, input_ns, infer_ns, output_ns)
-        self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
+        self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
         body = b""
         if self._decoupled:
             self._count(request, b"", final=True, now_ns=now_ns)

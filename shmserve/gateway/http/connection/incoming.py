@@ -11,6 +11,7 @@ stream of a body is full, or while too many pipelined requests are queued.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections import deque
 
 from shmserve.common.tasks import settle
@@ -23,7 +24,13 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
     make_parser,
 )
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
+from shmserve.gateway.http.request import (
+    CONTENT_LENGTH,
+    EXPECT,
+    HttpRequest,
+    Repeat,
+    WholeBody,
+)
 from shmserve.gateway.settings import GatewaySettings
 
 SMALL_BODY = 128 * 1024  # a tensor of 64 KiB is one, with its header
@@ -121,6 +128,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         sending = self._held or (self._busy and self._content is not None)
         return self._since if sending else None
 
+    @abstractmethod
+    def _begin(self, repeat: Repeat, body: bytes) -> bool:
+        """Whether a request with the cached head is under way, without the task."""
+
     # --- bytes
 
     def data_received(self, data: bytes) -> None:
@@ -133,13 +144,16 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # the task has not begun, handles a request, or has ended
+            pass  # the task has not begun, or has ended; or a request is handled, by it or without
         elif between and size <= self._cached_size and data.startswith(self._cached_head):
             if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
-                body = request.content = self._cached_body
-                body.data = data[self._cached_body_at :]
+                body = data[self._cached_body_at :]
+                if request.repeat is not None and self._begin(request.repeat, body):
+                    return
+                request.content = self._cached_body
+                request.content.data = body
                 self._messages.append(request)
                 self._waiter = None
                 waiter.set_result(None)

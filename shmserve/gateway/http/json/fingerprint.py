@@ -87,6 +87,20 @@ def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
     return (b"\0".join(parts[::2]), 0), parts[1::2]
 
 
+def fingerprint(
+    header: bytes, tail_size: int
+) -> tuple[Key, Sequence[bytes], RequestIdentity | None]:
+    """The fingerprint of a request without its identity, the texts of its arrays of numbers, and
+    the identity that was cut out, if it has one."""
+    if header[:5] != _BEGINS_WITH_ID and b'"sequence_id"' not in header:
+        return *split(header, tail_size), None
+    kept, itself = identity(header)
+    key, arrays = split(kept, tail_size)
+    if itself is not None:
+        key = key[0], ~key[1]  # that of no header as it came
+    return key, arrays, itself
+
+
 class Known(NamedTuple):
     """A cached request; `packers` make the bytes of its inputs that are given as arrays of numbers,
     of these."""
