@@ -76,7 +76,7 @@ def to_response(response: InferenceResponse) -> Response:
     error = response._error
     if error is not None:
         return Response(error=to_server(error))
-    outputs = [
+    outputs = [  # mostly as the model made them, for which no call is needed
         _output((tensor._name, tensor._datatype, tensor._data))
         if type(tensor) is Tensor
         else tensor.as_output()
