@@ -16,7 +16,8 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
+from shmserve.gateway.grpc.wire.fingerprint import Split, split
+from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import BuiltRequest, build
@@ -302,11 +303,12 @@ class Inferences(ActiveCount):
                 raw.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)
             return raw.model, raw.built
-        # With parameters of its own a request is not like others with its message.
-        parts = None if headers else split(raw)
-        if parts is not None:
+        parts: Split | None = None
+        if not headers:  # with parameters of its own a request is not like others with its message
             try:
-                found = self._prepared.repeat(parts)
+                found = self._prepared.find(raw)
+                if found is None and (parts := split(raw)) is not None:
+                    found = self._prepared.repeat(raw, parts)
             except ShmserveError as error:
                 raise RequestRefused(error, _id_of(raw)) from None
             if found is not None:
