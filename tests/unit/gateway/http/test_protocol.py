@@ -286,6 +286,29 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
 
 
+def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
+    """A token that is taken back opens nothing more, on connections that are there either."""
+
+    async def first(request: HttpRequest) -> HttpResponse:
+        found, request.match = request.match is not None, (first, ())
+        return json_response(found)
+
+    async def run() -> list[Any]:
+        connection, transport = connected(first)
+        await settle()
+        for asked in range(5):
+            if asked == 3:
+                listener = connection.client.listener
+                listener.authorisation = listener.authorisation.with_tokens({})
+            connection.data_received(packed("POST", "/a", (), b"{}", "length"))
+            await settle()
+        connection.connection_lost(None)
+        await settle()
+        return replies(transport.written)
+
+    assert asyncio.run(run()) == [False, False, True, False, False]
+
+
 KNOWN = packed("POST", "/a", (), b"{}", "length")
 
 
