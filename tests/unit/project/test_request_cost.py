@@ -15,12 +15,12 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 69.3,
-    ("inline", "grpc gateway"): 137.3,
+    ("inline", "gateway"): 69.2,
+    ("inline", "grpc gateway"): 109.2,
     ("inline", "scheduler"): 44.9,
     ("inline", "worker"): 71.0,
-    ("placed", "gateway"): 75.3,
-    ("placed", "grpc gateway"): 153.3,
+    ("placed", "gateway"): 75.2,
+    ("placed", "grpc gateway"): 127.2,
     ("placed", "scheduler"): 127.5,
     ("placed", "worker"): 208.0,
 }
