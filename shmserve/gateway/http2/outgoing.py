@@ -162,7 +162,7 @@ class Outgoing:
         else:
             self.ready += (b"".join(before), *pieces, b"".join(end))
         stream.finished = True
-        self._sent_all(stream)
+        self._close(stream)
 
     def discard(self, stream: Stream) -> None:
         """Forget the data of a stream that waits: it ends otherwise."""

@@ -15,12 +15,12 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 69.2,
-    ("inline", "grpc gateway"): 109.2,
+    ("inline", "gateway"): 65.2,
+    ("inline", "grpc gateway"): 105.2,
     ("inline", "scheduler"): 44.9,
     ("inline", "worker"): 71.0,
-    ("placed", "gateway"): 75.2,
-    ("placed", "grpc gateway"): 127.2,
+    ("placed", "gateway"): 72.2,
+    ("placed", "grpc gateway"): 123.2,
     ("placed", "scheduler"): 127.5,
     ("placed", "worker"): 208.0,
 }

@@ -31,10 +31,11 @@ Found = tuple[GatewayModel, BuiltRequest]
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A prepared request with its `key`, for `version` as the request has it, which is `model` in
-    this `revision` of the table of models."""
+    """A prepared request with its `key` and `identity`, for `version` as the request has it, which
+    is `model` in this `revision` of the table of models."""
 
     key: Key
+    identity: RequestIdentity
     model: GatewayModel
     version: str
     revision: int
@@ -105,7 +106,8 @@ class PreparedRequests:
             known.revision = revision
             built = known.prepared.of(contents)
             if built is not None:
-                built.identify(itself)
+                if itself != known.identity:
+                    built.identify(itself)
                 return model, built
         self._cache.forget(known.key)
         return None
@@ -115,8 +117,9 @@ class PreparedRequests:
     ) -> None:
         """Keep what was prepared of a request."""
         if parts.identity.is_of(request):
-            known = _Known(parts.key, model, request.version, self._models.revision, prepared)
-            self._cache.remember(parts.key, known)
+            revision = self._models.revision
+            named = (parts.key, parts.identity, model, request.version)
+            self._cache.remember(parts.key, _Known(*named, revision, prepared))
 
     def _learn(self, raw: bytes, parts: Split, known: _Known) -> None:
         sizes = _layout(raw, parts)
