@@ -7,7 +7,7 @@ that are alike are packed alike, and who has a template of one has it of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from struct import Struct
 from typing import Any
@@ -65,6 +65,10 @@ class Inference:
         places = [output.place for output in self.outputs if output.place is not None]
         return any(place.overlaps(other) for place in places for other in inputs)
 
+    def filled(self, datas: Sequence[bytes]) -> Inference:
+        """The same with these bytes of its inline tensors, in order."""
+        return Inference(_filled(self.inputs, datas), self.outputs, self.parameters)
+
 
 @record
 class Inferred:
@@ -73,6 +77,21 @@ class Inferred:
 
     outputs: tuple[TensorRef, ...]
     parameters: dict[str, Any] = field(default_factory=dict)
+
+    def filled(self, datas: Sequence[bytes]) -> Inferred:
+        """The same with these bytes of its inline tensors, in order."""
+        return Inferred(_filled(self.outputs, datas), self.parameters)
+
+
+def _filled(tensors: tuple[TensorRef, ...], datas: Sequence[bytes]) -> tuple[TensorRef, ...]:
+    filled: list[TensorRef] = []
+    at = 0
+    for tensor in tensors:
+        if type(tensor.data) is bytes:
+            tensor = TensorRef(tensor.name, tensor.datatype, tensor.shape, datas[at])
+            at += 1
+        filled.append(tensor)
+    return tuple(filled)
 
 
 def pack_inference(request: Inference) -> bytes:
