@@ -15,12 +15,12 @@ from tests.rigs.counted_processes import Calls, Case
 from tests.rigs.worker_rig import Region
 
 _CEILINGS = {
-    ("inline", "gateway"): 69.3,
-    ("inline", "grpc gateway"): 137.3,
+    ("inline", "gateway"): 65.2,
+    ("inline", "grpc gateway"): 105.2,
     ("inline", "scheduler"): 42.8,
     ("inline", "worker"): 53.4,
-    ("placed", "gateway"): 75.3,
-    ("placed", "grpc gateway"): 153.3,
+    ("placed", "gateway"): 72.2,
+    ("placed", "grpc gateway"): 123.2,
     ("placed", "scheduler"): 119.3,
     ("placed", "worker"): 140.0,
 }
