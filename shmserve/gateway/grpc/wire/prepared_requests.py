@@ -129,13 +129,14 @@ class PreparedRequests:
         if self._learnt >= _MOST_KNOWN:
             self._layouts.clear()
             self._learnt = 0
+        has_id = bool(parts.identity.request_id)
         layout = self._layouts.find(len(raw))
         if layout is None:
-            layout = _Layout(struct, bool(parts.identity.request_id), {})
+            layout = _Layout(struct, has_id, {})
             self._layouts.remember(len(raw), layout)
         # Of two layouts of one size the first stays: messages that come by turns are not to be
         # learnt again and again.
-        if layout.struct.format == struct.format:
+        if layout.struct.format == struct.format and layout.has_id == has_id:
             layout.known[struct.unpack(raw)[::2]] = known
             self._learnt += 1
 

@@ -16,6 +16,7 @@ import pytest
 from shmserve.gateway.http import body as http
 from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import unpack_inference
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
@@ -23,6 +24,8 @@ from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, public
 pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc import infer as grpc
+from shmserve.gateway.grpc.wire.fingerprint import split
+from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.proto import grpc_service_pb2 as pb
 
 grpc_client = pytest.importorskip("tritonclient.grpc")
@@ -176,6 +179,37 @@ def test_ids_and_values_are_cut_where_they_are(
     broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
         inferences._read(broken, {}, False)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: int) -> None:
+    """Though messages of one size have them in one place."""
+    named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
+    plain = pb.ModelInferRequest(model_name="m")
+    plain.inputs.add(name="IN", datatype="INT8", shape=[1])
+    two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
+    assert len(named) == len(two)
+    prepared = PreparedRequests(gateway.models)
+    built = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
+    for turn in range(4):
+        for which in (first, 1 - first):
+            raw, seen = (named, two)[which], built[which]
+            parts = split(raw)
+            assert parts is not None
+            known: Any = SimpleNamespace(
+                of=lambda datas, seen=seen: (
+                    seen.contents.append(list(datas))
+                    or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
+                )
+            )
+            found = prepared.find(raw) or prepared.repeat(raw, parts)
+            assert (found is not None) == bool(turn)
+            if found is None:
+                request = InferRequest(parts.identity.request_id, [], [])
+                model: Any = gateway.models.find()
+                prepared.remember(parts, request, model, known)
+    assert built[0].contents == [[b"x"]] * 3
+    assert built[1].contents == [[b"i", b"x"]] * 3
 
 
 @pytest.fixture
