@@ -48,6 +48,7 @@ _KEPT = {
     "EnsembleCore._endpoints": 10,
     "Targets._known": 10,
     "Targets._latest": 10,
+    "Targets._of_steps": 10,
     "EnsembleCore._plans": 64,
     "StepRunner._waiting": 10,
     "StepRunner._running": 10,

@@ -4,6 +4,8 @@ have changed.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
@@ -14,14 +16,15 @@ from shmserve.scheduler.statistics.counters import Reason, Statistics
 
 
 class LiveRequests:
-    """Requests from their admission to their end. `now_ns` is the time of what is being handled."""
+    """Requests from their admission to their end. `now_ns` is the time of what is being handled;
+    those that are `touched` have changed."""
 
     def __init__(self, name: str, statistics: Statistics, responses: EnsembleResponses) -> None:
         self._name = name
         self._statistics = statistics
         self._responses = responses
-        self._touched: dict[EnsembleRequest, None] = {}
-        self.timers: Timers[EnsembleRequest] = Timers(done)
+        self.touched: dict[EnsembleRequest, None] = {}
+        self.timers: Timers[EnsembleRequest] = Timers(attrgetter("done"))
         self.now_ns = 0
         self.count = 0
 
@@ -29,31 +32,31 @@ class LiveRequests:
         """Add a request that is admitted."""
         request.client.requests[request.id] = request
         self.count += 1
-        self._touched[request] = None
+        self.touched[request] = None
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
 
     def end(self, request: EnsembleRequest) -> bool:
         """Remove a request that is done; False: it was before."""
-        if request.client.requests.pop(request.id, None) is None:
+        if request.done:
             return False
+        request.done = True
+        del request.client.requests[request.id]
         self.count -= 1
         return True
 
     def touch(self, request: EnsembleRequest) -> None:
         """Something of a request has changed."""
-        self._touched[request] = None
+        self.touched[request] = None
 
     def changed(self) -> list[EnsembleRequest]:
         """The requests that have changed since the last time."""
-        if not self._touched:
-            return []
-        touched, self._touched = self._touched, {}
-        return [request for request in touched if not done(request) or request.gone]
+        touched, self.touched = self.touched, {}
+        return [request for request in touched if not request.done or request.gone]
 
     def fail(self, request: EnsembleRequest, code: str, text: str, retry_after_s: int = 0) -> None:
         """No further step of a request runs; the first failure counts."""
-        self._touched[request] = None
+        self.touched[request] = None
         if request.over:
             return
         request.failed(Failed(request.id, code, self.told(text), retry_after_s, False))
@@ -77,8 +80,3 @@ class LiveRequests:
             self.fail(request, Unavailable.code, EXPIRED)
             self.tell_early(request)
         return found
-
-
-def done(request: EnsembleRequest) -> bool:
-    """Whether a request has ended."""
-    return request.client.requests.get(request.id) is not request

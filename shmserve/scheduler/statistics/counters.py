@@ -33,7 +33,8 @@ from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, dura
 # on are counted together.
 LAST_INDEX = 1000
 # What is noted of executions, and of requests that have ended, is counted when somebody asks, or
-# when an execution ends and there is so much: together it costs half, and no request waits for it.
+# when an execution ends and so many units are noted: together it costs half, and no request waits
+# for it.
 MOST_NOTED = 64
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -244,6 +245,7 @@ class Statistics(Table):
         self._base: dict[str, Any] = {}
         self._noted: list[_Noted] = []
         self._noted_executions: list[_Execution] = []
+        self._noted_units = 0
         self._noted_late: list[_Timed] = []
 
     @property
@@ -261,8 +263,10 @@ class Statistics(Table):
 
     def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
         """An execution of requests that sum up to `units` came back, and these are about to end."""
-        if len(self._noted) >= MOST_NOTED or len(self._noted_executions) >= MOST_NOTED:
+        self._noted_units += units or 1
+        if self._noted_units > MOST_NOTED:
             self._count()
+            self._noted_units = units
         self.executions.last_ns = now_ns
         self._noted_executions.append((reason, units, timing))
 

@@ -14,6 +14,7 @@ import asyncio
 from abc import abstractmethod
 from collections import deque
 
+from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import LimitedConnection
@@ -70,6 +71,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._cached_body_at = 0  # where in that request its body begins
         self._cached_size = 0  # of that request, with its body
         self._cached_request: HttpRequest | None = None
+        # What was found of it holds as long as these tokens do.
+        self._cached_rules: Authorisation | None = None
         self._cached_body = WholeBody()  # of each such request: one is here at a time
         self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
@@ -145,7 +148,12 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         size = len(data)
         if waiter is None:
             pass  # the task has not begun, or has ended; or a request is handled, by it or without
-        elif between and size <= self._cached_size and data.startswith(self._cached_head):
+        elif (
+            between
+            and size <= self._cached_size
+            and self._cached_rules is self.client.listener.authorisation
+            and data.startswith(self._cached_head)
+        ):
             if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
@@ -222,6 +230,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._cached_head, self._cached_body_at = data[:head_size], head_size
             self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)
+            self._cached_rules = self.client.listener.authorisation
 
     def _start_timeout(self, timeout_s: float) -> None:
         """The read timeout of what is missing from now on."""

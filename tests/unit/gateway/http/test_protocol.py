@@ -22,7 +22,7 @@ from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.request import Answer, HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.gateway.http.response import HttpResponse, json_response, written
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.process import ActiveCount
 from shmserve.gateway.settings import GatewaySettings
@@ -120,7 +120,8 @@ class Underway:
         if turns:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
-            self._answer(self._response.whole(self.request) if self._whole else None)
+            response = self._response
+            self._answer(written(response.headers, response.pieces) if self._whole else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
@@ -284,6 +285,29 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
 
     # The head that comes again is cached, and what is found of it when it comes once more.
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
+
+
+def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
+    """A token that is taken back opens nothing more, on connections that are there either."""
+
+    async def first(request: HttpRequest) -> HttpResponse:
+        found, request.match = request.match is not None, (first, ())
+        return json_response(found)
+
+    async def run() -> list[Any]:
+        connection, transport = connected(first)
+        await settle()
+        for asked in range(5):
+            if asked == 3:
+                listener = connection.client.listener
+                listener.authorisation = listener.authorisation.with_tokens({})
+            connection.data_received(packed("POST", "/a", (), b"{}", "length"))
+            await settle()
+        connection.connection_lost(None)
+        await settle()
+        return replies(transport.written)
+
+    assert asyncio.run(run()) == [False, False, True, False, False]
 
 
 KNOWN = packed("POST", "/a", (), b"{}", "length")
