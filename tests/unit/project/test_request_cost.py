@@ -18,7 +18,7 @@ _CEILINGS = {
     ("inline", "gateway"): 69.3,
     ("inline", "grpc gateway"): 137.3,
     ("inline", "scheduler"): 44.7,
-    ("inline", "worker"): 53.4,
+    ("inline", "worker"): 52.4,
     ("placed", "gateway"): 75.3,
     ("placed", "grpc gateway"): 153.3,
     ("placed", "scheduler"): 125.5,
