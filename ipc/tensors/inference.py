@@ -108,9 +108,10 @@ def pack_inference(request: Inference) -> bytes:
 
 class PackedTemplate:
     """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
-    `pieces` are what comes before each of these, and after the last."""
+    `pieces` are what comes before each of these, and after the last; `form` is all of them, to be
+    formatted with these bytes."""
 
-    __slots__ = ("_form", "cut", "pieces")
+    __slots__ = ("cut", "form", "pieces")
 
     def __init__(self, unpacked: Inference | Inferred) -> None:
         layout = "<"
@@ -133,11 +134,11 @@ class PackedTemplate:
         self.pieces.append(packer.bytes())
         # The bytes of its tensors, which lie one after the other in some bytes from some place on.
         self.cut: Callable[[bytes, int], tuple[bytes, ...]] = Struct(layout).unpack_from
-        self._form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
+        self.form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
 
     def fill(self, datas: Iterable[bytes]) -> bytes:
         """The packed message with these bytes of its inline tensors, in order."""
-        return self._form % tuple(datas)
+        return self.form % tuple(datas)
 
 
 def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:

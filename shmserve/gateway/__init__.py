@@ -20,7 +20,7 @@ A gRPC request:
     grpc/connection.py              bytes -> http2/, an engine without IO -> calls (grpc/calls/)
     grpc/service.py                 the call authorised, errors to a status
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
-    grpc/wire/fingerprint.py        a head that came before: its prepared request, else
+    grpc/wire/prepared_requests.py  a message like one that came before, else
     grpc/wire/request.py            protobuf -> inference/request.py, checked
     inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf

@@ -251,7 +251,10 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        return min(wake_ns, timers.due_ns, pool.due_ns)
+        for due_ns in (timers.due_ns, pool.due_ns):
+            if due_ns < wake_ns:
+                wake_ns = due_ns
+        return wake_ns
 
     def _expire(self, now_ns: int) -> None:
         for request in self._queue.expired(now_ns):

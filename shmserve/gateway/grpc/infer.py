@@ -11,12 +11,13 @@ from types import MappingProxyType
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.call import GrpcCall
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
+from shmserve.gateway.grpc.wire.fingerprint import Split, split
+from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import BuiltRequest, build
@@ -186,34 +187,25 @@ class Inferences(ActiveCount):
         return RequestSink(self.gateway, size, partial(self.headers, head))
 
     def submit(
-        self,
-        raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-        traceparent: str = "",
+        self, raw: bytes | PlacedRequest, call: GrpcCall, headers: Mapping[str, str]
     ) -> Submitted:
-        """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
+        """Hand the serialized ModelInferRequest `raw` of a client's `call` to its scheduler.
 
-        `remaining_s` is how long its client's call lasts, in seconds, None for any time; `headers`
-        are parameters, too, and `traceparent` is the trace it is part of. Raises `RequestRefused`.
+        `headers` are parameters, too. Raises `RequestRefused`.
         """
-        call = (client, remaining_s, headers, traceparent)
-        return self._submitted(*self._admitted(raw, *call, streamed=False))
+        model, built, submit = self._admitted(raw, call, headers, streamed=False)
+        return self._submitted(model, built, submit)
 
     def stream(
         self,
         raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
+        call: GrpcCall,
+        headers: Mapping[str, str],
         on_response: Callable[[StreamingRequest, Message], None],
-        headers: Mapping[str, str] = _NO_HEADERS,
-        traceparent: str = "",
     ) -> Submitted | StreamingRequest:
         """As `submit`, for a request in a stream: one for a decoupled model is a
         `StreamingRequest`, which tells `on_response` of its responses."""
-        call = (client, remaining_s, headers, traceparent)
-        model, built, submit = self._admitted(raw, *call, streamed=True)
+        model, built, submit = self._admitted(raw, call, headers, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, submit)
         return submit_streaming(model, built, submit, on_response)
@@ -251,7 +243,7 @@ class Inferences(ActiveCount):
             asked, name, version = infer_request(message), message.model_name, message.model_version
         else:
             asked, name, version = raw.built.infer_request, raw.model.name, raw.model.version
-        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+        limit_us = _limit_us(remaining_s)
         self.active += 1
         try:
             await loaded(self.gateway, name, version, asked.timeout_us, limit_us)
@@ -274,20 +266,18 @@ class Inferences(ActiveCount):
     def _admitted(
         self,
         raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
+        call: GrpcCall,
         headers: Mapping[str, str],
-        traceparent: str,
         *,
         streamed: bool,
     ) -> tuple[GatewayModel, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
-        gateway = self.gateway
+        gateway, head = self.gateway, call.head
         model, built = self._read(raw, headers, streamed)
-        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+        limit_us = 0 if head.timeout_s is None else _limit_us(call.time_remaining())
+        how = (call.client, arrived_ns, limit_us, head.traceparent)
         try:
-            call = (client, arrived_ns, limit_us, traceparent)
-            model, submit = prepare_submit(gateway, model, built, *call)
+            model, submit = prepare_submit(gateway, model, built, *how)
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
         return model, built, submit
@@ -302,11 +292,12 @@ class Inferences(ActiveCount):
                 raw.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)
             return raw.model, raw.built
-        # With parameters of its own a request is not like others with its message.
-        parts = None if headers else split(raw)
-        if parts is not None:
+        parts: Split | None = None
+        if not headers:  # with parameters of its own a request is not like others with its message
             try:
-                found = self._prepared.repeat(parts)
+                found = self._prepared.find(raw)
+                if found is None and (parts := split(raw)) is not None:
+                    found = self._prepared.repeat(raw, parts)
             except ShmserveError as error:
                 raise RequestRefused(error, _id_of(raw)) from None
             if found is not None:
@@ -337,6 +328,11 @@ class Inferences(ActiveCount):
         if prepared is not None:
             self._prepared.remember(parts, request, model, prepared)
         return model, built
+
+
+def _limit_us(remaining_s: float | None) -> int:
+    """How long a call lasts, in microseconds; 0: any time."""
+    return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
 def _concatenate(request: InferRequest) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -201,10 +202,7 @@ def _never(_: bytes, call: UnaryCall) -> None:
 
 
 def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
-    def begin(connection: Carrier, stream: Stream, head: CallHead) -> UnaryCall:
-        return UnaryCall(connection, stream, head, on_message, sinks)
-
-    return begin
+    return partial(UnaryCall, on_message=on_message, sinks=sinks)
 
 
 def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
@@ -243,9 +241,7 @@ class InferenceCalls:
 
         try:
             headers = self._inferences.headers(call.head)
-            submitted = self._inferences.submit(
-                raw, call.client, call.time_remaining(), headers, call.head.traceparent
-            )
+            submitted = self._inferences.submit(raw, call, headers)
         except Exception as error:
             if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
                 waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))

@@ -205,10 +205,8 @@ class _Stream:
     def _submitted(
         self, raw: bytes | PlacedRequest
     ) -> Submitted | StreamingRequest | RequestRefused:
-        call = self._call
-        how = (self._responded, self._headers, call.head.traceparent)
         try:
-            return self._inferences.stream(raw, call.client, call.time_remaining(), *how)
+            return self._inferences.stream(raw, self._call, self._headers, self._responded)
         except RequestRefused as refused:
             return refused.bare()
 

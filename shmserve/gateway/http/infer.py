@@ -26,7 +26,7 @@ from shmserve.gateway.http.request import (
     Answer,
     HttpRequest,
 )
-from shmserve.gateway.http.response import JSON, HttpResponse
+from shmserve.gateway.http.response import JSON, HttpResponse, written
 from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
@@ -191,7 +191,7 @@ class HttpInference(GatewayRequest):
         except Exception:
             return None  # what is wrong is said where it is filled again
         self._message = None
-        return _assemble(json, binary).whole(self.request)
+        return written(_headers(json, binary), (json, *binary))
 
     async def response(self) -> HttpResponse:
         """The response, once it has come; raises what the inference failed with."""
@@ -322,5 +322,8 @@ async def _encode(
 
 
 def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
-    headers = _BINARY % len(json) if binary and any(map(len, binary)) else JSON
-    return HttpResponse(200, (json, *binary), headers)
+    return HttpResponse(200, (json, *binary), _headers(json, binary))
+
+
+def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
+    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON

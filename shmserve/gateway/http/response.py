@@ -51,10 +51,6 @@ class HttpResponse:
         values = (_STATUS_LINES[self.status], size, connection, self.headers)
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
-    def whole(self, request: HttpRequest) -> bytes:
-        """All of it, as it is written."""
-        return b"".join((self.head(request, sum(map(len, self.pieces))), *self.pieces))
-
     async def send(self, request: HttpRequest, stall_s: float) -> None:
         """Write it; a client that reads nothing for `stall_s` seconds is cut off.
 
@@ -147,6 +143,14 @@ async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: flo
     except TimeoutError:
         transport.abort()
         raise ConnectionResetError("the client does not read its response") from None
+
+
+_OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % _STATUS_LINES[200]
+
+
+def written(headers: bytes, pieces: Sequence[bytes | memoryview]) -> bytes:
+    """All that is written of an `HttpResponse` of these to a client that stays."""
+    return b"".join((_OK % (sum(map(len, pieces)), headers), *pieces))
 
 
 def json_response(value: Any) -> HttpResponse:

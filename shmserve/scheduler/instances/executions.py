@@ -400,14 +400,15 @@ def work_of(request: ScheduledRequest) -> Work:
 
 def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
     """The replies in the order of `requests`, or None: not one each."""
-    if len(replies) != len(requests):
+    try:
+        for request, reply in zip(requests, replies, strict=True):
+            if request.key != reply.key:
+                break
+        else:
+            return replies
+    except ValueError:  # one of them has more
         return None
-    for request, reply in zip(requests, replies, strict=True):
-        if request.key != reply.key:
-            break
-    else:
-        return replies
     by_key = {reply.key: reply for reply in replies}
-    if any(request.key not in by_key for request in requests):
+    if len(replies) != len(requests) or any(each.key not in by_key for each in requests):
         return None
     return [by_key[request.key] for request in requests]

@@ -163,6 +163,10 @@ class Pool:
     members: int = 0  # counts who came, who went, and who is to
     due_ns: int = NEVER
 
+    def __post_init__(self) -> None:
+        # The instance that speaks from an address, or None.
+        self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
+
     # --- coming and going -------------------------------------------------------------------------
 
     def expect(self, index: int, pid: int) -> Slot | None:
@@ -335,10 +339,6 @@ class Pool:
 
     def _may_take(self, slot: Slot) -> bool:
         return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
-
-    def by_peer(self, peer: bytes) -> Slot | None:
-        """The instance that speaks from this address."""
-        return self._by_peer.get(peer)
 
     def ready(self) -> list[Slot]:
         """The instances that are there."""

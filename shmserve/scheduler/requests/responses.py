@@ -218,4 +218,4 @@ class Responses:
     def _forget(self, request: ScheduledRequest) -> None:
         self.live -= 1
         request.submit = OVER
-        request.client.requests.pop(request.id, None)
+        del request.client.requests[request.id]

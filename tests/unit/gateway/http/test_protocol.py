@@ -22,7 +22,7 @@ from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.request import Answer, HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.gateway.http.response import HttpResponse, json_response, written
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.process import ActiveCount
 from shmserve.gateway.settings import GatewaySettings
@@ -120,7 +120,8 @@ class Underway:
         if turns:
             asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
         else:
-            self._answer(self._response.whole(self.request) if self._whole else None)
+            response = self._response
+            self._answer(written(response.headers, response.pieces) if self._whole else None)
 
     async def response(self) -> HttpResponse:
         await asyncio.sleep(0)
