@@ -203,11 +203,12 @@ class Scatterer:
         """The packed response, after its outputs have been written as those of one before."""
         if known.template is not None:
             self._context.copied.outputs += known.byte_size
-            datas = [
-                output.data if type(output.data) is np.ndarray else _host_array(output)
-                for output in response.outputs
-            ]
-            return known.template.fill([data.tobytes() for data in datas])
+            return known.template.fill(
+                [
+                    (item.data if type(item.data) is np.ndarray else _host_array(item)).tobytes()
+                    for item in response.outputs
+                ]
+            )
         for output, place in zip(response.outputs, known.places, strict=True):
             if place is not None:
                 plain = type(output.data) is np.ndarray and place.memory.cuda is None

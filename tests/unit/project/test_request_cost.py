@@ -18,7 +18,7 @@ _CEILINGS = {
     ("inline", "gateway"): 65.2,
     ("inline", "grpc gateway"): 105.2,
     ("inline", "scheduler"): 42.8,
-    ("inline", "worker"): 53.4,
+    ("inline", "worker"): 52.4,
     ("placed", "gateway"): 72.2,
     ("placed", "grpc gateway"): 123.2,
     ("placed", "scheduler"): 119.3,
