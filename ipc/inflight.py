@@ -195,7 +195,8 @@ class InflightTable(Generic[R]):
                 del self.pending[number]
                 if request.goes_elsewhere(message):
                     return True
-        self.pending.pop(number, None)
+        if number in self.pending:
+            del self.pending[number]
         try:
             request.respond(message)  # type: ignore[arg-type]
         finally:

@@ -27,7 +27,7 @@ class LinkTable:
     _unwatch: Callable[[int], None]
     _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _by_fd: dict[int, Dealer] = field(default_factory=dict)
-    _busy: list[Dealer] = field(default_factory=list)  # with something to flush
+    pending: list[Dealer] = field(default_factory=list)  # with something to flush
     unsent: int = 0  # messages that are queued
     _unsent_bytes: int = 0
 
@@ -66,8 +66,8 @@ class LinkTable:
         link.post(message)
         self.unsent += 1
         self._unsent_bytes += byte_size
-        if link not in self._busy:
-            self._busy.append(link)
+        if link not in self.pending:
+            self.pending.append(link)
         if self.unsent >= _MOST_TOGETHER or self._unsent_bytes > _MOST_UNSENT:
             self.flush()
 
@@ -79,9 +79,9 @@ class LinkTable:
 
     def flush(self) -> None:
         """Send what is queued."""
-        busy, self._busy = self._busy, []
+        pending, self.pending = self.pending, []
         self.unsent = self._unsent_bytes = 0
-        for link in busy:
+        for link in pending:
             link.flush()
 
     def lose(self, endpoint: str, successor: str, take: Callable[[Any], None]) -> None:
@@ -106,8 +106,8 @@ class LinkTable:
         self._close(link)
 
     def _close(self, link: Dealer) -> None:
-        if link in self._busy:
-            self._busy.remove(link)
+        if link in self.pending:
+            self.pending.remove(link)
         del self._by_fd[link.fd]
         self._unwatch(link.fd)
         link.close()

@@ -16,10 +16,6 @@ from shmserve.errors import InvalidArgument, Unavailable
 _PACKAGES = {"npu": "torch_npu"}
 
 
-class DeviceLost(Exception):
-    """A device cannot be used by this process any more: it must end, and another one start."""
-
-
 class Device:
     """The CPU: tensors in host memory are where they are needed."""
 
@@ -99,22 +95,6 @@ def accelerator_kind() -> str:
             importlib.import_module(package)
     found = torch.accelerator.current_accelerator()
     return "cuda" if found is None else found.type
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory is full, the host's or a device's."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError)
-
-
-def free_cached() -> None:
-    """Give back the device memory that torch keeps for tensors to come."""
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
-def lost(error: BaseException) -> bool:
-    """Whether `error` says that this process can use its device no more."""
-    return isinstance(error, (DeviceLost, getattr(torch, "AcceleratorError", DeviceLost)))
 
 
 def _import_support(kind: str, name: str) -> None:

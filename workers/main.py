@@ -69,9 +69,7 @@ def run(data: bytes) -> None:
     device = _device(start.device)
     name_process(f"worker {model}.{index} {device}")
     end_sooner(OOM_SCORE_ADJ)
-    import torch
-
-    torch.set_num_threads(start.threads)
+    _limit_threads(start.threads)
     # As in Triton: a model that parses its command line finds none, not that of the zygote.
     sys.argv[:] = [""]
     pid = os.getpid()
@@ -201,6 +199,15 @@ def _set_signals() -> int:
 
 def _ignore(number: int, frame: object) -> None:
     pass
+
+
+def _limit_threads(count: int) -> None:
+    """Have torch compute with so many threads, also where only the model imports it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+    else:
+        torch.set_num_threads(count)
 
 
 def _device(name: str) -> str:

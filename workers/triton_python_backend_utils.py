@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, NUMPY, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.workers.backends.python.config import ModelConfig
 from shmserve.workers.backends.python.errors import TritonError, TritonModelException
 from shmserve.workers.backends.python.metrics import MetricFamily

@@ -8,7 +8,8 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, TO_CONFIG
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.workers.backends import Backend, Output, Request, Response
 
 

@@ -28,8 +28,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import numpy as np
-
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.tensors.descriptors import CudaHandle
 
@@ -217,6 +215,8 @@ class Driver:
 
 def address_of(view: memoryview) -> int:
     """Where the bytes of a view are in this process."""
+    import numpy as np  # the supervisor has no other use for it
+
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 

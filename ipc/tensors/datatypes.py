@@ -1,34 +1,24 @@
-"""The protocol's datatypes: sizes, numpy's counterparts, and the wire form of BYTES and BF16."""
+"""The protocol's datatypes, in its words and the configuration's, and the sizes of tensors."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
-from shmserve.errors import InvalidArgument
-
-# Protocol name -> numpy's type of what is stored: of BF16, which numpy does not know, its bits. In
-# the order of Triton's numbers for them.
-STORED: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
-    "INT32": np.dtype(np.int32),
-    "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-    "BYTES": np.dtype(np.object_),
-    "BF16": np.dtype(np.uint16),
+# Bytes of an element; those of BYTES vary. In the order of Triton's numbers for them.
+ITEM_SIZE: dict[str, int] = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "FP32": 4,
+    "FP64": 8,
+    "BYTES": 0,
+    "BF16": 2,
 }
-NUMPY: dict[str, np.dtype[Any]] = {n: kind for n, kind in STORED.items() if n != "BF16"}
-# Bytes of an element; those of BYTES vary.
-ITEM_SIZE: dict[str, int] = {n: kind.itemsize for n, kind in STORED.items()} | {"BYTES": 0}
 # The configuration's spelling: TYPE_STRING is the protocol's BYTES.
 FROM_CONFIG: dict[str, str] = {
     ("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}"): name for name in ITEM_SIZE
@@ -47,69 +37,3 @@ def element_count(shape: tuple[int, ...] | list[int]) -> int:
         if not -BEYOND < count < BEYOND:
             return 0 if 0 in shape else BEYOND
     return count
-
-
-def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The upper halves of 32-bit floats as uint16, rounded to the nearest, ties to even."""
-    bits = array.astype(np.float32).view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    kept = np.where(np.isnan(array), bits | 0x400000, rounded)
-    return (kept >> 16).astype(np.uint16)
-
-
-def encode_bytes(array: np.ndarray[Any, Any]) -> bytes:
-    """A BYTES tensor's wire form: 4-byte little-endian length and the bytes of each element,
-    row-major.
-
-    Elements may be bytes, str (UTF-8) or anything with a `str()`, as in Triton's clients.
-    """
-    parts: list[bytes] = []
-    for item in array.ravel():
-        raw = item if isinstance(item, bytes) else str(item).encode("utf-8")
-        parts.append(len(raw).to_bytes(4, "little"))
-        parts.append(raw)
-    return b"".join(parts)
-
-
-def decode_bytes(
-    raw: bytes | memoryview, shape: tuple[int, ...], name: str, model: str
-) -> np.ndarray[Any, Any]:
-    """The elements of a BYTES tensor as an object array of `shape`.
-
-    `raw` is copied once before a length in it is read, so a client that rewrites its region
-    meanwhile changes nothing. Raises InvalidArgument when the lengths and the element count do not
-    agree with `raw`.
-    """
-    data = bytes(raw)
-    want = element_count(shape)
-    # Each element needs its length field: a count that the bytes cannot hold takes no memory.
-    items = np.empty(min(want, len(data) // 4), dtype=np.object_)
-    at = got = 0
-    while at < len(data):
-        if len(data) - at < 4:
-            raise InvalidArgument(
-                f"incomplete string length indicator for inference input '{name}' for model "
-                f"'{model}', expecting 4 bytes but only {len(data) - at} bytes available. "
-                "Please make sure the string length indicator is in one buffer."
-            )
-        length = int.from_bytes(data[at : at + 4], "little")
-        at += 4
-        if length > len(data) - at:
-            raise InvalidArgument(
-                f"incomplete string data for inference input '{name}' for model '{model}', "
-                f"expecting string of length {length} but only {len(data) - at} bytes available"
-            )
-        if got == want:
-            raise InvalidArgument(
-                f"unexpected number of string elements {got + 1} for inference input '{name}' "
-                f"for model '{model}', expecting {want}"
-            )
-        items[got] = data[at : at + length]
-        at += length
-        got += 1
-    if got != want:
-        raise InvalidArgument(
-            f"expected {want} string elements for inference input '{name}' for model '{model}', "
-            f"got {got}"
-        )
-    return items.reshape(shape)

@@ -7,7 +7,7 @@ that are alike are packed alike, and who has a template of one has it of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from struct import Struct
 from typing import Any
@@ -65,6 +65,10 @@ class Inference:
         places = [output.place for output in self.outputs if output.place is not None]
         return any(place.overlaps(other) for place in places for other in inputs)
 
+    def filled(self, datas: Sequence[bytes]) -> Inference:
+        """The same with these bytes of its inline tensors, in order."""
+        return Inference(_filled(self.inputs, datas), self.outputs, self.parameters)
+
 
 @record
 class Inferred:
@@ -73,6 +77,21 @@ class Inferred:
 
     outputs: tuple[TensorRef, ...]
     parameters: dict[str, Any] = field(default_factory=dict)
+
+    def filled(self, datas: Sequence[bytes]) -> Inferred:
+        """The same with these bytes of its inline tensors, in order."""
+        return Inferred(_filled(self.outputs, datas), self.parameters)
+
+
+def _filled(tensors: tuple[TensorRef, ...], datas: Sequence[bytes]) -> tuple[TensorRef, ...]:
+    filled: list[TensorRef] = []
+    at = 0
+    for tensor in tensors:
+        if type(tensor.data) is bytes:
+            tensor = TensorRef(tensor.name, tensor.datatype, tensor.shape, datas[at])
+            at += 1
+        filled.append(tensor)
+    return tuple(filled)
 
 
 def pack_inference(request: Inference) -> bytes:
@@ -89,9 +108,10 @@ def pack_inference(request: Inference) -> bytes:
 
 class PackedTemplate:
     """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
-    `pieces` are what comes before each of these, and after the last."""
+    `pieces` are what comes before each of these, and after the last; `form` is all of them, to be
+    formatted with these bytes."""
 
-    __slots__ = ("_form", "cut", "pieces")
+    __slots__ = ("cut", "form", "pieces")
 
     def __init__(self, unpacked: Inference | Inferred) -> None:
         layout = "<"
@@ -114,11 +134,11 @@ class PackedTemplate:
         self.pieces.append(packer.bytes())
         # The bytes of its tensors, which lie one after the other in some bytes from some place on.
         self.cut: Callable[[bytes, int], tuple[bytes, ...]] = Struct(layout).unpack_from
-        self._form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
+        self.form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
 
     def fill(self, datas: Iterable[bytes]) -> bytes:
         """The packed message with these bytes of its inline tensors, in order."""
-        return self._form % tuple(datas)
+        return self.form % tuple(datas)
 
 
 def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, WarmupInput
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 
 _FOLDER = "warmup"

@@ -8,17 +8,17 @@ follows from the template alone is then known without unpacking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from struct import Struct
 from typing import Generic, NamedTuple, TypeVar
 
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, PackedTemplate
 
 K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
+U = TypeVar("U", Inference, Inferred)
 
 _MOST_KNOWN = 256
 LONGEST_KNOWN = 4096  # bytes of a packed request or response
@@ -92,19 +92,6 @@ class BoundedCache(Generic[K, V]):
             self._on_evict(value)
 
 
-class PlacedCache(BoundedCache[bytes, T]):
-    """What packed requests, or responses, were unpacked to whose tensors all have places: where
-    memory is used again, the very same bytes come again."""
-
-    def __init__(self, most: int = _MOST_KNOWN) -> None:
-        super().__init__(most)
-
-    def learn(self, packed: bytes, unpacked: T, tensors: Iterable[TensorRef]) -> None:
-        """Keep what was unpacked to these tensors, if it is such."""
-        if len(packed) <= LONGEST_KNOWN and all(type(each.data) is Place for each in tensors):
-            self.remember(packed, unpacked)
-
-
 class _Cut(NamedTuple, Generic[T]):
     """The layout of templates of one size, pieces and inline tensors by turns, and what they mean,
     by their pieces: places of memory that is used again come by turns."""
@@ -164,3 +151,24 @@ class TemplateCache(Generic[T]):
             cut = _Cut(layout, {})
             self._cuts.remember(size, cut)
         return cut
+
+
+class UnpackCache(Generic[U]):
+    """Unpacks requests, or responses, those alone that are unlike the ones before by more than the
+    bytes of their inline tensors. Who gets one may share it, and changes nothing."""
+
+    __slots__ = ("_templates", "_unpack")
+
+    def __init__(self, unpack: Callable[[bytes], U]) -> None:
+        self._templates: TemplateCache[U] = TemplateCache()
+        self._unpack: Callable[[bytes], U] = unpack
+
+    def unpack(self, packed: bytes) -> U:
+        """What this says. Raises MalformedMessage."""
+        known = self._templates.find(packed)
+        if known is None:
+            unpacked = self._unpack(packed)
+            self._templates.learn(packed, unpacked, unpacked)
+            return unpacked
+        unpacked, datas = known
+        return unpacked.filled(datas) if datas else unpacked

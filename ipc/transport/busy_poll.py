@@ -32,8 +32,10 @@ class BusyPoll:
 
     def observe(self, requests: int, waited_ns: int) -> None:
         """Record how long it took until there was something to do."""
-        few, busy = self._most - 1 / 32, requests > 0
-        self._most = max(requests, few)
+        busy = requests > 0
+        self._most -= 1 / 32
+        if requests > self._most:
+            self._most = requests
         if waited_ns > _LONG_NS:
             waited_ns = _LONG_NS
         self._mean_ns[busy] += (waited_ns - self._mean_ns[busy]) / 8

@@ -29,10 +29,10 @@ class Dealer:
     def __init__(self, endpoint: str, identity: str) -> None:
         self.endpoint = endpoint
         self.malformed = 0
-        self._pending: list[Any] = []
+        self.pending: list[Any] = []
         # Queues a message for the next `flush`. Requests on their way do it often: no call is
         # between.
-        self.post: Callable[[Any], None] = self._pending.append
+        self.post: Callable[[Any], None] = self.pending.append
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connection: Connection | None = None
@@ -53,15 +53,15 @@ class Dealer:
 
         False: the other end has gone, and will not have it.
         """
-        if not self._pending:
+        if not self.pending:
             return True
-        messages = self._pending[:]
-        self._pending.clear()
+        messages = self.pending[:]
+        self.pending.clear()
         return self._send(zmtp.frame(pack(messages)))
 
     def send(self, message: Any) -> bool:
         """`post` and `flush`."""
-        self._pending.append(message)
+        self.pending.append(message)
         return self.flush()
 
     def _send(self, data: bytes) -> bool:

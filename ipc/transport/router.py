@@ -133,7 +133,7 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.malformed = 0
-        self._pending: defaultdict[bytes, list[Any]] = defaultdict(list)
+        self.pending: defaultdict[bytes, list[Any]] = defaultdict(list)
         self._poll = select.epoll()
         self.fd: int = self._poll.fileno()
         self._connections: dict[int, Connection] = {}
@@ -151,15 +151,15 @@ class Router:
 
     def post(self, peer: bytes, message: Any) -> None:
         """Queue a message for a peer, for the next `flush`."""
-        self._pending[peer].append(message)
+        self.pending[peer].append(message)
 
     def flush(self) -> None:
         """Send what is queued, one frame a peer; what is for a peer that is gone is dropped.
 
         What cannot be packed raises, and is queued no more; what is for others stays queued.
         """
-        pending = self._pending
-        for peer in list(pending) if pending else ():
+        pending = self.pending
+        for peer in list(pending):
             messages = pending.pop(peer)
             connection = self._peers.get(peer)
             if connection is None:

@@ -36,8 +36,8 @@ def frame(body: bytes) -> bytes:
     """A message of one part."""
     size = len(body)
     if size < 256:
-        return b"\0" + size.to_bytes(1, "big") + body
-    return b"\2" + _LONG_SIZE.pack(size) + body
+        return b"\0%c%b" % (size, body)
+    return b"\2%b%b" % (_LONG_SIZE.pack(size), body)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, encode_bytes, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes, to_bf16
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 

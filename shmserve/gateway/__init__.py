@@ -5,7 +5,7 @@ An HTTP request, file by file:
     http/connection/protocol.py     bytes -> requests, one after the other
     http/routing.py                 matched, authorised, handled, errors to responses; the tables
                                     of routes are in routes.py
-    http/infer.py                   inference; streaming/ for other responses in many parts
+    http/infer.py                   inference; streaming/ for responses in many parts
     http/body.py                    the body: as much of it as is wanted, when it is wanted
     http/json/fingerprint.py        a header that came before: its prepared request, else
     http/json/infer_request.py      JSON -> inference/request.py, checked
@@ -20,7 +20,7 @@ A gRPC request:
     grpc/connection.py              bytes -> http2/, an engine without IO -> calls (grpc/calls/)
     grpc/service.py                 the call authorised, errors to a status
     grpc/infer.py                   to its scheduler and back; stream_call.py: many in a call
-    grpc/wire/fingerprint.py        a head that came before: its prepared request, else
+    grpc/wire/prepared_requests.py  a message like one that came before, else
     grpc/wire/request.py            protobuf -> inference/request.py, checked
     inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf

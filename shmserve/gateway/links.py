@@ -14,8 +14,9 @@ import itertools
 import logging
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,18 +30,12 @@ from shmserve.ipc.transport.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 
 _CLOSE_DELAY_S = 1.0
 
 # Where others are in flight, what was read is released with the next request, which saves a wake-up
 # of the scheduler, and of the worker whose memory it is; or after this.
 _MOST_HELD_S = 0.001
-
-# The callback of a request: called for each response, the last of which is a `Finished`, a
-# `Failed`, or a `Responded` that is final.
-OnResponse = Callable[[Response], None]
 
 
 class Link:
@@ -145,36 +140,46 @@ class SupervisorLink(Link):
 
 @dataclass(slots=True, eq=False)
 class GatewayRequest(InflightRequest):
-    """A request of this gateway. `release` gives back what keeps its memory: its block of the
-    arena, its references to regions.
+    """A request of this gateway, whose kinds say in `responded` what each response does. `release`
+    gives back what keeps its memory: its block of the arena, its references to regions.
 
-    `future` has the last response; `on_response`, if there is one, takes each as it comes. A
-    request for any number of them has one.
+    `over`: its last response is here, or nobody waits for it any more.
     """
 
     scheduler: SchedulerHandle
     release: Callable[[], None]
-    future: asyncio.Future[Response]
-    on_response: OnResponse | None = None
+    over: bool = field(init=False, default=False)
+
+    @abstractmethod
+    def responded(self, message: Response) -> None:
+        """A response has come: the last one if it is `over`, by a `Finished`, a `Failed`, or a
+        `Responded` that is final."""
 
     def awaited(self) -> bool:
-        return not self.future.done()
+        return not self.over
 
     def respond(self, message: Response) -> None:
-        future, on_response = self.future, self.on_response
-        if future.done():
+        if self.over:
             self.scheduler.discard(message)
-        elif type(message) is not m.Responded or message.final:
-            future.set_result(message)
-            if on_response is not None:
-                on_response(message)
-        elif on_response is not None:
-            on_response(message)
-        else:
-            self.scheduler.discard(message)
+            return
+        self.over = type(message) is not m.Responded or message.final
+        self.responded(message)
 
     def free(self) -> None:
         self.release()
+
+    def grant(self, responses: int) -> None:
+        """The client has read so many responses, and takes as many more: `FIRST_CREDIT` of them
+        come unasked."""
+        if self.submit.id in self.scheduler.inflight.pending:
+            self.scheduler.post(m.Credit(self.submit.id, responses))
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: what still comes is discarded, and its memory is in use
+        until the scheduler responds."""
+        self.over = True
+        if self.submit.id in self.scheduler.inflight.pending:
+            self.scheduler.post(m.Cancel(self.submit.id))
 
 
 class SchedulerHandle:
@@ -217,14 +222,21 @@ class SchedulerHandle:
             scheduler = scheduler.successor
         return scheduler
 
-    def submit(self, pending: GatewayRequest) -> None:
-        """Send a request, also one that another scheduler had."""
-        pending.scheduler = self
-        pending.endpoint = self.endpoint
-        self.inflight.add(pending)
+    def submit(self, request: GatewayRequest) -> None:
+        """Send a request, also one that another scheduler had; its `release` runs when no worker
+        can touch its memory any more."""
+        if self.successor is not None:
+            self.latest().submit(request)
+            return
+        request.scheduler = self
+        request.endpoint = self.endpoint
+        alone = not self.inflight.pending
+        self.inflight.add(request)
         if self._unsent:
             self._send_releases()
-        self.link.post(pending.submit)
+        self.link.post(request.submit)
+        if alone:
+            self.link.flush()
 
     def post(self, message: m.Credit | m.Cancel) -> None:
         """Send a message, and what was held for the next one."""
@@ -310,13 +322,12 @@ class SchedulerHandle:
 
 
 class RequestDispatcher:
-    """Schedulers by endpoint, and the operations on requests: submit, credit, cancel."""
+    """Schedulers by endpoint, the numbers of requests, and fail-over."""
 
     def __init__(self) -> None:
         self._schedulers: dict[str, SchedulerHandle] = {}
         # A number for a request, each time it is called.
         self.next_number = itertools.count(1).__next__
-        self._loop = asyncio.get_running_loop()
 
     def scheduler(self, endpoint: str) -> SchedulerHandle:
         """The scheduler at `endpoint`; it lasts while it has users or requests in flight."""
@@ -338,48 +349,6 @@ class RequestDispatcher:
         for scheduler in self._schedulers.values():
             scheduler.link.close()
 
-    def submit(
-        self,
-        scheduler: SchedulerHandle,
-        submit: m.Submit,
-        release: Callable[[], None],
-        on_response: OnResponse | None = None,
-    ) -> GatewayRequest:
-        """Hand a request over; `pending.future` resolves to its last response, once: `Finished` or
-        `Failed`.
-
-        `release` runs when no worker can touch the request's memory any more. For a model that may
-        give any number of responses, `on_response` is called for each, in the event loop, the last
-        included. Flow control is by credit: `FIRST_CREDIT` of them come unasked, and more as they
-        are credited with `credit`.
-        """
-        if scheduler.successor is not None:
-            scheduler = scheduler.latest()
-        future = self._loop.create_future()
-        pending = GatewayRequest(
-            submit, scheduler.endpoint, scheduler, release, future, on_response
-        )
-        alone = not scheduler.inflight.pending
-        scheduler.submit(pending)
-        if alone:
-            scheduler.link.flush()
-        return pending
-
-    def credit(self, pending: GatewayRequest, responses: int) -> None:
-        """The client has read so many responses, and takes as many more."""
-        if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.post(m.Credit(pending.submit.id, responses))
-
-    def cancel(self, pending: GatewayRequest) -> None:
-        """Cancel a request, or discard its response if that has come already; its memory is in use
-        until the scheduler responds."""
-        future = pending.future
-        if future.done() and not future.cancelled() and pending.on_response is None:
-            pending.scheduler.discard(future.result())
-        future.cancel()
-        if pending.submit.id in pending.scheduler.inflight.pending:
-            pending.scheduler.post(m.Cancel(pending.submit.id))
-
     def lost(self, endpoint: str, successor: str) -> None:
         """Fail over: the scheduler at `endpoint` is gone, what was in flight there is submitted to
         `successor`, or, if that is "", fails."""
@@ -393,11 +362,11 @@ class RequestDispatcher:
             new = self.scheduler(successor)
             old.give_way(new)
             new.use()  # models send there through the old one until they are published anew
-        for pending in old.inflight.lose(endpoint):
+        for request in old.inflight.lose(endpoint):
             if new is None:
-                pending.fail(ENDED)
+                request.fail(ENDED)
             else:
-                new.submit(pending)
+                new.submit(request)
         old.fail_reports()
         old.leave()
 

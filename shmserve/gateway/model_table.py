@@ -56,17 +56,22 @@ _MOST_WITHDRAWN = 4096  # names of models that are remembered for the texts of e
 
 
 class ModelTable:
-    """name -> version -> `GatewayModel`; and the names of those on demand, loaded or not."""
+    """name -> version -> `GatewayModel`; and the names of those on demand, loaded or not.
+
+    `revision` changes with what any name and version mean.
+    """
 
     def __init__(self, dispatcher: RequestDispatcher) -> None:
         self._dispatcher = dispatcher
         self._models: dict[str, dict[str, GatewayModel]] = {}
         self._latest: dict[str, GatewayModel] = {}
         self._withdrawn: dict[str, set[str]] = {}
+        self.revision = 0
         self.on_demand: set[str] = set()
 
     def publish(self, message: ModelPublished) -> None:
         """Add a version, or replace it."""
+        self.revision += 1
         scheduler = self._dispatcher.scheduler(message.endpoint)
         scheduler.use()
         versions = self._models.setdefault(message.name, {})
@@ -91,6 +96,7 @@ class ModelTable:
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; what is in flight on it finishes. Version "" says that there is such a
         model, without any, and not on demand."""
+        self.revision += 1
         if not version:
             self.on_demand.discard(name)
         versions = self._models.get(name, {})

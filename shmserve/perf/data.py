@@ -22,7 +22,8 @@ import numpy as np
 from shmserve.cli.client_tensors import ModelTensor, encode, input_named, load, split_input
 from shmserve.cli.transports import InputTensor, Transport, TransportError
 from shmserve.errors import InvalidArgument, refused
-from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 
 _MOST = 1000  # requests, of a file or a program
 _SEED = 0

@@ -14,7 +14,8 @@ outboxes.py             what a core posts messages to
 settings.py             what was configured
 requests/               request.py      the state machine of a request, as a table
                         client.py       who submits
-                        queue.py        admission, order by priority, timers
+                        queue.py        admission, order by priority, deadlines
+                        timers.py       whose time is over, and when the next one's is
                         responses.py    what clients are told; ordering
 batchers/               base.py, dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or until when to wait

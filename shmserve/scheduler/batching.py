@@ -37,7 +37,6 @@ from shmserve.scheduler.outboxes import ControlLink, Peers
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import EXPIRED, RequestQueue
 from shmserve.scheduler.requests.request import (
-    NEVER,
     Event,
     Lookup,
     ScheduledRequest,
@@ -97,7 +96,6 @@ class BatchingCore(Core[ScheduledRequest]):
             self._dispatch = Dispatch(settings, *parts, batcher)
         self.executions.dispatcher = self._dispatch
         self._awaits_sequences = False
-        self._limit_ns = NEVER  # before this no execution passes its limit
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -111,15 +109,17 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
-        if self._pool.free and self._queue.full(submit.priority):
-            for late in self._queue.expired(now_ns):
-                self._expire(late, now_ns)
-            self._dispatch.run(now_ns)
-        sequence_key = self._dispatch.identify(client, submit)
-        request = self._queue.enqueue(client, submit, now_ns)
+        queue, dispatch = self._queue, self._dispatch
+        crowded = queue.in_order.count >= queue.least_bound
+        if crowded and self._pool.free and queue.full(submit.priority):
+            self._expire(now_ns)
+            dispatch.run(now_ns)
+        sequence_key = dispatch.identify(client, submit) if dispatch.follows else None
+        request = queue.enqueue(client, submit, now_ns)
         request.lookup = lookup
         self._responses.enqueued(request)
-        self._dispatch.enqueued(request, sequence_key)
+        if dispatch.follows:
+            dispatch.enqueued(request, sequence_key)
 
     def hit(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
@@ -235,28 +235,32 @@ class BatchingCore(Core[ScheduledRequest]):
     # --- time -------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        for request in self._queue.expired(now_ns):
-            self._expire(request, now_ns)
-        if now_ns >= self._limit_ns:
-            for slot in self._pool.overdue(now_ns):
+        pool, timers = self._pool, self._queue.timers
+        if now_ns >= timers.due_ns:
+            self._expire(now_ns)
+        if now_ns >= pool.due_ns:
+            for slot in pool.overdue(now_ns):
                 self._recovery.overrun(slot, now_ns)
-        if self._pool.failure:
-            self._refuse_waiting(self._pool.failure, now_ns)
+        if pool.failure:
+            self._refuse_waiting(pool.failure, now_ns)
         wake_ns = self._dispatch.run(now_ns)
         if self._tickets is not None:
             self._tickets.end_turn()
-        if self._pool.retiring:
+        if pool.retiring:
             self._release_retired()
         if self._ordered:
             self._responses.release(now_ns)
             self._responses.sweep()
-        self._queue.sweep(self._responses.live)
-        if self._limit_ns == NEVER or now_ns >= self._limit_ns:
-            # What begins after this turn can only pass its limit later than this.
-            self._limit_ns = self._pool.next_limit_ns()
-        return min(wake_ns, self._queue.next_timer_ns(), self._limit_ns)
+        for due_ns in (timers.due_ns, pool.due_ns):
+            if due_ns < wake_ns:
+                wake_ns = due_ns
+        return wake_ns
 
-    def _expire(self, request: ScheduledRequest, now_ns: int) -> None:
+    def _expire(self, now_ns: int) -> None:
+        for request in self._queue.expired(now_ns):
+            self._time_out(request, now_ns)
+
+    def _time_out(self, request: ScheduledRequest, now_ns: int) -> None:
         early, reason, text = False, Reason.OTHER, EXPIRED
         match request.state:
             case State.QUEUED:

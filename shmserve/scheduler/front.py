@@ -134,29 +134,28 @@ _EVERY_NS = 60_000_000_000
 
 
 class OverloadLog:
-    """The rate-limited lines of one model; times are monotonic ns."""
+    """The rate-limited lines of one model; times are monotonic ns. The next one is due at `due_ns`,
+    NEVER where nothing was counted."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._refused = 0
-        self._due_ns = 0
+        self._next_ns = 0  # there is none before this
+        self.due_ns = NEVER
 
     def refuse(self) -> None:
         """Count a request."""
         self._refused += 1
+        self.due_ns = self._next_ns
 
-    def tick(self, now_ns: int) -> int:
-        """Write what was counted, if that is due; returns when it will be (NEVER: nothing was)."""
-        if not self._refused:
-            return NEVER
-        if now_ns < self._due_ns:
-            return self._due_ns
-        self._due_ns = now_ns + _EVERY_NS
+    def tick(self, now_ns: int) -> None:
+        """Write what was counted: it is due."""
+        self._next_ns = now_ns + _EVERY_NS
         self.write()
-        return NEVER
 
     def write(self) -> None:
         """Write what was counted."""
+        self.due_ns = NEVER
         if self._refused:
             logger.warning(
                 "model '%s' is overloaded: its queue is full, and refused %d more requests",
@@ -379,7 +378,12 @@ class Front(Generic[R]):
 
     def tick(self, now_ns: int) -> int:
         """Do what is due; returns when to come back if nothing happens before (NEVER: no need)."""
-        wake_ns = min(self._core.tick(now_ns), self._overload.tick(now_ns))
+        wake_ns = self._core.tick(now_ns)
+        overload = self._overload
+        if overload.due_ns != NEVER:
+            if now_ns >= overload.due_ns:
+                overload.tick(now_ns)
+            wake_ns = min(wake_ns, overload.due_ns)
         if self._draining and not self._drained and not self._core.unfinished:
             self._drained = True
             self._reports.snapshot()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, Protocol
 
 
 class Outbox(Protocol):
-    """A link with messages that wait to be sent."""
+    """A link with messages that wait to be sent, which are `pending`."""
+
+    @property
+    def pending(self) -> Sized:
+        """What `flush` sends; empty: nothing."""
 
     def flush(self) -> object:
         """Send what is queued."""

@@ -49,6 +49,7 @@ from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository_poller import RepositoryPoller
 from shmserve.supervisor.models.resizer import Resizer
 from shmserve.supervisor.processes.control_socket import ControlSocket
+from shmserve.supervisor.processes.preloads import worker_preloads
 from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.processes.settings_control import LogControl, TraceControl
 from shmserve.supervisor.processes.table import Child, ProcessTable
@@ -67,14 +68,6 @@ _FRONT_PRELOADS = (
     *("shmserve.gateway.http.main", "shmserve.gateway.grpc.main"),
     "shmserve.scheduler.main",
 )
-_WORKER_PRELOADS = ("torch", "shmserve.workers.main", "shmserve.workers.preloads.operations")
-# What workers of such files need, for whoever has some: of exported programs torch's compiler, a
-# second and 95 MB, of scripted ones a tenth of that, of models of text 0.2 s and 7 MB.
-_PRELOADS_FOR = {
-    "*/*/*.pt": "shmserve.workers.preloads.scripted",
-    "*/*/*.pt2": "shmserve.workers.preloads.exported",
-    "*/*/config.json": "shmserve.workers.backends.llm",
-}
 
 
 def serve(config: ServerConfig, read: Callable[[], ServerConfig] | None = None) -> int:
@@ -325,10 +318,10 @@ def _worker_zygote(processes: ProcessTable, run_dir: RunDirectory, config: Serve
     # Models start processes, too; front's own zygote has no mark, and clears up after them.
     clean = {**_left_nothing_behind(run_dir), **_soon_asleep(os.environ), **os.environ}
     copying = marked(past_the_caches(clean), os.getpid(), run_dir.path)
-    preloads = list(_WORKER_PRELOADS)
-    for pattern, module in _PRELOADS_FOR.items():
-        if any(any(root.glob(pattern)) for root in config.model_repositories):
-            preloads.append(module)
+    devices = accelerators.accelerators(visible=config.visible_devices).count > 0
+    # Of a device they have it from torch, and of what comes later it is not known.
+    torch = devices or bool(config.model_files) or config.model_control_mode != "none"
+    preloads = worker_preloads(config.model_repositories, torch)
     return Zygote(processes, run_dir, "worker zygote", preloads, copying)
 
 

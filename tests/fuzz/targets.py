@@ -33,7 +33,8 @@ from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages import memory as messages
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef, pack_place
 from shmserve.ipc.tensors.inference import (
     pack_inference,

@@ -139,7 +139,7 @@ class Simulation:
 
     def _plan(self) -> None:
         while self._free and self._queue:
-            match self._batcher.decide(self._now, iter(self._queue), 0):
+            match self._batcher.decide(self._now, self._queue, 0):
                 case Batch(count=count, reason=reason):
                     taken = [self._queue.popleft() for _ in range(count)]
                     self._free -= 1

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -271,7 +272,9 @@ def scheduler(run_dir: Path, case: Case) -> Calls:
             batches += [] if batches else arrived(worker)
             batch = batches.pop(0)
             replies = [m.Reply(work.key, "", "", body) for work in batch.requests]
-            worker.send(m.BatchFinished(batch.batch, 1, 2, 3, 4, replies))
+            now_ns = time.monotonic_ns()
+            times_ns = (now_ns, now_ns, now_ns, now_ns)
+            worker.send(m.BatchFinished(batch.batch, *times_ns, replies))
             with counted:
                 _turn(host)
             responses += arrived(client)
@@ -317,8 +320,7 @@ class _Transport(asyncio.Transport):
 
 
 def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
-    handle = App(gateway, ROUTES).handle
-    return partial(HttpConnection, handle=handle, settings=gateway.settings)
+    return partial(HttpConnection, app=App(gateway, ROUTES), settings=gateway.settings)
 
 
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:

@@ -96,6 +96,8 @@ def forker(entry: str = GATEWAY) -> Forker:
 
 def main(link_fd: int, entry: str) -> None:
     """Import, then do what is asked until the socket ends; what was forked ends then, too."""
+    if entry == WORKER:
+        importlib.import_module("torch")  # for models that need it, as a zygote
     module, _, function = entry.partition(":")
     run = getattr(importlib.import_module(module), function)
     link = socket.socket(fileno=link_fd)

@@ -20,7 +20,7 @@ from shmserve.ipc.messages.events import HealthChanged
 from shmserve.ipc.messages.start import encode
 from shmserve.ipc.messages.supervision import Acknowledged, Answered, ModelPublished, Refused
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred, pack_inferred, unpack_inference
 from shmserve.ipc.transport.router import Router

@@ -17,7 +17,7 @@ import numpy as np
 
 from shmserve.ipc.messages import generation as g
 from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
-from shmserve.ipc.tensors.datatypes import decode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,

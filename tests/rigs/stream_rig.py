@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import (
     Inference,

@@ -23,7 +23,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, encode_bytes
+from shmserve.ipc.tensors.arrays import NUMPY, encode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,

@@ -7,9 +7,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from shmserve.errors import Cancelled, Internal, ShmserveError
 from shmserve.ipc.messages.inference import RESCHEDULED, BatchFinished, Execute, Reply
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 LARGEST_PART = 1 << 30
 
 _CANCELLED = Cancelled("Request was cancelled")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Part = list[tuple[WorkerRequest, Request]]  # requests that run together
 
 
 @dataclass(eq=False)
@@ -64,13 +70,13 @@ class Executor:
         watch = self._context.stopwatch
         watch.input_end_ns = watch.output_start_ns = 0
         replies: list[Reply] = []
-        part: list[tuple[WorkerRequest, Request]] = []
+        part: Part = []
         byte_size = 0
         ran = False
         for opened in requests:
             passed_over = opened.cancelled and self._passes_over_cancelled
             unpacked = _CANCELLED if passed_over else self._unpack(opened)
-            if not isinstance(unpacked, Request):
+            if type(unpacked) is not Request:
                 replies.append(self._failed(opened, unpacked))
                 continue
             byte_size += unpacked.byte_size
@@ -81,10 +87,13 @@ class Executor:
             ran = True
         if part:
             replies += self._run(part)
-        end_ns = time.monotonic_ns()
-        input_end_ns = min(max(watch.input_end_ns, start_ns), end_ns)
-        output_start_ns = min(max(watch.output_start_ns, input_end_ns), end_ns)
-        times = (start_ns, input_end_ns, output_start_ns, end_ns)
+        if not self._decoupled:  # else those that have ended are closed
+            self._link.close(*requests)
+        input_end_ns = watch.input_end_ns or start_ns
+        output_start_ns = watch.output_start_ns
+        if output_start_ns < input_end_ns:  # the last to run has failed
+            output_start_ns = input_end_ns
+        times = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())
         spans = b""
         if self._context.spans:
             spans = b"".join(self._context.spans)
@@ -139,31 +148,25 @@ class Executor:
         self._link.close(opened)
         return Reply(opened.key, error.code, error.message, b"")
 
-    def _end_if_forked(self) -> None:
-        if os.getpid() != self._pid:
-            os._exit(1)  # the model has forked, and this is not the process that was asked
-
-    def _take_times(self, before_ns: int) -> None:
+    def _call(self, execute: Callable[[list[T]], R], asked: list[T]) -> R:
+        """Have the backend execute, and take the times that it does not take."""
+        before_ns = time.monotonic_ns()
+        try:
+            result = execute(asked)
+        finally:
+            if os.getpid() != self._pid:
+                os._exit(1)  # the model has forked, and this is not the process that was asked
         watch = self._context.stopwatch
         watch.input_end_ns = watch.input_end_ns or before_ns
         watch.output_start_ns = watch.output_start_ns or time.monotonic_ns()
+        return result
 
     # --- decoupled
 
-    def _run(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
-        if not self._decoupled:
-            return self._run_together(part)
-        return self._run_streams([ResponseStream(self._writer, *each) for each in part])
-
     def _run_streams(self, streams: list[ResponseStream]) -> list[Reply]:
         # Never again one by one: the model may have begun to respond.
-        before_ns = time.monotonic_ns()
         try:
-            try:
-                self._backend.execute_decoupled(streams)
-            finally:
-                self._end_if_forked()
-            self._take_times(before_ns)
+            self._call(self._backend.execute_decoupled, streams)
         except BaseException as error:  # SystemExit too: a model does not end its worker so
             explained = streams[0].explain(error)
             replies = [stream.refuse(explained) for stream in streams]
@@ -173,15 +176,18 @@ class Executor:
 
     # --- one response for each request
 
-    def _run_together(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
+    def _run(self, part: Part) -> list[Reply]:
         """Execute and scatter; a batch that fails as a whole is run again one by one.
 
         So a request that the model cannot take fails alone, and its neighbours have their
         responses. One that fails alone with views of shared memory is run again with copies. What
         there is no memory for is run again in halves, as often as it takes.
         """
+        if self._decoupled:
+            return self._run_streams([ResponseStream(self._writer, *each) for each in part])
         requests = [request for _, request in part]
-        alone = len(part) == 1
+        replies: list[Reply] = []
+        again: list[WorkerRequest] = []
         too_large = False
         try:
             responses = self._execute(requests)
@@ -189,36 +195,35 @@ class Executor:
             too_large = self._failures.is_too_large(error, len(part))
             if too_large:
                 logger.warning("%d requests are too many for the memory (%r)", len(part), error)
-            elif not alone:
+            elif len(part) > 1:
                 logger.warning("a batch failed (%r) and is run again one by one", error)
             elif not (self._failures.is_models_own(error) and self._may_cure(requests[0])):
                 # Named nowhere: with its traceback it would keep what the model was given.
                 return [self._failed(part[0][0], self._explain(error, requests[0]))]
-            replies: list[Reply | None] = [None] * len(part)
+            again = [opened for opened, _ in part]
         else:
             with self._link.lock:
                 self._link.pump()
-                pairs = zip(part, responses, strict=True)
-                replies = [self._scatter(*each, response) for each, response in pairs]
+                for (opened, request), response in zip(part, responses, strict=True):
+                    reply = self._scatter(opened, request, response)
+                    if reply is None:
+                        again.append(opened)
+                    else:
+                        replies.append(reply)
                 self._writer.scatterer.settle()
-        ended = [reply for reply in replies if reply is not None]
-        if len(ended) == len(replies):
-            self._link.close(*[opened for opened, _ in part])
-            return ended
-        answered = list(zip(part, replies, strict=True))
-        self._link.close(*[opened for (opened, _), reply in answered if reply is not None])
-        self._link.pump()
-        again = [opened for (opened, _), reply in answered if reply is None]
-        if too_large:
-            self._failures.make_room()  # only now: until here the error had the model's tensors
-        at_once = (len(again) + 1) // 2 if too_large else 1
-        for first in range(0, len(again), at_once):
-            ended += self._run_again(again[first : first + at_once], copies=alone)
-        return ended
+        if again:
+            self._link.pump()
+            if too_large:
+                self._failures.make_room()  # only now: until here the error had the tensors
+            at_once = (len(again) + 1) // 2 if too_large else 1
+            for first in range(0, len(again), at_once):
+                group = again[first : first + at_once]
+                replies += self._run_again(group, copies=len(part) == 1)
+        return replies
 
     def _run_again(self, group: list[WorkerRequest], copies: bool) -> list[Reply]:
         replies: list[Reply] = []
-        part: list[tuple[WorkerRequest, Request]] = []
+        part: Part = []
         for opened in group:
             # From the message once more: the model may have written into what it was given.
             request = _CANCELLED if opened.cancelled else self._unpack(opened, copies)
@@ -227,7 +232,7 @@ class Executor:
             else:
                 replies.append(self._failed(opened, request))
         if part:
-            replies += self._run_together(part)
+            replies += self._run(part)
         if part and copies:
             self._policy.tried(cured=not replies[0].code)
             if self._policy.copies:
@@ -245,20 +250,15 @@ class Executor:
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         padded = None if self._padder is None else self._padder.pad(requests)
-        before_ns = time.monotonic_ns()
-        try:
-            responses = self._backend.execute(requests)
-        finally:
-            self._end_if_forked()
+        responses = self._call(self._backend.execute, requests)
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
-        self._take_times(before_ns)
         if self._padder is not None and padded is not None:
             self._padder.cut(responses, padded)
         return responses
 
     def _scatter(self, opened: WorkerRequest, request: Request, response: Response) -> Reply | None:
-        """The reply to a request, which is to be closed then; None where it is to run again."""
+        """The reply to a request; None where it is to run again."""
         if opened.cancelled:
             return self._failed(opened, _CANCELLED)
         if response.error is not None:

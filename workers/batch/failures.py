@@ -16,6 +16,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import Request
 from shmserve.workers.context import ModelContext
+from shmserve.workers.memory import device_errors
 from shmserve.workers.user_code import in_words
 
 logger = logging.getLogger(__name__)
@@ -42,32 +43,24 @@ class Failures:
     def is_models_own(error: BaseException) -> bool:
         """Whether it is neither this server's error, nor says that memory is full or a device
         lost."""
-        from shmserve.workers import device
-
         return not (
             isinstance(error, ShmserveError | WrongCount)
-            or device.lost(error)
-            or device.out_of_memory(error)
+            or device_errors.lost(error)
+            or device_errors.out_of_memory(error)
         )
 
     def is_too_large(self, error: BaseException, requests: int) -> bool:
         """Whether `error` says that memory was too small for so many requests, half of which may
         fit."""
-        from shmserve.workers import device
-
-        return requests > 1 and device.out_of_memory(error)
+        return requests > 1 and device_errors.out_of_memory(error)
 
     def make_room(self) -> None:
         """Give back what torch keeps on the device for tensors to come."""
-        from shmserve.workers import device
-
-        device.free_cached()
+        device_errors.free_cached()
 
     def explain(self, error: BaseException, work: Work | None = None) -> ShmserveError:
         """The error for the client of a request. Raises `error` itself where the device is lost:
         the process ends then, another one starts, and what was in it runs there."""
-        from shmserve.workers import device
-
         if isinstance(error, ShmserveError):
             return error
         model, instance = self._context.model_name, self._context.instance_name
@@ -79,10 +72,10 @@ class Failures:
             trace_id = TraceContext.of(work.trace).trace_id
             told = {"request_id": work.request_id, "trace_id": trace_id}
         logger.error("model '%s' failed", model, exc_info=error, extra=told)
-        if device.lost(error):
+        if device_errors.lost(error):
             raise error
-        if device.out_of_memory(error):
-            device.free_cached()
+        if device_errors.out_of_memory(error):
+            device_errors.free_cached()
             return Unavailable(
                 f"there is not enough memory on device '{self._context.device}' for model "
                 f"'{model}' to run this request"

@@ -15,7 +15,8 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, element_count, to_bf16
+from shmserve.ipc.tensors.arrays import STORED, to_bf16
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.padding import Pad, Padding, Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.batch.request import Array, Copied, Input, Request, Response

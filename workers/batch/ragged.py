@@ -22,7 +22,8 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.workers.batch.request import Array, Request
 
 Shape = tuple[int, ...]

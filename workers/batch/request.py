@@ -15,7 +15,8 @@ import numpy as np
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORED, decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 
@@ -51,7 +52,8 @@ class Input:
 
     Of a sequence's state `raw` is where it is stored: `kept` where the model must not write there,
     `writable` where it may on purpose. `batch`: the bytes of the whole batch, where `raw` is this
-    request's part of them and those of the batch's other requests are the rest.
+    request's part of them and those of the batch's other requests are the rest. `array`: what
+    `numpy` has given.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Input:
     kept: bool = False
     writable: bool = False
     batch: Any = None
-    _array: Array | None = None
+    array: Array | None = None
 
     def detach(self) -> int:
         """Make the bytes this process's own, which the model may write into; how many it copied."""
@@ -74,7 +76,7 @@ class Input:
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
         self.place = None
         self.shared = False
-        self._array = None
+        self.array = None
         return len(self.raw)
 
     def numpy(self) -> Array:
@@ -83,10 +85,10 @@ class Input:
         BYTES become an object array of `bytes`; BF16, which numpy lacks, comes as its uint16 bit
         patterns. Raises InvalidArgument for BYTES whose lengths do not add up.
         """
-        if self._array is None:
+        if self.array is None:
             if not ITEM_SIZE[self.datatype]:
-                self._array = decode_bytes(self.raw, self.shape, self.name, self.model)
-                return self._array
+                self.array = decode_bytes(self.raw, self.shape, self.name, self.model)
+                return self.array
             array: Array = np.ndarray(self.shape, STORED[self.datatype], self.raw)
             if self.place is not None:
                 # A client may choose any offset; unaligned arrays are slow, and undefined for
@@ -95,12 +97,8 @@ class Input:
                     array = array.copy()
                 else:
                     array.flags.writeable = False
-            self._array = array
-        return self._array
-
-    def is_of(self, array: Array) -> bool:
-        """Whether this is the very array that `numpy` has given."""
-        return self._array is array
+            self.array = array
+        return self.array
 
     def torch(self) -> torch.Tensor:
         """The tensor as a torch tensor where its bytes are, a view if possible. Not for BYTES.
@@ -148,17 +146,19 @@ def never_cancelled() -> bool:
     return False
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Request:
     """One request of a batch. `batch_size`: rows in each input; 0 when the model does not batch.
 
     `requested` maps the name of each output that is wanted to where it goes; every output of the
     model when the client named none. `is_cancelled`, from any thread: whether nobody waits for it
-    any more (looks at what has arrived until now). `bodies` keeps packed responses by the template
-    of their outputs, where these all have their places: requests that are packed alike share it.
+    any more (looks at what has arrived until now). `known` has what follows from the types
+    and shapes of a response's outputs: requests that are packed alike share it, and those with as
+    many rows that want every output.
     `aliased`: an output goes where an input is. `byte_size`: of all inputs together. `placed`: an
-    output has a place. `states` are the names of the outputs that the model keeps for the next
-    request of its sequence.
+    output has a place. `shared`: an input may lie in shared memory. `states` are the names of the
+    outputs that the model keeps for the next request of its sequence.
     """
 
     work: Work
@@ -167,10 +167,11 @@ class Request:
     inputs: dict[str, Input]
     requested: dict[str, RequestedOutput]
     is_cancelled: Callable[[], bool] = never_cancelled
-    bodies: dict[Any, bytes] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
     aliased: bool = False
     byte_size: int = 0
     placed: bool = False
+    shared: bool = False
     states: tuple[str, ...] = ()
 
     def returned(self, array: Array) -> Place | None:
@@ -178,4 +179,4 @@ class Request:
         over inputs."""
         if self.aliased:
             return None
-        return next((item.place for item in self.inputs.values() if item.is_of(array)), None)
+        return next((item.place for item in self.inputs.values() if item.array is array), None)

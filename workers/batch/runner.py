@@ -24,14 +24,15 @@ import torch
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, STORED, element_count
+from shmserve.ipc.tensors.arrays import NUMPY, STORED
+from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
 from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.request import Copied, Input, Request
 from shmserve.workers.device import Device
-from shmserve.workers.memory.device_memory import to_host
+from shmserve.workers.memory.device_tensors import to_host
 from shmserve.workers.memory.static_plan import MemoryPlan
 from shmserve.workers.memory.torch_types import PROTOCOL, as_torch
 
@@ -110,7 +111,7 @@ class Gatherer:
 
     def _gather_on_device(self, name: str, inputs: list[Input], most: int) -> Any:
         if self._on_device is None:
-            from shmserve.workers.memory.device_memory import DeviceBuffers
+            from shmserve.workers.memory.device_tensors import DeviceBuffers
 
             self._on_device = DeviceBuffers()
         return self._on_device.gather(name, [item.raw for item in inputs], most)

@@ -24,11 +24,12 @@ import numpy as np
 
 from shmserve.errors import Internal
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED, TO_CONFIG, encode_bytes
+from shmserve.ipc.tensors.arrays import STORED, encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inferred, PackedTemplate, pack_inferred
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
-from shmserve.workers.batch.request import Array, Copied, Output, Request, Response
+from shmserve.workers.batch.request import Array, Output, Request, Response
 from shmserve.workers.batch.unpack import reshape
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.copying import Copier
@@ -36,7 +37,7 @@ from shmserve.workers.memory.copying import Copier
 logger = logging.getLogger(__name__)
 
 
-_MOST_BODIES = 16
+_MOST_KNOWN = 64  # responses to requests that are alike
 _MOST_TEMPLATES = 256
 
 # An array that is smaller than this is copied sooner than it is found where it should go.
@@ -55,68 +56,30 @@ class Ready(NamedTuple):
     at: Place | None = None
 
 
+class Known(NamedTuple):
+    """What follows from the template of a request and the types and shapes of a response to it: all
+    of its outputs go into the message, by a `template`, or to `places` of the client's (None: it is
+    an input, and stays where that is), with which the response is `packed`. `byte_size`: of all
+    outputs."""
+
+    template: PackedTemplate | None
+    places: list[Place | None]
+    packed: bytes
+    byte_size: int
+
+
 class ResponsePacker:
     """Packs the responses of one model."""
 
-    def __init__(self, copied: Copied) -> None:
-        self._copied = copied
+    def __init__(self) -> None:
         self._templates: dict[Any, PackedTemplate | None] = {}  # None: seen once
-        # By `_array_key`: what the request wanted, the template, and the bytes that go into it.
-        self._inline: dict[Any, tuple[Any, PackedTemplate, int]] = {}
 
-    def known(self, request: Request, response: Response) -> bytes | None:
-        """The packed response, where one to such a request, of arrays of the same types and shapes,
-        was inline and right before; else None."""
-        if request.placed or response.parameters:
-            return None
-        known = self._inline.get(_array_key(request, response))
-        if known is None or known[0] is not request.requested:
-            return None
-        _, template, byte_size = known
-        self._copied.outputs += byte_size
-        return template.fill([output.data.tobytes() for output in response.outputs])
-
-    def pack(
-        self, ready: list[Ready], data: list[bytes | Place], request: Request, response: Response
-    ) -> bytes:
-        """The response, packed; put together from the template of one before where there is one."""
+    def pack(self, ready: list[Ready], data: list[bytes | Place], parameters: Any) -> bytes:
+        """A response, packed; put together from the template of one before where there is one."""
+        inline = [where for where in data if isinstance(where, bytes)]
+        if parameters or len(inline) < len(data):
+            return pack_inferred(Inferred(_refs(ready, data), parameters))
         key = _wire_key(ready)
-        if not response.parameters:
-            inline = [where for where in data if isinstance(where, bytes)]
-            if len(inline) == len(data):
-                packed = self._filled(key, inline, ready)
-                if not request.placed:
-                    self._remember(request, response, ready)
-                return packed
-            known = request.bodies.get(key)
-            if known is not None:
-                return known
-        packed = pack_inferred(Inferred(_refs(ready, data), response.parameters))
-        wanted = request.requested
-        if (
-            not response.parameters
-            and len(request.bodies) < _MOST_BODIES
-            and all(wanted[item.name].place is not None for item in ready)
-        ):
-            # All is where the request says: shapes and sizes are all that can be new next time.
-            request.bodies[key] = packed
-        return packed
-
-    def _remember(self, request: Request, response: Response, ready: list[Ready]) -> None:
-        key = _array_key(request, response)
-        template = self._templates.get(_wire_key(ready))
-        if key is None or template is None or len(ready) != len(response.outputs):
-            return
-        # Not what is sent in another byte order.
-        if all(
-            item.data is output.data for item, output in zip(ready, response.outputs, strict=True)
-        ):
-            if len(self._inline) >= _MOST_TEMPLATES:
-                self._inline.clear()
-            byte_size = sum([item.byte_size for item in ready])
-            self._inline[key] = request.requested, template, byte_size
-
-    def _filled(self, key: Any, inline: list[bytes], ready: list[Ready]) -> bytes:
         template = self._templates.get(key)
         if template is not None:
             return template.fill(inline)
@@ -129,20 +92,51 @@ class ResponsePacker:
             self._templates[key] = None
         return pack_inferred(response)
 
+    def known(self, ready: list[Ready], data: list[bytes | Place], packed: bytes) -> Known | None:
+        """What the next such response is, where its outputs are all in the message, or none is."""
+        byte_size = sum([item.byte_size for item in ready])
+        places = [where for where in data if isinstance(where, Place)]
+        if not places:
+            template = self._templates.get(_wire_key(ready))
+            return None if template is None else Known(template, [], b"", byte_size)
+        if len(places) < len(data):
+            return None
+        pairs = zip(ready, places, strict=True)
+        written = [place if item.at is None else None for item, place in pairs]
+        return Known(None, written, packed, byte_size)
+
 
 def _wire_key(ready: list[Ready]) -> Any:
     return tuple([(*item[:3], *item[4:]) for item in ready])
 
 
 def _array_key(request: Request, response: Response) -> Any:
-    """The key from which a response's checks and packing follow; None where not all of it
-    are arrays of numbers."""
-    key: list[Any] = [request.batch_size]
+    """The key of a response among those to requests that share `known`: its checks, places and
+    packing follow from it. None where they do not."""
+    if response.parameters or request.aliased:
+        return None
+    key: list[Any] = []
     for name, datatype, data in response.outputs:
-        if type(data) is not np.ndarray or datatype == "BYTES":
+        if datatype == "BYTES":
             return None
         key += (name, datatype, data.dtype, data.shape)
+        if request.placed:  # an input that is returned may stay where it is
+            for source in request.inputs:
+                item = request.inputs[source]
+                if item.array is data and item.place is not None:
+                    key += (source,)
     return tuple(key)
+
+
+def _follows(ready: list[Ready], request: Request, response: Response) -> bool:
+    """Whether all outputs of a response were written as they are, so that the next one of its key
+    may be, too."""
+    if len(ready) != len(response.outputs):
+        return False
+    if request.placed and len(ready) < len(request.requested):
+        return False
+    pairs = zip(ready, response.outputs, strict=True)
+    return all(it.data is out.data or type(out.data) is not np.ndarray for it, out in pairs)
 
 
 def _refs(ready: list[Ready], data: Sequence[bytes | Place]) -> tuple[TensorRef, ...]:
@@ -163,7 +157,7 @@ class Scatterer:
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._copier = Copier(self._context.threads)
-        self._packer = ResponsePacker(self._context.copied)
+        self._packer = ResponsePacker()
 
     def write(self, request: Request, response: Response) -> bytes:
         """The packed `Inferred` of a successful response, after its outputs have been written.
@@ -172,9 +166,9 @@ class Scatterer:
         a ShmserveError when an output does not fit the model or its place, or memory is full; then
         no block of the arena stays allocated.
         """
-        known = self._packer.known(request, response)
-        if known is not None:
-            return known
+        key = _array_key(request, response)
+        if key in request.known:
+            return self._write_known(request.known[key], response)
         ready = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
@@ -196,7 +190,30 @@ class Scatterer:
         except BaseException:
             self._context.output_memory.take_back(taken)
             raise
-        return self._packer.pack(ready, data, request, response)
+        packed = self._packer.pack(ready, data, response.parameters)
+        if key is not None and not taken and _follows(ready, request, response):
+            known = self._packer.known(ready, data, packed)
+            if known is not None:
+                if len(request.known) >= _MOST_KNOWN:
+                    request.known.clear()
+                request.known[key] = known
+        return packed
+
+    def _write_known(self, known: Known, response: Response) -> bytes:
+        """The packed response, after its outputs have been written as those of one before."""
+        if known.template is not None:
+            self._context.copied.outputs += known.byte_size
+            return known.template.fill(
+                [
+                    (item.data if type(item.data) is np.ndarray else _host_array(item)).tobytes()
+                    for item in response.outputs
+                ]
+            )
+        for output, place in zip(response.outputs, known.places, strict=True):
+            if place is not None:
+                plain = type(output.data) is np.ndarray and place.memory.cuda is None
+                self._write_to(place, output.data if plain else _form(output, place))
+        return known.packed
 
     def _lacks(self, request: Request, made: set[str]) -> None:
         """The model has not made all that it was asked for, as Triton's Python models may. Where
@@ -219,11 +236,9 @@ class Scatterer:
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> Ready:
         wanted, at = request.requested[output.name], None
         place = wanted.place
-        if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
-            array = _any_tensor(output)
-        else:
-            array = _host_array(output)
-            at = request.returned(array) if place is not None and wanted.or_input else None
+        array = _form(output, place)
+        if place is not None and wanted.or_input and isinstance(array, np.ndarray):
+            at = request.returned(array)
         shape = tuple(array.shape)
         if self._strict:
             self._check(output, spec, shape, request)
@@ -280,14 +295,7 @@ class Scatterer:
             data = place
             if item.byte_size != place.byte_size:
                 data = Place(place.memory, place.offset, item.byte_size)
-            if place.memory.cuda is not None:
-                self._put_on_device(item, data, place.memory.cuda.device)
-            elif place.memory.copied:
-                raw = item.data
-                self._context.mappings.write(data, raw if isinstance(raw, bytes) else raw.tobytes())
-                self._context.copied.outputs += item.byte_size
-            else:
-                self._context.copied.outputs += self._write(item, self._context.mappings.view(data))
+            self._write_to(data, item.data)
         elif inline:
             data = item.data if isinstance(item.data, bytes) else item.data.tobytes()
             self._context.copied.outputs += item.byte_size
@@ -304,41 +312,50 @@ class Scatterer:
                 return claimed
         place, view = self._context.output_memory.allocate(client_pid, item.byte_size)
         try:
-            self._context.copied.outputs += self._write(item, view)
+            self._context.copied.outputs += self._write(view, item.data)
         except BaseException:
             self._context.output_memory.take_back([place.offset])
             raise
         return place
 
-    def _put_on_device(self, item: Ready, place: Place, device: int) -> None:
+    def _write_to(self, place: Place, data: Any) -> None:
+        """Put an output where its client wants it."""
+        context = self._context
+        if place.memory.cuda is not None:
+            self._write_to_device(place, data, place.memory.cuda.device)
+        elif place.memory.copied:
+            context.mappings.write(place, data if isinstance(data, bytes) else data.tobytes())
+            context.copied.outputs += place.byte_size
+        else:
+            context.copied.outputs += self._write(context.mappings.view(place), data)
+
+    def _write_to_device(self, place: Place, data: Any, device: int) -> None:
         destination = self._context.mappings.view(place)
-        if not item.byte_size:
+        if not place.byte_size:
             return
         assert self._context.device_memory is not None
-        data = item.data
         if isinstance(data, bytes):
-            from shmserve.workers.memory.device_memory import as_bytes
+            from shmserve.workers.memory.device_tensors import as_bytes
 
             data = as_bytes(bytearray(data))
         self._context.copied.outputs += self._context.device_memory.write(destination, data, device)
 
-    def _write(self, item: Ready, destination: memoryview) -> int:
-        """Put the bytes where they go; how many were copied."""
-        size = item.byte_size
+    def _write(self, destination: memoryview, data: Any) -> int:
+        """Put bytes, or those of an array, where they go; how many were copied."""
+        size = len(destination)
         if not size:
             return 0
-        if isinstance(item.data, bytes):
-            destination[:] = item.data
+        if type(data) is bytes:
+            destination[:] = data
             return size
         # One copy, strided or not; an output may be a view of the very bytes it goes to.
-        target: Array = np.ndarray(item.data.shape, item.data.dtype, destination)
-        if size >= _WORTH_A_LOOK:
-            if not np.may_share_memory(target, item.data):
-                self._copier.copy(target, item.data)
-                return size
-            if _same(target, item.data):
-                return 0  # the model computed it there
-        np.copyto(target, item.data)
+        target: Array = np.ndarray(data.shape, data.dtype, destination)
+        if size < _WORTH_A_LOOK or data.flags.owndata or not np.may_share_memory(target, data):
+            self._copier.copy(target, data)
+        elif _same(target, data):
+            return 0  # the model computed it there
+        else:
+            target[...] = data
         return size
 
     def settle(self) -> None:
@@ -368,6 +385,13 @@ def _same(one: Array, other: Array) -> bool:
     return other.flags.c_contiguous and bool(
         one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
     )
+
+
+def _form(output: Output, place: Place | None) -> Any:
+    """The array of an output, or the tensor that goes to a device, as it is written."""
+    if place is not None and place.memory.cuda is not None and output.datatype != "BYTES":
+        return _any_tensor(output)
+    return _host_array(output)
 
 
 def _any_tensor(output: Output) -> Any:

@@ -35,17 +35,18 @@ def reshape(
 
 class _Template(NamedTuple):
     """A packed request that was read: its inputs with the shapes that the model sees and where they
-    lie (None: inline), and what responses to such requests were packed to (see `Request.bodies`).
-    """
+    lie (None: inline) and how many are inline before them, and what responses to such requests were
+    packed to (see `Request.known`)."""
 
     inference: Inference
-    tensors: list[tuple[TensorRef, tuple[int, ...], Place | None]]
+    tensors: list[tuple[TensorRef, tuple[int, ...], Place | None, int]]
     batch_size: int
     requested: dict[str, RequestedOutput]
-    bodies: dict[Any, bytes]
+    known: dict[Any, Any]
     aliased: bool
     byte_size: int
     placed: bool
+    shared: bool
     strings: list[str]  # the names of its BYTES inputs
 
 
@@ -65,6 +66,7 @@ class Unpacker:
     def __post_init__(self) -> None:
         self._batched = self._signature.max_batch_size > 0
         self._all_outputs = {name: RequestedOutput(name) for name in self._signature.outputs}
+        self._known: dict[int, dict[Any, Any]] = {}  # of requests for these, by batch size
 
     def request(
         self,
@@ -79,14 +81,14 @@ class Unpacker:
         inputs: dict[str, Input] = {}
         packed = work.work
         template, inline = self._templates.find(packed) or self._read(packed)
-        datas, model = iter(inline), self._signature.name
-        for tensor, shape, place in template.tensors:
+        model = self._signature.name
+        for tensor, shape, place, index in template.tensors:
             name = tensor.name
             if place is not None:
                 inputs[name] = self._placed(tensor, shape, place)
                 continue
             # A copy of a few bytes that the model may write into.
-            raw = memoryview(bytearray(next(datas)))
+            raw = memoryview(bytearray(inline[index]))
             self._copied.inputs += raw.nbytes
             inputs[name] = Input(name, tensor.datatype, shape, raw, None, model)
         if template.strings:
@@ -98,38 +100,47 @@ class Unpacker:
             inputs,
             template.requested,
             is_cancelled,
-            template.bodies,
+            template.known,
             template.aliased,
             template.byte_size,
             template.placed,
+            template.shared,
         )
 
     def _read(self, packed: bytes) -> tuple[_Template, list[bytes]]:
         """The template of a packed request, and the bytes of its inline tensors."""
         inference = unpack_inference(packed)
-        tensors: list[tuple[TensorRef, tuple[int, ...], Place | None]] = []
+        tensors: list[tuple[TensorRef, tuple[int, ...], Place | None, int]] = []
         inline: list[bytes] = []
         batch_size = byte_size = 0
         for tensor in inference.inputs:
             shape, data = self._checked_shape(tensor), tensor.data
             if isinstance(data, bytes):
-                tensors.append((tensor, shape, None))
+                tensors.append((tensor, shape, None, len(inline)))
                 inline.append(data)
                 byte_size += len(data)
             else:
-                tensors.append((tensor, shape, data))
+                tensors.append((tensor, shape, data, len(inline)))
                 byte_size += data.byte_size
             if self._batched:
                 batch_size = tensor.shape[0]
+        known: dict[Any, Any] = {}
         if not inference.outputs:
             requested = self._all_outputs
+            known = self._known.setdefault(batch_size, known)
         else:
             requested = {output.name: output for output in inference.outputs}
-        in_place = inference.aliased
-        placed = any(output.place is not None for output in inference.outputs)
-        strings = [tensor.name for tensor in inference.inputs if tensor.datatype == "BYTES"]
         template = _Template(
-            inference, tensors, batch_size, requested, {}, in_place, byte_size, placed, strings
+            inference,
+            tensors,
+            batch_size,
+            requested,
+            known,
+            inference.aliased,
+            byte_size,
+            placed=any(output.place is not None for output in inference.outputs),
+            shared=len(inline) < len(tensors),
+            strings=[tensor.name for tensor in inference.inputs if tensor.datatype == "BYTES"],
         )
         self._templates.learn(packed, inference, template)
         return template, inline
@@ -164,7 +175,7 @@ class Unpacker:
             shared = tensor.datatype != "BYTES"
             on_device = data.memory.cuda is not None
             if on_device and not (shared and self._device_inputs):
-                from shmserve.workers.memory.device_memory import to_host
+                from shmserve.workers.memory.device_tensors import to_host
 
                 self._copied.inputs += len(raw)
                 raw, place = to_host(raw), None

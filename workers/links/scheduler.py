@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import (
@@ -123,12 +123,8 @@ class WorkerRequest:
                 self.on_cancel()
 
 
-class Command(NamedTuple):
-    """A message for the loop, with its requests opened."""
-
-    message: Any
-    requests: list[WorkerRequest]
-
+# A message for the loop, with its requests opened.
+Command = tuple[Any, list[WorkerRequest]]
 
 # By type of message what serves it, in the instance's loop: called with the message and its
 # requests. What it returns is sent to the scheduler; None: nothing.
@@ -233,9 +229,11 @@ class InstanceLink:
         with self.lock:
             while self._dealer is not None and self._dealer.wait(0):
                 self.receive()
+                if self.commands:
+                    self._control.wake()
 
     def receive(self) -> None:
-        """Take what has arrived, where something has."""
+        """Take what has arrived, where something has; for the loop, which is not woken."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:
@@ -251,7 +249,6 @@ class InstanceLink:
         match message:
             case _ if type(message) in self.served:
                 self.commands.append(self.opened(message))
-                self._control.wake()
             case CancelExecution(key=key, listening=listening):
                 request = self._open.get(key)
                 if request is not None:
@@ -286,19 +283,19 @@ class InstanceLink:
         return bool(self._open)
 
     def opened(self, message: Any) -> Command:
-        """A message, its requests open until `close`."""
+        """A message, its requests open until `close`; with the lock held."""
         requests = list(map(WorkerRequest, getattr(message, "requests", ())))
-        with self.lock:
-            for request in requests:
-                self._open[request.key] = request
-        return Command(message, requests)
+        for request in requests:
+            self._open[request.key] = request
+        return message, requests
 
     def close(self, *requests: WorkerRequest) -> None:
         """Forget requests that have ended: others may get their keys."""
         with self.lock:
+            known = self._open
             for request in requests:
-                if self._open.get(request.key) is request:
-                    del self._open[request.key]
+                if request.key in known and known[request.key] is request:
+                    del known[request.key]
 
     def is_open(self, request: WorkerRequest) -> bool:
         """Whether the scheduler that gave us the request waits for its end."""

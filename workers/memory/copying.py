@@ -57,7 +57,7 @@ class Copier:
         """`target[...] = source`; both have the same shape and type, and do not overlap."""
         flat = source.flags.c_contiguous and target.flags.c_contiguous
         if target.nbytes < _WORTH_HELP or not self._helpers or not flat:
-            np.copyto(target, source)
+            target[...] = source
             return
         if self._jobs is None:
             self._jobs = self._started()

@@ -14,24 +14,22 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
 from shmserve.ipc.messages.memory import CheckMemory, MemoryChecked
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
-from shmserve.workers.device import DeviceLost, lost
+from shmserve.workers.memory.device_errors import DeviceLost, lost
 from shmserve.workers.user_code import in_words
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
 
-# Host bytes, or a one-dimensional tensor of uint8 on a device.
-Bytes = Any
+logger = logging.getLogger(__name__)
 
 
 class Allocation:
@@ -58,6 +56,8 @@ class Allocation:
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:
     """A tensor of all bytes of an allocation; the tensor, and every view of it, keeps the
     allocation."""
+    import torch  # not before a handle is opened: most workers open none
+
     return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
 
 
@@ -213,7 +213,7 @@ class DeviceMemory:
         if source.data_ptr() == destination.data_ptr() and source.is_contiguous():
             return 0
         if destination.data_ptr() % source.dtype.itemsize:
-            destination.copy_(source.contiguous().view(-1).view(torch.uint8))
+            destination.copy_(source.contiguous().view(-1).view(destination.dtype))
         else:
             if _overlap(destination, source):
                 source = source.clone()
@@ -268,54 +268,3 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     reach = sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True) if n)
     end = other.data_ptr() + (reach + 1) * other.dtype.itemsize
     return other.data_ptr() < one.data_ptr() + one.numel() and one.data_ptr() < end
-
-
-class DeviceBuffers:
-    """Where rows from several places come together on a device; one an input, kept and grown."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def gather(self, name: str, rows: Sequence[Bytes], room: int) -> torch.Tensor:
-        """The rows one after the other, on the device of the first that is on one.
-
-        Copied from device to device in the order of the current stream; rows in host memory are
-        copied to it. `room` is how many bytes the buffer gets when it is made.
-        """
-        device = next(row.device for row in rows if isinstance(row, torch.Tensor))
-        total = sum(map(len, rows))
-        buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < total or buffer.device != device:
-            buffer = None
-            self._buffers.pop(name, None)  # before there is another one
-            buffer = torch.empty(max(room, total), dtype=torch.uint8, device=device)
-            self._buffers[name] = buffer
-        at = 0
-        for row in rows:
-            end = at + len(row)
-            buffer[at:end].copy_(as_bytes(row), non_blocking=True)
-            at = end
-        return buffer[:total]
-
-
-def as_bytes(raw: Bytes) -> torch.Tensor:
-    """A tensor of uint8 over bytes, wherever they are."""
-    if isinstance(raw, torch.Tensor):
-        return raw
-    if not len(raw):
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(raw, dtype=torch.uint8)
-
-
-def to_host(raw: Bytes) -> memoryview:
-    """A copy of a device's bytes in host memory, once all that was asked of the device is done.
-
-    Raises Unavailable when that fails, and what torch raises when the device can be used no more.
-    """
-    try:
-        return memoryview(raw.to("cpu", copy=True).numpy())
-    except RuntimeError as error:
-        if lost(error):
-            raise
-        logger.error("reading a client's memory: %s", error)
-        raise Unavailable("the memory of a tensor cannot be read") from error

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmserve.ipc.tensors.datatypes import NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import element_count
 
 TORCH: dict[str, torch.dtype] = {
     **{name: getattr(torch, kind.name) for name, kind in NUMPY.items() if name != "BYTES"},

@@ -22,7 +22,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START, Inference
-from shmserve.workers.batch.execute import Executor
+from shmserve.workers.batch.execute import Executor, Part
 from shmserve.workers.batch.request import Input, Request, Response
 from shmserve.workers.batch.response_stream import ResponseStream
 from shmserve.workers.links.scheduler import MessageTable, WorkerRequest
@@ -92,7 +92,7 @@ class SequenceExecutor(Executor):
         finally:
             self._states.clear()
 
-    def _run(self, part: list[tuple[WorkerRequest, Request]]) -> list[Reply]:
+    def _run(self, part: Part) -> list[Reply]:
         known = {opened.key: _Row(opened, request) for opened, request in part}
         by_shape: dict[Any, list[_Row]] = {}
         for row in self._rows:
@@ -149,7 +149,6 @@ class SequenceExecutor(Executor):
         else:
             reply = self._scatter(opened, request, response)
         assert reply is not None  # which would have it run again
-        self._link.close(opened)
         return reply
 
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from shmserve.ipc.messages.inference import SequenceRow
 from shmserve.ipc.model_spec import InitialState, ModelSpec, SequenceState
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count, encode_bytes
+from shmserve.ipc.tensors.arrays import encode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.samples import read_data
 from shmserve.ipc.transport.records import record

@@ -15,7 +15,7 @@ from shmserve.client.request.options import PLAIN
 from shmserve.client.session import Session
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
-from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
 
 _MEMORY_LIMIT = 1 << 40  # what the request and its responses take
 _WELCOME_WITHIN_S = 10.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY, to_bf16
 
 Array = np.ndarray[Any, Any]
 

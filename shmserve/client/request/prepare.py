@@ -21,7 +21,7 @@ from shmserve.client.request.options import Options
 from shmserve.client.request.prepared import Buffer, RequestTemplate, TensorTemplate, pack
 from shmserve.client.server.state import ClientModel
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, RequestedOutput
 

@@ -16,7 +16,7 @@ from shmserve.client.request.prepare import PackedRequest
 from shmserve.errors import Internal, Unavailable, Unsupported
 from shmserve.ipc.memory.lent import releases, unread
 from shmserve.ipc.messages.inference import Release
-from shmserve.ipc.tensors.datatypes import decode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import Memory, Place, TensorRef
 from shmserve.ipc.tensors.inference import unpack_inference, unpack_inferred
 

@@ -166,13 +166,13 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         http2 = self.http2
         fresh: list[GrpcCall] = []
         for event in http2.receive(data):
-            if isinstance(event, Data):
+            if type(event) is Data:
                 if event.stream.call is not None:
                     event.stream.call.data(event.piece, event.ended)
-            elif isinstance(event, Begun):
+            elif type(event) is Begun:
                 if not event.stream.finished:  # given up by what came behind it
                     self._begin(event.stream, event.head, fresh)
-            elif isinstance(event, StreamReset):
+            elif type(event) is StreamReset:
                 if event.stream.call is not None:
                     event.stream.call.gone()
             else:
@@ -182,7 +182,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._handling = False
         if self.lifetime.listens:
             self.lifetime.received()
-        self.flush()
+        if http2.sending.ready or http2.sending.waiting or self._tls is not None:
+            self.flush()
         if http2.closing:
             self._show_out()
         else:
@@ -218,7 +219,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             logger.exception("a call could not begin")
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
-            fresh.append(call)
+            if not stream.ended:
+                fresh.append(call)
 
     def flush(self) -> None:
         """Write what is ready, unless that happens soon in any case."""

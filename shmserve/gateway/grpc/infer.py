@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.calls.call import GrpcCall
 from shmserve.gateway.grpc.calls.head import CallHead
 from shmserve.gateway.grpc.calls.messages import Sink, release
 from shmserve.gateway.grpc.placed_request import PlacedRequest, RequestSink
-from shmserve.gateway.grpc.wire.fingerprint import PreparedRequests, split
+from shmserve.gateway.grpc.wire.fingerprint import Split, split
+from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.gateway.grpc.wire.request import infer_request
 from shmserve.gateway.grpc.wire.response import ResponseEncoder
 from shmserve.gateway.inference.builder import BuiltRequest, build
@@ -29,6 +29,7 @@ from shmserve.gateway.inference.submit import (
     failure,
     log_failure,
     prepare_submit,
+    submit_streaming,
 )
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel, checked_version
@@ -45,36 +46,35 @@ _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction p
 
 
 @dataclass(slots=True, eq=False)
-class Submitted:
-    """A request in flight for one response, as a future; every one must be left, when that is
-    sent, or cancelled."""
+class Submitted(GatewayRequest):
+    """A request in flight for one response; every one must be left, when that is sent, or
+    cancelled."""
 
-    _inferences: Inferences
+    inferences: Inferences
     model: GatewayModel
-    _built: BuiltRequest
-    _pending: GatewayRequest
-    request_id: str
-    _left: bool = False
-    _given_up: bool = False
+    built: BuiltRequest
+    on_response: Callable[[], None] | None = field(init=False, default=None)
+    _response: Response | None = field(init=False, default=None)
+    _left: bool = field(init=False, default=False)
 
-    def when_done(self, action: Callable[[Submitted], None]) -> None:
-        """Call this once there is a response, to take with `response`; never if it is cancelled."""
+    def when_done(self, action: Callable[[], None]) -> None:
+        """Call this as soon as there is a response, to take with `response`; never if it is
+        cancelled."""
+        self.on_response = action
 
-        def resolved(_: asyncio.Future[m.Finished | m.Responded | m.Failed]) -> None:
-            # The response may have come just before it was cancelled.
-            if not self._given_up:
-                action(self)
-
-        self._pending.future.add_done_callback(resolved)
-
-    def taken_by(self, action: Callable[[Response], None]) -> None:
-        """Call this as soon as there is a response, which it takes at once with `response`; never
-        if the request is cancelled."""
-        self._pending.on_response = action
+    def responded(self, message: Response) -> None:
+        if not self.over:
+            self.scheduler.discard(message)  # its model gives one response
+            return
+        self._response = message
+        if self.on_response is not None:
+            self.on_response()
 
     def response(self) -> bytes:
         """The ModelInferResponse that is there, serialized; raises what the request failed with."""
-        message, trace = self._pending.future.result(), self._built.trace
+        message, trace = self._response, self.built.trace
+        assert message is not None
+        self._response = None
         try:
             if trace is not None:
                 trace.answered(message)
@@ -82,7 +82,7 @@ class Submitted:
                 raise failure(message)
             response = self._encoded(message.body)
         except ShmserveError as error:
-            log_failure(self.model, self.request_id, error, trace)
+            log_failure(self.model, self.submit.request_id, error, trace)
             if trace is not None:
                 trace.finish(error.message)
             raise
@@ -91,47 +91,48 @@ class Submitted:
         return response
 
     def _encoded(self, body: bytes) -> bytes:
-        templates = self._built.templates
+        templates = self.built.templates
         if templates is not None and (known := templates.find(body)) is not None:
             template, contents = known
-            filled: bytes = template.fill(self.request_id, contents)
+            filled: bytes = template.fill(self.submit.request_id, contents)
             return filled
         inferred = unpack(body)
-        if self._built.trace is not None:
-            inferred = self._built.trace.explain(inferred)
+        if self.built.trace is not None:
+            inferred = self.built.trace.explain(inferred)
         try:
-            message = self._inferences.encode(self.model, self._built.infer_request, inferred)
+            message = self.inferences.encode(self.model, self.built.infer_request, inferred)
         finally:
             # The message is a copy: the worker's memory is free again.
-            self._pending.scheduler.release_outputs(inferred)
-        if templates is not None and _is_plain(self._built.infer_request, inferred):
+            self.scheduler.release_outputs(inferred)
+        if templates is not None and _is_plain(self.built.infer_request, inferred):
             sizes = [
                 len(tensor.data) if type(tensor.data) is bytes else None
                 for tensor in inferred.outputs
             ]
-            template = self._inferences.encoder.template(self.model, inferred, sizes)
+            template = self.inferences.encoder.template(self.model, inferred, sizes)
             templates.learn(body, inferred, template)
         return message
 
     @property
     def done(self) -> bool:
         """Whether there is a response to take with `response`."""
-        return self._pending.future.done() and not self._given_up
+        return self._response is not None
 
     def cancel(self) -> None:
         """Cancel it: the response is waited for no longer."""
-        self._given_up = True
-        self._pending.future.cancel()
-        if self._built.trace is not None:
-            self._built.trace.gone()
+        response, self._response = self._response, None
+        if response is not None:
+            self.scheduler.discard(response)
+        if self.built.trace is not None:
+            self.built.trace.gone()
         self.leave()
-        self._inferences.gateway.dispatcher.cancel(self._pending)
+        self.give_up()
 
     def leave(self) -> None:
         """Nothing is left to be done for it: its response is sent."""
         if not self._left:
             self._left = True
-            self._inferences.left()
+            self.inferences.left()
 
 
 def _is_plain(request: InferRequest, inferred: Inferred) -> bool:
@@ -186,37 +187,28 @@ class Inferences(ActiveCount):
         return RequestSink(self.gateway, size, partial(self.headers, head))
 
     def submit(
-        self,
-        raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-        traceparent: str = "",
+        self, raw: bytes | PlacedRequest, call: GrpcCall, headers: Mapping[str, str]
     ) -> Submitted:
-        """Hand the serialized ModelInferRequest `raw` of `client` to its scheduler.
+        """Hand the serialized ModelInferRequest `raw` of a client's `call` to its scheduler.
 
-        `remaining_s` is how long its client's call lasts, in seconds, None for any time; `headers`
-        are parameters, too, and `traceparent` is the trace it is part of. Raises `RequestRefused`.
+        `headers` are parameters, too. Raises `RequestRefused`.
         """
-        call = (client, remaining_s, headers, traceparent)
-        return self._submitted(*self._admitted(raw, *call, streamed=False))
+        model, built, submit = self._admitted(raw, call, headers, streamed=False)
+        return self._submitted(model, built, submit)
 
     def stream(
         self,
         raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
+        call: GrpcCall,
+        headers: Mapping[str, str],
         on_response: Callable[[StreamingRequest, Message], None],
-        headers: Mapping[str, str] = _NO_HEADERS,
-        traceparent: str = "",
     ) -> Submitted | StreamingRequest:
         """As `submit`, for a request in a stream: one for a decoupled model is a
         `StreamingRequest`, which tells `on_response` of its responses."""
-        call = (client, remaining_s, headers, traceparent)
-        model, built, submit = self._admitted(raw, *call, streamed=True)
+        model, built, submit = self._admitted(raw, call, headers, streamed=True)
         if not model.decoupled:
             return self._submitted(model, built, submit)
-        return StreamingRequest(self.gateway, model, built, submit, on_response)
+        return submit_streaming(model, built, submit, on_response)
 
     def encode(self, model: GatewayModel, request: InferRequest, inferred: Inferred) -> bytes:
         """A worker's response as a serialized ModelInferResponse; raises InvalidArgument or
@@ -251,7 +243,7 @@ class Inferences(ActiveCount):
             asked, name, version = infer_request(message), message.model_name, message.model_version
         else:
             asked, name, version = raw.built.infer_request, raw.model.name, raw.model.version
-        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+        limit_us = _limit_us(remaining_s)
         self.active += 1
         try:
             await loaded(self.gateway, name, version, asked.timeout_us, limit_us)
@@ -264,27 +256,28 @@ class Inferences(ActiveCount):
             self.left()
 
     def _submitted(self, model: GatewayModel, built: BuiltRequest, submit: m.Submit) -> Submitted:
-        pending = self.gateway.dispatcher.submit(model.scheduler, submit, built.release)
+        scheduler = model.scheduler
+        how = (submit, scheduler.endpoint, scheduler, built.release)
+        submitted = Submitted(*how, self, model, built)
+        scheduler.submit(submitted)
         self.active += 1
-        return Submitted(self, model, built, pending, built.infer_request.id)
+        return submitted
 
     def _admitted(
         self,
         raw: bytes | PlacedRequest,
-        client: ClientIdentity,
-        remaining_s: float | None,
+        call: GrpcCall,
         headers: Mapping[str, str],
-        traceparent: str,
         *,
         streamed: bool,
     ) -> tuple[GatewayModel, BuiltRequest, m.Submit]:
         arrived_ns = time.monotonic_ns()
-        gateway = self.gateway
+        gateway, head = self.gateway, call.head
         model, built = self._read(raw, headers, streamed)
-        limit_us = 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
+        limit_us = 0 if head.timeout_s is None else _limit_us(call.time_remaining())
+        how = (call.client, arrived_ns, limit_us, head.traceparent)
         try:
-            call = (client, arrived_ns, limit_us, traceparent)
-            model, submit = prepare_submit(gateway, model, built, *call)
+            model, submit = prepare_submit(gateway, model, built, *how)
         except ShmserveError as error:
             raise RequestRefused(error, built.infer_request.id) from None
         return model, built, submit
@@ -299,11 +292,12 @@ class Inferences(ActiveCount):
                 raw.release()
                 raise RequestRefused(Unsupported(_DECOUPLED), raw.built.infer_request.id)
             return raw.model, raw.built
-        # With parameters of its own a request is not like others with its message.
-        parts = None if headers else split(raw)
-        if parts is not None:
+        parts: Split | None = None
+        if not headers:  # with parameters of its own a request is not like others with its message
             try:
-                found = self._prepared.repeat(parts)
+                found = self._prepared.find(raw)
+                if found is None and (parts := split(raw)) is not None:
+                    found = self._prepared.repeat(raw, parts)
             except ShmserveError as error:
                 raise RequestRefused(error, _id_of(raw)) from None
             if found is not None:
@@ -334,6 +328,11 @@ class Inferences(ActiveCount):
         if prepared is not None:
             self._prepared.remember(parts, request, model, prepared)
         return model, built
+
+
+def _limit_us(remaining_s: float | None) -> int:
+    """How long a call lasts, in microseconds; 0: any time."""
+    return 0 if remaining_s is None else max(1, int(remaining_s * 1e6))
 
 
 def _concatenate(request: InferRequest) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
@@ -33,7 +34,6 @@ from shmserve.gateway.grpc.status import (
 from shmserve.gateway.grpc.stream_call import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.inference.body_arrival import LARGE
-from shmserve.ipc.inflight import Response
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
@@ -202,10 +202,7 @@ def _never(_: bytes, call: UnaryCall) -> None:
 
 
 def _unary(on_message: UnaryHandler, sinks: Sinks | None = None) -> Begin:
-    def begin(connection: Carrier, stream: Stream, head: CallHead) -> UnaryCall:
-        return UnaryCall(connection, stream, head, on_message, sinks)
-
-    return begin
+    return partial(UnaryCall, on_message=on_message, sinks=sinks)
 
 
 def _stream(handler: StreamHandler, *, awaited: bool = False, sinks: Sinks | None = None) -> Begin:
@@ -232,7 +229,7 @@ class InferenceCalls:
     def infer(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
         """Handle a ModelInfer, whose message is `raw`."""
 
-        def responded(_: Response) -> None:
+        def responded() -> None:
             try:
                 response = submitted.response()
             except Exception as error:
@@ -244,9 +241,7 @@ class InferenceCalls:
 
         try:
             headers = self._inferences.headers(call.head)
-            submitted = self._inferences.submit(
-                raw, call.client, call.time_remaining(), headers, call.head.traceparent
-            )
+            submitted = self._inferences.submit(raw, call, headers)
         except Exception as error:
             if isinstance(error, RequestRefused) and self._inferences.awaits_load(raw):
                 waiting = asyncio.ensure_future(self._infer_once_loaded(raw, call))
@@ -259,7 +254,7 @@ class InferenceCalls:
                 self._trim.soon(len(raw))
         call.on_gone = submitted.cancel
         call.on_over = submitted.leave
-        submitted.taken_by(responded)
+        submitted.when_done(responded)
 
     async def _infer_once_loaded(self, raw: bytes | PlacedRequest, call: UnaryCall) -> None:
         try:

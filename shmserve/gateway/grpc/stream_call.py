@@ -198,17 +198,15 @@ class _Stream:
             return
         self._ordered.append((item, size))
         if isinstance(item, Submitted):
-            item.when_done(lambda _: self._news.set())
+            item.when_done(self._news.set)
         else:
             self._news.set()
 
     def _submitted(
         self, raw: bytes | PlacedRequest
     ) -> Submitted | StreamingRequest | RequestRefused:
-        call = self._call
-        how = (self._responded, self._headers, call.head.traceparent)
         try:
-            return self._inferences.stream(raw, call.client, call.time_remaining(), *how)
+            return self._inferences.stream(raw, self._call, self._headers, self._responded)
         except RequestRefused as refused:
             return refused.bare()
 
@@ -253,7 +251,7 @@ class _Stream:
                     break  # those before it are written first
                 raise
             self._outbox.popleft()
-            request.release(inferred)
+            request.release_outputs(inferred)
             if response is not None:
                 responses.append(response)
                 size += len(response)
@@ -326,4 +324,4 @@ def _response(item: _Ordered, *, strict: bool) -> bytes:
     except ShmserveError as error:
         if strict:
             raise
-        return streamed_error(error.message, item.request_id, item.model.name)
+        return streamed_error(error.message, item.submit.request_id, item.model.name)

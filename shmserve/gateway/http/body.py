@@ -22,10 +22,9 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection.aiohttp_parts import MalformedBody, StreamReader
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
-    identity,
+    fingerprint,
     remember,
     repeat,
-    split,
     worth_preparing,
 )
 from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
@@ -273,10 +272,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         return _raw(gateway, model, body, extra)
     tail_size = whole_size - size
     header = body[:size] if tail_size else body
-    kept, itself = identity(header)
-    key, arrays = split(kept, tail_size)
-    if itself is not None:
-        key = key[0], ~key[1]  # that of no header as it came
+    key, arrays, itself = fingerprint(header, tail_size)
     if size <= limit and not extra:
         known = repeat(model.prepared, key, body, size, arrays)
         if known is not None:
@@ -291,6 +287,24 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     if prepared is not None and (itself is None or itself.is_of(infer_request)):
         remember(model.prepared, key, infer_request, prepared, len(arrays))
     return built
+
+
+def repeated_request(
+    gateway: Gateway, model: GatewayModel, body: bytes, said: str | None
+) -> BuiltRequest | None:
+    """The request that a whole body is, as `read_request` makes it of one that is known by its
+    fingerprint; None for any other. `said` is the size of its header."""
+    whole_size = len(body)
+    size = whole_size if said is None else header_size(said, whole_size)
+    if size > gateway.settings.max_input_size:
+        return None
+    tail_size = whole_size - size
+    header = body[:size] if tail_size else body
+    key, arrays, itself = fingerprint(header, tail_size)
+    known = repeat(model.prepared, key, body, size, arrays)
+    if known is not None and itself is not None:
+        known.identify(itself)
+    return known
 
 
 async def own_timeout_us(gateway: Gateway, request: HttpRequest) -> int:

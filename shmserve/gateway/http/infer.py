@@ -1,6 +1,5 @@
-"""POST /v2/models/NAME/infer: the hot path of a unary inference, to a scheduler and back; or,
-for a client that accepts it, as a stream of events or lines: each response is a JSON text as the
-unary one, without binary data, as it comes."""
+"""POST /v2/models/NAME/infer: the hot path of a unary inference, to a scheduler and back. Clients
+that accept a stream get one: `streaming/infer_stream.py`."""
 
 from __future__ import annotations
 
@@ -8,44 +7,44 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 
+from shmserve.common.tasks import settle
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import accepted_encoding, deflated
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.http.body import own_timeout_us, read_request
-from shmserve.gateway.http.json.framing import Framing, accepted
+from shmserve.gateway.http.body import own_timeout_us, read_request, repeated_request
+from shmserve.gateway.http.json.framing import accepted
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate, joined, output_text
-from shmserve.gateway.http.request import ACCEPT, ACCEPT_ENCODING, TRACEPARENT, HttpRequest
-from shmserve.gateway.http.response import JSON, HttpResponse
-from shmserve.gateway.http.streaming.responses import ResponseQueue, streaming_response
+from shmserve.gateway.http.request import (
+    ACCEPT,
+    ACCEPT_ENCODING,
+    CONTENT_ENCODING,
+    HEADER_LENGTH,
+    TRACEPARENT,
+    Answer,
+    HttpRequest,
+)
+from shmserve.gateway.http.response import JSON, HttpResponse, written
+from shmserve.gateway.http.streaming.infer_stream import infer_stream
 from shmserve.gateway.inference.builder import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import classified_as_requested, unpack
-from shmserve.gateway.inference.submit import (
-    Message,
-    error_of,
-    failure,
-    is_last,
-    log_failure,
-    prepare_submit,
-    still,
-)
-from shmserve.gateway.links import SchedulerHandle
+from shmserve.gateway.inference.submit import failure, log_failure, prepare_submit, still
+from shmserve.gateway.links import GatewayRequest, SchedulerHandle
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.on_demand import awaits_load, loaded
+from shmserve.ipc.inflight import Response
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Place, described
 from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.template_cache import TemplateCache
 
 logger = logging.getLogger(__name__)
 
 
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_MOST_TEMPLATES = 8
 
 
 async def infer(
@@ -69,37 +68,35 @@ async def infer(
         if TRACEPARENT in request.headers:
             traceparent = request.headers[TRACEPARENT]
         now, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
-        pending = gateway.dispatcher.submit(now.scheduler, submit, built.release)
-        try:
-            message = await pending.future
-        except asyncio.CancelledError:
-            gateway.dispatcher.cancel(pending)
-            if built.trace is not None:
-                built.trace.gone()
-            raise
-        if built.trace is not None:
-            built.trace.answered(message)
-        if isinstance(message, m.Failed):
-            raise failure(message)
-        body = message.body
-        templates = built.templates if ACCEPT_ENCODING not in request.headers else None
-        if templates is not None and (known := templates.find(body)) is not None:
-            template, datas = known
-            response = _assemble(*template.fill(built.infer_request.id, datas))
-        else:
-            response = await _respond(gateway, model, request, built, pending.scheduler, body)
     except ShmserveError as error:
-        log_failure(model, built.infer_request.id, error, built.trace)
-        if built.trace is not None:
-            built.trace.finish(error.message)
+        _failed(model, built, error)
         raise
+    inference = _submitted(gateway, request, model, built, now.scheduler, submit)
+    request.repeat = None
+    if built.templates is not None and _is_plain(request):
+        request.repeat = RepeatedInference(gateway, request, model).begin
+    return await inference.response()
+
+
+def _submitted(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    built: BuiltRequest,
+    scheduler: SchedulerHandle,
+    submit: m.Submit,
+    answer: Answer | None = None,
+) -> HttpInference:
+    how = (submit, scheduler.endpoint, scheduler, built.release)
+    inference = HttpInference(*how, gateway, request, model, built, answer)
+    scheduler.submit(inference)
+    return inference
+
+
+def _failed(model: GatewayModel, built: BuiltRequest, error: ShmserveError) -> None:
+    log_failure(model, built.infer_request.id, error, built.trace)
     if built.trace is not None:
-        built.trace.finish()
-    if logger.isEnabledFor(logging.DEBUG):
-        passed_us = (time.monotonic_ns() - arrived_ns) // 1000
-        extra = {"request_id": built.infer_request.id}
-        logger.debug("inference of model '%s' took %d us", model.name, passed_us, extra=extra)
-    return response
+        built.trace.finish(error.message)
 
 
 async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
@@ -107,6 +104,144 @@ async def _loaded(gateway: Gateway, request: HttpRequest, name: str, version: st
     if awaits_load(gateway, name, version):
         limit_us = await own_timeout_us(gateway, request)
     return await loaded(gateway, name, version, limit_us)
+
+
+def _is_plain(request: HttpRequest) -> bool:
+    """Whether all that a request says is in its body, and both bodies are sent as they are."""
+    headers = request.headers
+    return not (
+        request.is_http10
+        or ACCEPT_ENCODING in headers
+        or CONTENT_ENCODING in headers
+        or TRACEPARENT in headers
+    )
+
+
+class RepeatedInference:
+    """Begins inferences whose head is that of an earlier one without a task, if their bodies, too,
+    are like earlier ones."""
+
+    __slots__ = ("_gateway", "_header_size", "_model", "_request", "_revision")
+
+    def __init__(self, gateway: Gateway, request: HttpRequest, model: GatewayModel) -> None:
+        self._gateway = gateway
+        self._request = request
+        self._model = model
+        self._revision = gateway.models.revision
+        self._header_size = request.headers.get(HEADER_LENGTH)
+
+    def begin(self, body: bytes, answer: Answer) -> HttpInference | None:
+        """The inference with this body, in flight; None for one that is to be handled, which says
+        what is wrong with it."""
+        arrived_ns = time.monotonic_ns()
+        gateway, model, request = self._gateway, self._model, self._request
+        if gateway.models.revision != self._revision or gateway.draining:
+            return None
+        try:
+            built = repeated_request(gateway, model, body, self._header_size)
+            if built is None:
+                return None
+            client = request.connection.client
+            _, submit = prepare_submit(gateway, model, built, client, arrived_ns)
+        except Exception:
+            return None  # what is wrong is said where it is read again
+        return _submitted(gateway, request, model, built, model.scheduler, submit, answer)
+
+
+@dataclass(slots=True, eq=False)
+class HttpInference(GatewayRequest):
+    """A request in flight for one response; to be awaited with `response`, or cancelled. One with
+    an `answer` awaits by itself, until it has told that."""
+
+    gateway: Gateway
+    request: HttpRequest
+    model: GatewayModel
+    built: BuiltRequest
+    answer: Answer | None = None
+    _message: Response | None = field(init=False, default=None)  # that nobody has read
+    _waiter: asyncio.Future[None] | None = field(init=False, default=None)
+
+    def responded(self, message: Response) -> None:
+        if not self.over:
+            self.scheduler.discard(message)  # its model gives one response
+            return
+        self._message = message
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            answer(self._filled(message))
+        else:
+            settle(self._waiter, None)
+
+    def _filled(self, message: Response) -> bytes | None:
+        """The response, if its template is known and it goes as it is."""
+        built = self.built
+        templates = built.templates
+        if (
+            type(message) is not m.Finished
+            or built.trace is not None
+            or templates is None
+            or self.gateway.draining
+            or logger.isEnabledFor(logging.DEBUG)
+            or (known := templates.find(message.body)) is None
+        ):
+            return None
+        template, datas = known
+        try:
+            json, binary = template.fill(built.infer_request.id, datas)
+        except Exception:
+            return None  # what is wrong is said where it is filled again
+        self._message = None
+        return written(_headers(json, binary), (json, *binary))
+
+    async def response(self) -> HttpResponse:
+        """The response, once it has come; raises what the inference failed with."""
+        built = self.built
+        try:
+            message = await self._last_message()
+            if built.trace is not None:
+                built.trace.answered(message)
+            if isinstance(message, m.Failed):
+                raise failure(message)
+            headers = self.request.headers
+            templates = built.templates if ACCEPT_ENCODING not in headers else None
+            if templates is not None and (known := templates.find(message.body)) is not None:
+                template, datas = known
+                response = _assemble(*template.fill(built.infer_request.id, datas))
+            else:
+                args = (self.gateway, self.model, self.request, built)
+                response = await _respond(*args, self.scheduler, message.body)
+        except ShmserveError as error:
+            _failed(self.model, built, error)
+            raise
+        if built.trace is not None:
+            built.trace.finish()
+        if logger.isEnabledFor(logging.DEBUG):
+            passed_us = (time.monotonic_ns() - self.submit.arrived_ns) // 1000
+            extra = {"request_id": built.infer_request.id}
+            told = (self.model.name, passed_us)
+            logger.debug("inference of model '%s' took %d us", *told, extra=extra)
+        return response
+
+    async def _last_message(self) -> Response:
+        if self._message is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        message, self._message = self._message, None
+        assert message is not None
+        return message
+
+    def cancel(self) -> None:
+        """Cancel it: the client is gone."""
+        message, self._message = self._message, None
+        if message is not None:
+            self.scheduler.discard(message)
+        self.give_up()
+        if self.built.trace is not None:
+            self.built.trace.gone()
 
 
 async def _respond(
@@ -187,81 +322,8 @@ async def _encode(
 
 
 def _assemble(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
-    headers = _BINARY % len(json) if binary and any(map(len, binary)) else JSON
-    return HttpResponse(200, (json, *binary), headers)
+    return HttpResponse(200, (json, *binary), _headers(json, binary))
 
 
-async def infer_stream(
-    gateway: Gateway, request: HttpRequest, model: GatewayModel, framing: Framing, arrived_ns: int
-) -> HttpResponse:
-    """Run one inference. Raises what is wrong before the first response, and what the first one
-    fails with where none follows."""
-    built = await read_request(gateway, model, request)
-    if not model.published:
-        await still(gateway, model, built)
-    responses = ResponseQueue(gateway, request, model, built, arrived_ns)
-    first = await responses.begun()
-    error = error_of(first)
-    if error is not None and is_last(first):
-        responses.close()
-        failed = responses.request
-        log_failure(failed.model, failed.infer_request.id, error, failed.trace)
-        raise error
-    status = 200 if error is None else error.status
-    events = _Events(gateway, model, responses, framing)
-    return streaming_response(status, framing.content_type, responses, events.next)
-
-
-class _Events:
-    """Encodes the responses one by one, from templates where their form has come before."""
-
-    def __init__(
-        self, gateway: Gateway, model: GatewayModel, responses: ResponseQueue, framing: Framing
-    ) -> None:
-        self._gateway = gateway
-        self._model = model
-        self._responses = responses
-        self._framing = framing
-        self._infer_request = _without_binary(responses.request.infer_request)
-        self._templates: TemplateCache[JsonResponseTemplate] = TemplateCache(_MOST_TEMPLATES)
-
-    async def next(self) -> tuple[bytes | None, Inferred | None]:
-        message = self._responses.first
-        inferred: Inferred | None = None
-        try:
-            json = self._known(message)
-            if json is None:
-                inferred = self._responses.request.outputs(message)
-                if inferred is None:
-                    return None, None
-                json = await self._json(inferred)
-        except ShmserveError as error:
-            return self._framing.error(error.message), inferred
-        return self._framing.frame(json), inferred
-
-    def _known(self, message: Message) -> bytes | None:
-        """The text of a response whose template is known."""
-        if not isinstance(message, m.Responded) or message.spans:
-            return None
-        found = self._templates.find(message.body)
-        if found is None:
-            return None
-        template, datas = found
-        return template.fill(self._infer_request.id, datas)[0]
-
-    async def _json(self, inferred: Inferred) -> bytes:
-        model, message = self._model, self._responses.first
-        shown = classified_as_requested(self._gateway, model, self._infer_request, inferred)
-        template = JsonResponseTemplate(self._infer_request, model.name, model.version, shown)
-        if template.whole and shown is inferred and isinstance(message, m.Responded):
-            self._templates.learn(message.body, inferred, template)
-        arrays: list[bytes] = []
-        for output, raw in zip(template.outputs, template.datas(shown), strict=True):
-            data = raw if isinstance(raw, bytes) else self._gateway.mappings.view(raw)
-            arrays.append(await output_text(output, data, self._gateway.malloc_trim))
-        return template.json(self._infer_request.id, arrays)
-
-
-def _without_binary(infer_request: InferRequest) -> InferRequest:
-    outputs = [replace(output, binary=False) for output in infer_request.outputs]
-    return replace(infer_request, outputs=outputs, binary=False)
+def _headers(json: bytes, binary: Sequence[bytes | memoryview]) -> bytes:
+    return _BINARY % len(json) if binary and any(map(len, binary)) else JSON

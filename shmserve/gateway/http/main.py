@@ -17,7 +17,7 @@ from shmserve.gateway.client_identity import ListenerRules, listener_kind
 from shmserve.gateway.connection_limits import Acceptor
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import aiohttp_parts
-from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
+from shmserve.gateway.http.connection.protocol import HttpConnection
 from shmserve.gateway.http.dashboard.live import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App
@@ -63,12 +63,12 @@ class HttpFrontend(process.Frontend):
         exporter = MetricsExporter(self._gateway)
         metrics = App(self._gateway, metrics_routes(exporter, self._live))
         for sock in self._scrapes:
-            await self._serve(sock, metrics.handle, scrapes)
+            await self._serve(sock, metrics, scrapes)
         await self.accept()
         for sock in self._http:
-            await self._serve(sock, self._app.handle, http)
+            await self._serve(sock, self._app, http)
 
-    async def _serve(self, sock: socket.socket, handle: Handle, rules: Authorisation) -> None:
+    async def _serve(self, sock: socket.socket, app: App, rules: Authorisation) -> None:
         settings = self._gateway.settings
         names = frozenset(map(str.lower, (settings.http_address, socket.gethostname())))
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
@@ -76,7 +76,7 @@ class HttpFrontend(process.Frontend):
         spared = fd_limits.for_connections(len(self._http), len(self._scrapes))
         if sock in self._scrapes:
             spared = fd_limits.for_scrapes()
-        make = partial(HttpConnection, handle=handle, settings=settings)
+        make = partial(HttpConnection, app=app, settings=settings)
         await self.listen(sock, Acceptor(make, listener, min(settings.max_connections, spared)))
 
     def drain(self, told: Callable[[], None], followed: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from multidict import CIMultiDictProxy, istr
@@ -63,19 +64,39 @@ class WholeBody:
         return self.read_nowait()
 
 
+class Begun(Protocol):
+    """A request that is under way without a task."""
+
+    request: HttpRequest
+
+    async def response(self) -> Any:
+        """Its response, as a handler gives it, once it has come."""
+
+    def cancel(self) -> None:
+        """The client is gone."""
+
+
+# Has the response written: its bytes. None: they are to be made by a task, as `Begun.response`.
+Answer = Callable[[bytes | None], None]
+# Begins a request with this body, which is answered once, later; None: a handler is to do it.
+Repeat = Callable[[bytes, Answer], Begun | None]
+
+
 @final
 class HttpRequest:
     """Method, target (path and query as sent), headers, and the stream of the body.
 
     A connection gives the same one, with another body, to requests whose heads are the same.
     `match` is the route that the head was found to ask for, once its client was authorised, and the
-    parts of the path (routing.py).
+    parts of the path (routing.py). `repeat` begins those of its requests that are like earlier ones
+    at once, without a task; one that needs a task all the same is handled as it is `begun`.
     `is_http10`: the client knows neither chunks nor keep-alive by default. `closes`: the
     connection ends with it.
     """
 
     __slots__ = (
-        *("closes", "connection", "content", "headers", "is_http10", "match", "method", "target"),
+        *("begun", "closes", "connection", "content", "headers", "is_http10", "match", "method"),
+        *("repeat", "target"),
     )
 
     def __init__(
@@ -92,3 +113,5 @@ class HttpRequest:
         self.content = content
         self.connection = connection
         self.match: Any = None
+        self.repeat: Repeat | None = None
+        self.begun: Begun | None = None

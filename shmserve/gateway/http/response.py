@@ -14,7 +14,7 @@ import orjson
 
 from shmserve.errors import ShmserveError
 from shmserve.gateway.http.json.framing import error_json
-from shmserve.gateway.http.request import HttpRequest
+from shmserve.gateway.http.request import HttpChannel, HttpRequest
 
 # What is larger goes to the socket piece by piece, as fast as the client reads.
 _WHOLE = 256 * 1024
@@ -66,7 +66,7 @@ class HttpResponse:
         else:
             await self._stream(request, transport, head, stall_s)
         if request.connection.writing_paused:
-            await drain(request, transport, stall_s)
+            await drain(request.connection, transport, stall_s)
 
     async def _stream(
         self, request: HttpRequest, transport: asyncio.Transport, head: bytes, stall_s: float
@@ -79,7 +79,7 @@ class HttpResponse:
                 for at in range(0, len(piece), _PIECE):
                     transport.write(piece[at : at + _PIECE])
                     if request.connection.writing_paused:
-                        await drain(request, transport, stall_s)
+                        await drain(request.connection, transport, stall_s)
         finally:
             transport.set_write_buffer_limits()
 
@@ -110,7 +110,7 @@ class ChunkedResponse(HttpResponse):
                 framed = map(_framed, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(framed))
                 if request.connection.writing_paused:
-                    await drain(request, transport, stall_s)
+                    await drain(request.connection, transport, stall_s)
         if chunked:
             transport.write(b"0\r\n\r\n")
 
@@ -135,14 +135,22 @@ def _open_transport(request: HttpRequest) -> asyncio.Transport:
     return transport
 
 
-async def drain(request: HttpRequest, transport: asyncio.Transport, stall_s: float) -> None:
+async def drain(channel: HttpChannel, transport: asyncio.Transport, stall_s: float) -> None:
     """Wait until the client has read what was written; one that reads nothing is cut off."""
     try:
         async with asyncio.timeout(stall_s):
-            await request.connection.drain()
+            await channel.drain()
     except TimeoutError:
         transport.abort()
         raise ConnectionResetError("the client does not read its response") from None
+
+
+_OK = b"%b%%d\r\n%%bX-Content-Type-Options: nosniff\r\n\r\n" % _STATUS_LINES[200]
+
+
+def written(headers: bytes, pieces: Sequence[bytes | memoryview]) -> bytes:
+    """All that is written of an `HttpResponse` of these to a client that stays."""
+    return b"".join((_OK % (sum(map(len, pieces)), headers), *pieces))
 
 
 def json_response(value: Any) -> HttpResponse:

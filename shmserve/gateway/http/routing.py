@@ -164,8 +164,11 @@ class App(ActiveCount):
         self._routes = routes
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        """The response to any request; raises nothing but CancelledError."""
-        self.active += 1
+        """The response to any request; raises nothing but CancelledError. One that is `begun`
+        counts already."""
+        begun, request.begun = request.begun, None
+        if begun is None:
+            self.active += 1
         match = request.match or self._routes.find(request.target, request.method) or _NO_ROUTE
         route, groups = match
         try:
@@ -174,7 +177,10 @@ class App(ActiveCount):
                 if route.method not in (request.method, ""):
                     raise MethodNotAllowed("Method Not Allowed")
                 request.match = match
-            response: HttpResponse = await route.handler(self._gateway, request, *groups)
+            if begun is None:
+                response: HttpResponse = await route.handler(self._gateway, request, *groups)
+            else:
+                response = await begun.response()
         except ShmserveError as error:
             response = _failed(error, route.error_form, request)
         except Exception:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, final
 
 from shmserve.gateway.http2.frames import (
     CONTINUATION,
@@ -39,6 +39,7 @@ _CONTROL_WORK = 3  # frames more: those that carry nothing are of use to nobody 
 _SIZE_SHIFT = 4  # so many bytes of it, as a power of two, are as much work as a frame
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Begun(Generic[T]):
     """A stream has begun; `head` is what the head's reader made of its request."""
@@ -47,6 +48,7 @@ class Begun(Generic[T]):
     head: T
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Data:
     """A piece of a stream's data, of any size; with `ended` the last, which may be empty."""
@@ -56,6 +58,7 @@ class Data:
     ended: bool
 
 
+@final
 @dataclass(slots=True, eq=False)
 class StreamReset:
     """A stream is over: the client has given it up, or has broken a rule on it."""
@@ -63,6 +66,7 @@ class StreamReset:
     stream: Stream
 
 
+@final
 @dataclass(slots=True, eq=False)
 class PingAnswered:
     """The client has answered a ping of ours."""
@@ -95,11 +99,7 @@ class FrameReader(ABC, Generic[T]):
         self.arriving_for: Stream | None = None
         self._padding_left = 0
         self._piece_ends = False
-
-    @property
-    def pending(self) -> bool:
-        """Whether there is more to be handled of what came."""
-        return not self.closing and len(self._buffer) >= self._needed > 0
+        self.pending = False  # there is more to be handled of what came
 
     def receive(self, data: Bytes) -> Sequence[Event[T]]:
         """Handle these bytes, and what is pending; a client that breaks the rules is told so, and
@@ -112,6 +112,7 @@ class FrameReader(ABC, Generic[T]):
                 return ()
             data = bytes(self._buffer)
             self._buffer.clear()
+        self.pending = False
         events: list[Event[T]] = []
         try:
             at = self._handle(data, events)
@@ -120,13 +121,13 @@ class FrameReader(ABC, Generic[T]):
             return events
         if at < len(data):
             self._buffer += memoryview(data)[at:]
-        else:
-            self._needed = 0
+            self.pending = len(self._buffer) >= self._needed
         return events
 
     def fail(self, code: FaultCode, text: str = "") -> None:
         """Tell the client to go, and end."""
         self.closing = True
+        self.pending = False
         self._buffer.clear()
 
     def _handle(self, data: Bytes, events: list[Event[T]]) -> int:
@@ -172,8 +173,12 @@ class FrameReader(ABC, Generic[T]):
             self.frames_in += 1
             work -= self._limits.begin if kind == HEADERS else _CONTROL_WORK
             work -= size >> _SIZE_SHIFT
+            payload = bytes(view[at : at + size])
             try:
-                self._frame(kind, flags, number, bytes(view[at : at + size]), events)
+                if kind == HEADERS and self._block is None and self.ready:
+                    self._begin_block(flags, number, payload, events)
+                else:
+                    self._frame(kind, flags, number, payload, events)
             except StreamFault as fault:
                 self._fail_stream(number, fault.code, events)
             at += size
@@ -221,7 +226,9 @@ class FrameReader(ABC, Generic[T]):
     def _take_piece(self, view: memoryview, at: int, end: int, events: list[Event[T]]) -> int:
         """Take what is here of a DATA frame; returns where that ends."""
         if self.arriving:
-            size = min(self.arriving, end - at)
+            size = self.arriving
+            if size > end - at:
+                size = end - at
             self.arriving -= size
             if self.arriving_for is not None:
                 self._give(self.arriving_for, view[at : at + size], events)

@@ -63,6 +63,19 @@ class Stream:
         self.on_sent: Callable[[], None] | None = None
 
 
+class ResponseForm:
+    """The header blocks of whole responses, each shorter than a frame; `start` and `end` are the
+    heads of their frames up to the stream's number."""
+
+    __slots__ = ("end", "head", "start", "trailers")
+
+    def __init__(self, head: bytes, trailers: bytes) -> None:
+        self.head = head
+        self.trailers = trailers
+        self.start = _start(len(head), HEADERS, END_HEADERS)
+        self.end = _start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
+
+
 class Outgoing:
     """The sending half of a connection."""
 
@@ -122,10 +135,8 @@ class Outgoing:
         self._block(stream, block, END_HEADERS | END_STREAM)
         self._sent_all(stream)
 
-    def respond(
-        self, stream: Stream, head: bytes, pieces: Sequence[bytes], trailers: bytes
-    ) -> None:
-        """Send a whole response: `head` and `trailers` are header blocks, `pieces` its data."""
+    def respond(self, stream: Stream, form: ResponseForm, pieces: Sequence[bytes]) -> None:
+        """Send a whole response of this form; `pieces` are its data."""
         size = sum(map(len, pieces))
         if stream.finished:
             return
@@ -134,26 +145,24 @@ class Outgoing:
             or size > stream.send_window
             or size > self.window
             or self.paused
-            or len(head) >= _SHORT
-            or len(trailers) >= _SHORT
         ):
-            self.head(stream, head)
+            self.head(stream, form.head)
             for piece in pieces:
                 self.data(stream, piece)
-            self.trailers(stream, trailers)
+            self.trailers(stream, form.trailers)
             return
         self.window -= size
         self.frames += 1
         self.bytes += size
-        tag = stream.tag
-        before = (_HEADS[len(head)], tag, head, _pack_start(size >> 8, size & 0xFF, DATA, 0), tag)
-        end = (_ENDS[len(trailers)], tag, trailers)
+        tag, data = stream.tag, _pack_start(size >> 8, size & 0xFF, DATA, 0)
+        before = (form.start, tag, form.head, data, tag)
+        end = (form.end, tag, form.trailers)
         if size < _JOINED:
             self.ready.append(b"".join((*before, *pieces, *end)))
         else:
             self.ready += (b"".join(before), *pieces, b"".join(end))
         stream.finished = True
-        self._sent_all(stream)
+        self._close(stream)
 
     def discard(self, stream: Stream) -> None:
         """Forget the data of a stream that waits: it ends otherwise."""
@@ -264,8 +273,3 @@ class Outgoing:
 def _start(size: int, kind: int, flags: int) -> bytes:
     """The head of a frame up to its stream's number."""
     return _pack_start(size >> 8, size & 0xFF, kind, flags)
-
-
-_SHORT = 256  # bytes of a header block
-_HEADS = [_start(size, HEADERS, END_HEADERS) for size in range(_SHORT)]
-_ENDS = [_start(size, HEADERS, END_HEADERS | END_STREAM) for size in range(_SHORT)]

@@ -104,7 +104,7 @@ class PreparedRequest:
 
         Raises AlreadyExists when an output overlaps another one in flight and may not.
         """
-        work = self._template.fill(datas)
+        work = self._template.form % tuple(datas)
         if self._uses is None:
             return BuiltRequest(self._request, self._fit, work, nothing, (), self._templates)
         uses = self._uses.again()

@@ -17,7 +17,8 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
 from shmserve.ipc.transport.records import MalformedMessage

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from shmserve.errors import QueueFull, ShmserveError, Unavailable, from_code
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.inference.response import unpack
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.model_table import GatewayModel
@@ -124,7 +126,8 @@ def log_failure(
         logger.log(level, "inference of model '%s' %s: %s", *told, extra=extra)
 
 
-class StreamingRequest:
+@dataclass(slots=True, eq=False)
+class StreamingRequest(GatewayRequest):
     """`on_response(request, message)` is called for each response, the last included, in the
     event loop.
 
@@ -132,43 +135,24 @@ class StreamingRequest:
     those whose outputs are not released are to be discarded, and the request cancelled.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        model: GatewayModel,
-        built: BuiltRequest,
-        submit: m.Submit,
-        on_response: Callable[[StreamingRequest, Message], None],
-    ) -> None:
-        self._dispatcher = gateway.dispatcher
-        # Each response goes over the one before it where they have places: they come one by one.
-        placed = any(output.place is not None for output in built.infer_request.outputs)
-        self._window = ReadWindow(placed)
-        self.model = model
-        self.infer_request = built.infer_request
-        self.trace = built.trace
-        self.over = False  # the last response is here, or it is cancelled
-        self._here = 0  # responses that have not gone on yet
+    model: GatewayModel
+    infer_request: InferRequest
+    trace: RequestTrace | None
+    on_response: Callable[[StreamingRequest, Message], None]
+    _window: ReadWindow
+    _here: int = field(init=False, default=0)  # responses that have not gone on yet
 
-        def responded(message: Response) -> None:
-            if not self.over:
-                if isinstance(message, m.Finished):
-                    message = m.Responded(
-                        message.id, "", "", message.body, True, spans=message.spans
-                    )
-                self.over = is_last(message)
-                self._here += 1
-                if self.over and self.trace is not None:
-                    self.trace.answered(message)
-                on_response(self, message)
-
-        self._pending: GatewayRequest = self._dispatcher.submit(
-            model.scheduler, submit, built.release, responded
-        )
+    def responded(self, message: Response) -> None:
+        if isinstance(message, m.Finished):
+            message = m.Responded(message.id, "", "", message.body, True, spans=message.spans)
+        self._here += 1
+        if self.over and self.trace is not None:
+            self.trace.answered(message)
+        self.on_response(self, message)
 
     def outputs(self, message: Message) -> Inferred | None:
         """The outputs of a response; None for one that only says that it was the last, and explains
-        nothing. Their memory is in use until the `release`.
+        nothing. Their memory is in use until the `release_outputs`.
 
         Raises the error that the response is.
         """
@@ -184,10 +168,10 @@ class StreamingRequest:
             log_failure(self.model, self.infer_request.id, error, self.trace)
             raise
 
-    def release(self, inferred: Inferred | None) -> None:
+    def release_outputs(self, inferred: Inferred | None) -> None:
         """The memory of these outputs is free: they are copied."""
         if inferred is not None:
-            self._pending.scheduler.release_outputs(inferred)
+            self.scheduler.release_outputs(inferred)
 
     def credit(self, inferred: Inferred | None) -> None:
         """The response with these outputs has gone on to the client, which takes another."""
@@ -197,20 +181,35 @@ class StreamingRequest:
         if not self.over:
             credit = self._window.read(_byte_size(inferred))
             if credit:
-                self._dispatcher.credit(self._pending, credit)
+                self.grant(credit)
 
     def discard(self, message: Message) -> None:
         """The client does not get this response."""
         if isinstance(message, m.Responded):
-            self._pending.scheduler.discard(message)
+            self.scheduler.discard(message)
 
     def cancel(self) -> None:
         """Cancel it: no more responses are waited for."""
         if not self.over:
-            self.over = True
-            self._dispatcher.cancel(self._pending)
+            self.give_up()
         if self.trace is not None:
             self.trace.gone()
+
+
+def submit_streaming(
+    model: GatewayModel,
+    built: BuiltRequest,
+    submit: m.Submit,
+    on_response: Callable[[StreamingRequest, Message], None],
+) -> StreamingRequest:
+    """Submit a request for any number of responses."""
+    request, scheduler = built.infer_request, model.scheduler
+    # Each response goes over the one before it where they have places: they come one by one.
+    window = ReadWindow(any(output.place is not None for output in request.outputs))
+    how = (submit, scheduler.endpoint, scheduler, built.release)
+    made = StreamingRequest(*how, model, request, built.trace, on_response, window)
+    scheduler.submit(made)
+    return made
 
 
 def error_of(message: Message) -> ShmserveError | None:

@@ -5,7 +5,7 @@ It decides and does nothing else: the scheduler's core takes the requests out of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from enum import StrEnum
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class Pending(Protocol):
     flush_by_ns: int
 
 
+class Backlog(Sized, Iterable[Pending], Protocol):
+    """What waits, in order."""
+
+
 @record
 class Batch:
     """Run the first `count` requests of the queue now."""
@@ -54,15 +58,13 @@ class Batcher(Protocol):
 
     learns: bool = False
 
-    def decide(
-        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
-    ) -> Batch | WaitUntil | None:
+    def decide(self, now_ns: int, pending: Backlog, reserve_ns: int) -> Batch | WaitUntil | None:
         """The decision for `pending`, in its order; None when it is empty.
 
         `reserve_ns`: how long before a deadline a batch must start to be done in time.
         """
 
-    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed(self, pending: Backlog) -> Batch | None:
         """The batch at the front of `pending` that can take no further request, if there is one."""
 
     def flush(self) -> None:

@@ -4,13 +4,12 @@ and the one of models without sequences: retries alone, then the batches that th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, Pending, WaitUntil
+from shmserve.scheduler.batchers.base import Backlog, Batch, Batcher, Closed, WaitUntil
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot
@@ -33,7 +32,10 @@ class SequenceKey(NamedTuple):
 
 @dataclass(eq=False)
 class Dispatcher(ABC):
-    """Starts what can run. Requests need not belong to anything unless a kind says so."""
+    """Starts what can run. Requests need not belong to anything unless a kind says so: one that
+    `follows` requests is asked about each before it is enqueued, and told of it then."""
+
+    follows: bool = field(init=False, default=True)
 
     _settings: Settings
     _queue: RequestQueue
@@ -107,13 +109,13 @@ class Dispatcher(ABC):
 class DefaultBatcher(Batcher):
     """The default batcher: one request an execution, in order, without a wait (pure)."""
 
-    def decide(self, now_ns: int, pending: Iterable[Pending], reserve_ns: int) -> Batch | None:
+    def decide(self, now_ns: int, pending: Backlog, reserve_ns: int) -> Batch | None:
         """As `Batcher` says."""
-        return self.closed(pending)
+        return _ONE if pending else None
 
-    def closed(self, pending: Iterable[Pending]) -> Batch | None:
+    def closed(self, pending: Backlog) -> Batch | None:
         """As `Batcher` says."""
-        return next((_ONE for _ in pending), None)
+        return _ONE if pending else None
 
 
 @dataclass(eq=False)
@@ -125,31 +127,29 @@ class Dispatch(Dispatcher):
     _batcher: Batcher
 
     def __post_init__(self) -> None:
+        self.follows = self._batcher.learns
         self._sends_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
         """As `Dispatcher` says."""
-        self._queue.release_hold()
+        self._queue.held = False
         self._batcher.flush()
 
     def enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         """As `Dispatcher` says."""
-        if self._batcher.learns:
-            self._batcher.arrived(request.enqueued_ns, self._responses.live)
+        self._batcher.arrived(request.enqueued_ns, self._responses.live)
 
     def run(self, now_ns: int) -> int:
         """As `Dispatcher` says."""
         queue, tickets = self._queue, self._tickets
         in_order, retries = queue.in_order, queue.retries
         executions, batcher, pool = self._executions, self._batcher, self._pool
-        times = executions.service_time
+        wake_ns = NEVER
         while in_order.count or retries:
             slot, ahead = None, not pool.free
             if ahead:
-                depth = times.pipeline_depth
-                if depth == 1 and times.ends_soon and pool.ready_count == 1:
-                    depth = 2  # no other instance could take what is sent ahead
-                slot = pool.room(depth) if self._sends_ahead else None
+                # What must run alone waits for an instance that has nothing else.
+                slot = self._room() if self._sends_ahead and in_order.count else None
                 if slot is None:
                     break
             elif tickets is not None:
@@ -160,26 +160,36 @@ class Dispatch(Dispatcher):
             if retries and not ahead:
                 executions.start([queue.take_retry()], Closed.RETRY, now_ns, slot)
                 continue
-            # What must run alone waits for an instance that has nothing else.
-            decision = batcher.closed(queue.waiting()) if ahead else self._decide(now_ns)
+            if queue.held:
+                break
+            reserve_ns = executions.service_time.reserve_ns
+            decision = (
+                batcher.closed(in_order) if ahead else batcher.decide(now_ns, in_order, reserve_ns)
+            )
             if isinstance(decision, WaitUntil):
-                if tickets is not None:
-                    tickets.give_back()
-                return decision.ns
+                wake_ns = decision.ns
+                break
             if decision is None:
                 break
             executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
         if tickets is not None:
             tickets.give_back()
-        return NEVER
+        return wake_ns
+
+    def _room(self) -> Slot | None:
+        """The instance that takes a batch ahead, if there is one."""
+        times, pool = self._executions.service_time, self._pool
+        depth = times.pipeline_depth
+        if depth == 1 and times.ends_soon and pool.ready_count == 1:
+            depth = 2  # no other instance could take what is sent ahead
+        return pool.room(depth)
 
     def _would_run(self, now_ns: int) -> bool:
         """Whether a batch is there for an instance that is free."""
-        return bool(self._queue.retries) or isinstance(self._decide(now_ns), Batch)
-
-    def _decide(self, now_ns: int) -> Batch | WaitUntil | None:
-        reserve_ns = self._executions.service_time.reserve_ns
-        return self._batcher.decide(now_ns, self._queue.waiting(), reserve_ns)
+        queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
+        if queue.retries or queue.held:
+            return bool(queue.retries)
+        return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
 
 
 def batcher_of(settings: Settings) -> Batcher:

@@ -17,9 +17,9 @@ from shmserve.ipc.messages import SchedulerToClient, SupervisorToEnsemble
 from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.supervision import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.inference import Inference, unpack_inference
+from shmserve.ipc.tensors.inference import unpack_inference
 from shmserve.ipc.tensors.signature import Signature, id_prefix
-from shmserve.ipc.tensors.template_cache import PlacedCache
+from shmserve.ipc.tensors.template_cache import UnpackCache
 from shmserve.ipc.transport.records import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Plan
 from shmserve.scheduler.ensemble.graph import Graph
@@ -77,7 +77,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._plans: dict[tuple[str, ...], Plan] = {}  # by the outputs that are wanted
         self._plans_of = 0
-        self._known: PlacedCache[Inference] = PlacedCache()  # requests
+        self._unpacked = UnpackCache(unpack_inference)
         self._batch_size = signature.max_batch_size
         self._planned_bytes = 0  # of memory between steps, for a request
         self._control = control
@@ -120,10 +120,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     ) -> EnsembleRequest:
         """The request that a message submits, its flow begun. Raises MalformedMessage, Unavailable
         when a step has no model, InvalidArgument when a tensor lies where it cannot."""
-        inference = self._known.find(message.work)
-        if inference is None:
-            inference = unpack_inference(message.work)
-            self._known.learn(message.work, inference, inference.inputs)
+        inference = self._unpacked.unpack(message.work)
         graph = self._graph
         outputs = tuple(output.name for output in inference.outputs) or graph.outputs
         request = EnsembleRequest(client, message, inference, self._plan(outputs), now_ns)
@@ -249,12 +246,14 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def tick(self, now_ns: int) -> int:
         self._live.now_ns = now_ns
-        for request in self._live.expired():
-            self._steps.cancel(request)
-        while changed := self._live.changed():
-            for request in changed:
+        timers = self._live.timers
+        if now_ns >= timers.due_ns:
+            for request in self._live.expired():
+                self._steps.cancel(request)
+        while self._live.touched:
+            for request in self._live.changed():
                 self._advance(request)
-        return self._live.due_ns
+        return timers.due_ns
 
     def _advance(self, request: EnsembleRequest) -> None:
         """Run the steps of a request that can run, and respond; end it when nothing is left."""
@@ -263,7 +262,8 @@ class EnsembleCore(Core[EnsembleRequest]):
             firings, flow.firings = flow.firings, []
             for firing in firings:
                 self._steps.run(request, firing)
-        _release(flow.unused)
+        if flow.unused:
+            _release(flow.unused)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _MANY
             self._live.fail(request, Unsupported.code, text)

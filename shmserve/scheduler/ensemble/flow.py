@@ -97,7 +97,7 @@ class Flow:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._values: dict[tuple[str, int], Value] = {}
-        self._left: dict[tuple[str, int], int] = {}
+        self._left: dict[tuple[str, int], int] = {}  # uses, of what has been used and will be again
         self._begun: set[tuple[int, int]] = set()
         self._responses: dict[int, int] = {}  # of steps that give any number
         self._responded: set[int] = set()
@@ -142,25 +142,27 @@ class Flow:
         for tensor, value in made.items():
             if uses.get(tensor):
                 self._values[tensor, number] = value
-                self._left[tensor, number] = uses[tensor]
             else:
                 self.unused.append(value)
         for tensor in made:
             for step in plan.readers.get(tensor, ()):
-                for at in self._numbers(tensor, number, plan.follows[step.index], step.reads):
-                    self._try(step, at)
-            if tensor in plan.outputs:
-                follows = plan.responses_follow
-                for at in self._numbers(tensor, number, follows, plan.outputs):
+                if plan.follows[step.index] == ONCE or tensor not in plan.once:
+                    self._try(step, number)
+                else:
+                    for at in self._numbers(step.reads):
+                        self._try(step, at)
+            if tensor not in plan.outputs:
+                continue
+            if plan.responses_follow == ONCE or tensor not in plan.once:
+                self._tell(number)
+            else:
+                for at in self._numbers(plan.outputs):
                     self._tell(at)
 
-    def _numbers(
-        self, tensor: str, number: int, follows: int, tensors: Iterable[str]
-    ) -> Iterable[int]:
-        """The numbers for which a new tensor may be the last that lacked of these `tensors`."""
+    def _numbers(self, tensors: Iterable[str]) -> Iterable[int]:
+        """The numbers for which a tensor that there is one of may be the last that lacked of
+        these."""
         once = self._plan.once
-        if follows == ONCE or tensor not in once:
-            return (number,)
         for other in tensors:
             if other not in once:
                 return sorted([at for name, at in self._values if name == other])
@@ -169,21 +171,22 @@ class Flow:
     def _taken(self, tensors: Iterable[str], number: int) -> dict[str, Value] | None:
         """The values of tensors at a number; None while one lacks."""
         values: dict[str, Value] = {}
+        there, once = self._values, self._plan.once
         for tensor in tensors:
-            at = 0 if tensor in self._plan.once else number
-            value = self._values.get((tensor, at))
-            if value is None:
+            at = (tensor, 0 if tensor in once else number)
+            if at not in there:
                 return None
-            values[tensor] = value
+            values[tensor] = there[at]
         return values
 
     def _try(self, step: Step, number: int) -> None:
-        if (step.index, number) in self._begun:
+        begun = (step.index, number)
+        if begun in self._begun:
             return
         values = self._taken(step.reads, number)
         if values is None:
             return
-        self._begun.add((step.index, number))
+        self._begun.add(begun)
         inputs: dict[str, Value] = {}
         skipped = bool(step.condition) and not values[step.condition].holds
         for name, tensor in step.inputs.items():
@@ -216,11 +219,11 @@ class Flow:
         self._used(outputs, number)
 
     def _used(self, tensors: Iterable[str], number: int) -> None:
+        plan = self._plan
         for tensor in tensors:
-            at = (tensor, 0 if tensor in self._plan.once else number)
-            left = self._left[at]
+            at = (tensor, 0 if tensor in plan.once else number)
+            left = self._left.pop(at, plan.uses[tensor])
             if left == 1:
-                del self._left[at]
                 self.unused.append(self._values.pop(at))
             elif left > 1:
                 self._left[at] = left - 1

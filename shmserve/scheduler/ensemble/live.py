@@ -4,31 +4,27 @@ have changed.
 
 from __future__ import annotations
 
-import heapq
-import itertools
+from operator import attrgetter
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.responses import EnsembleResponses
 from shmserve.scheduler.requests.queue import EXPIRED
-from shmserve.scheduler.requests.request import NEVER
+from shmserve.scheduler.requests.timers import Timers
 from shmserve.scheduler.statistics.counters import Reason, Statistics
-
-# Stale timers are swept when they outnumber the live requests by this much.
-_STALE_TIMERS = 1024
 
 
 class LiveRequests:
-    """Requests from their admission to their end. `now_ns` is the time of what is being handled."""
+    """Requests from their admission to their end. `now_ns` is the time of what is being handled;
+    those that are `touched` have changed."""
 
     def __init__(self, name: str, statistics: Statistics, responses: EnsembleResponses) -> None:
         self._name = name
         self._statistics = statistics
         self._responses = responses
-        self._numbers = itertools.count(1)
-        self._touched: dict[EnsembleRequest, None] = {}
-        self._timers: list[tuple[int, int, EnsembleRequest]] = []
+        self.touched: dict[EnsembleRequest, None] = {}
+        self.timers: Timers[EnsembleRequest] = Timers(attrgetter("done"))
         self.now_ns = 0
         self.count = 0
 
@@ -36,35 +32,31 @@ class LiveRequests:
         """Add a request that is admitted."""
         request.client.requests[request.id] = request
         self.count += 1
-        self._touched[request] = None
+        self.touched[request] = None
         if request.deadline_ns:
-            timers = self._timers
-            if len(timers) > 2 * self.count + _STALE_TIMERS:
-                timers[:] = [timer for timer in timers if not done(timer[2])]
-                heapq.heapify(timers)
-            heapq.heappush(timers, (request.deadline_ns, next(self._numbers), request))
+            self.timers.add(request.deadline_ns, request)
 
     def end(self, request: EnsembleRequest) -> bool:
         """Remove a request that is done; False: it was before."""
-        if request.client.requests.pop(request.id, None) is None:
+        if request.done:
             return False
+        request.done = True
+        del request.client.requests[request.id]
         self.count -= 1
         return True
 
     def touch(self, request: EnsembleRequest) -> None:
         """Something of a request has changed."""
-        self._touched[request] = None
+        self.touched[request] = None
 
     def changed(self) -> list[EnsembleRequest]:
         """The requests that have changed since the last time."""
-        if not self._touched:
-            return []
-        touched, self._touched = self._touched, {}
-        return [request for request in touched if not done(request) or request.gone]
+        touched, self.touched = self.touched, {}
+        return [request for request in touched if not request.done or request.gone]
 
     def fail(self, request: EnsembleRequest, code: str, text: str, retry_after_s: int = 0) -> None:
         """No further step of a request runs; the first failure counts."""
-        self._touched[request] = None
+        self.touched[request] = None
         if request.over:
             return
         request.failed(Failed(request.id, code, self.told(text), retry_after_s, False))
@@ -83,22 +75,8 @@ class LiveRequests:
 
     def expired(self) -> list[EnsembleRequest]:
         """Fail those whose deadlines are over."""
-        found: list[EnsembleRequest] = []
-        timers = self._timers
-        while timers and (timers[0][0] < self.now_ns or done(timers[0][2])):
-            request = heapq.heappop(timers)[2]
-            if not done(request):
-                self.fail(request, Unavailable.code, EXPIRED)
-                self.tell_early(request)
-                found.append(request)
+        found = self.timers.over(self.now_ns)
+        for request in found:
+            self.fail(request, Unavailable.code, EXPIRED)
+            self.tell_early(request)
         return found
-
-    @property
-    def due_ns(self) -> int:
-        """When the next deadline is over; NEVER: there is none."""
-        return self._timers[0][0] + 1 if self._timers else NEVER
-
-
-def done(request: EnsembleRequest) -> bool:
-    """Whether a request has ended."""
-    return request.client.requests.get(request.id) is not request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.inflight import InflightRequest, Response
@@ -25,9 +26,9 @@ class EnsembleRequest:
 
     `running`: its steps' requests by number; `waiting` of them have not been submitted. It is
     `over` when no further step of it runs: it has `failed`, or its client has `left`.
-    `told`: its failure has been said, though steps are still running. `unread`: the responses that
-    its client has yet to read. `placed`: its client says where outputs go. `lookup` is what the
-    response cache said of it, if it was asked.
+    `told`: its failure has been said, though steps are still running. `done`: it has ended.
+    `unread`: the responses that its client has yet to read. `placed`: its client says where outputs
+    go. `lookup` is what the response cache said of it, if it was asked.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class EnsembleRequest:
         self.failure: Failed | None = None
         self.told = False
         self.gone = False
+        self.done = False
         self.unread: deque[list[Value]] = deque()
         self.placed = any(output.place is not None for output in inference.outputs)
         self.window = SendWindow(self.placed)
@@ -100,7 +102,8 @@ class Steps:
 
 @dataclass(slots=True, eq=False)
 class StepRequest(InflightRequest):
-    """A step of a request at its model's scheduler. `placed`: the blocks of the ensemble's arena
+    """A step of a request at its model's scheduler. `override`: the parameters of its sequence that
+    its inputs came with. `placed`: the blocks of the ensemble's arena
     that its outputs were to be written to, and which nobody has yet; `given`: the outputs that go
     to places of the client's."""
 
@@ -108,6 +111,7 @@ class StepRequest(InflightRequest):
     request: EnsembleRequest
     firing: Firing
     target: Target
+    override: dict[str, Any]
     placed: dict[str, Block] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
     answered: bool = False

@@ -22,7 +22,7 @@ from shmserve.scheduler.ensemble.graph import Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.requests import EnsembleRequest
 from shmserve.scheduler.ensemble.steps.submission import fitted, sequence_of
-from shmserve.scheduler.ensemble.values import Value
+from shmserve.scheduler.ensemble.values import Value, overrides
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.queue import believable
 from shmserve.scheduler.requests.request import Lookup
@@ -89,7 +89,7 @@ class EnsembleResponses:
             logger.warning("Composing models did not output tensor %s", tensor)
         input_ns, infer_ns, output_ns = request.times_ns
         timing = Timing(request.started_ns, input_ns, infer_ns, output_ns)
-        self._statistics.executions.executed(Closed.IDLE, request.units, timing, now_ns)
+        self._statistics.executed(Closed.IDLE, request.units, timing, now_ns)
         body = b""
         if self._decoupled:
             self._count(request, b"", final=True, now_ns=now_ns)
@@ -146,7 +146,7 @@ class EnsembleResponses:
             if isinstance(tensor.data, Place) and name not in given:
                 value.acquire()
                 self._memory.lent.lend(request.client.pid, tensor.data, value)
-        correlation_id, flags = sequence_of(request.submit, response.values())
+        correlation_id, flags = sequence_of(request.submit, overrides(response.values()))
         parameters = {
             "sequence_id": correlation_id,
             "sequence_start": bool(flags & SEQUENCE_START),

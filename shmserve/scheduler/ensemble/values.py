@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from shmserve.ipc.memory.lent import Block, Token
@@ -46,6 +47,12 @@ class Value(Token):
         return self.tensor is not None
 
     @property
+    def given(self) -> TensorRef:
+        """The tensor, which is there."""
+        assert self.tensor is not None
+        return self.tensor
+
+    @property
     def in_block(self) -> bool:
         """Whether it is inline, or lies in a block of the ensemble's, which may be kept longer."""
         inline = self.tensor is not None and isinstance(self.tensor.data, bytes)
@@ -65,6 +72,15 @@ class Value(Token):
     @property
     def unsettled(self) -> bool:
         return self._users > 0 and bool(self.memory or self.held_credits)
+
+
+def overrides(values: Iterable[Value]) -> dict[str, Any]:
+    """The sequence's parameters that these tensors came with."""
+    found: dict[str, Any] = {}
+    for value in values:
+        if value.override:
+            found.update(value.override)
+    return found
 
 
 SKIPPED = Value(None, holds=False)

@@ -68,23 +68,24 @@ class Host:
 
     def _turn(self, wake_ns: int) -> None:
         """Do what is due and send what came of it; at `wake_ns` somebody wants a turn."""
-        touched = self._touched
+        touched, neighbours = self._touched, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             touched.update({each: None for each in self._schedulers if now_ns >= each.wake_ns})
-        turned: dict[HostedScheduler, None] = {}
+        turned: list[HostedScheduler] = []  # some of them several times
         while touched:
-            turned.update(touched)
             schedulers = list(touched)
             touched.clear()
+            turned += schedulers
             for scheduler in schedulers:
                 scheduler.tick(time.monotonic_ns())
-            self._neighbours.deliver()
+            if neighbours.posted:
+                neighbours.deliver()
         # Together: whom a message wakes up may take the core, and the others' would wait for it.
         for scheduler in turned:
             scheduler.flush()
         for scheduler in turned:
-            if scheduler.stopped:
+            if scheduler.stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
                 self._control.send(SchedulerClosed(scheduler.number, ""))

@@ -66,7 +66,8 @@ class Parts(NamedTuple):
 class HostedScheduler(ABC):
     """One scheduler. When something has come for it, it enters itself in `touched`, and its host
     gives it a turn. As of its last turn: `wake_ns`, when it wants another (monotonic ns), and how
-    many requests are `live`, which have not ended."""
+    many requests are `live`, which have not ended. Once it was told to stop, it is `stopped`: it
+    has nothing to do any more but to be closed."""
 
     allowed: ClassVar[frozenset[type]]  # what the supervisor may say to it
 
@@ -82,6 +83,7 @@ class HostedScheduler(ABC):
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.wake_ns = NEVER
         self.live = 0
+        self.stopped = False
         self._touched = touched
         self._start = start
         self._waiter = waiter
@@ -121,11 +123,6 @@ class HostedScheduler(ABC):
     def _parts(self) -> Parts:
         """Make what this kind has."""
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it was told to stop: it has nothing to do any more but to be closed."""
-        return self._front.stopped
-
     # --- in
 
     def _from_control(self) -> None:
@@ -143,6 +140,7 @@ class HostedScheduler(ABC):
                 front.from_control(message, now_ns)
             else:
                 front.misplaced()
+        self.stopped = front.stopped
 
     def _catch_up(self) -> None:
         """Take what clients sent before they heard of a successor: it is here, and was promised."""
@@ -208,12 +206,13 @@ class HostedScheduler(ABC):
     def tick(self, now_ns: int) -> None:
         """Do what is due."""
         self.wake_ns = self._front.tick(now_ns)
-        self.live = self._front.live
+        self.live = self._core.live
 
     def flush(self) -> None:
         """Send what is queued."""
         for outbox in self._outboxes:
-            outbox.flush()
+            if outbox.pending:
+                outbox.flush()
 
     def close(self) -> None:
         """Close every link; what was said last has a moment to leave."""

@@ -3,7 +3,6 @@ the next delivery, and nothing is packed."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,11 +11,12 @@ Handler = Callable[[Any, Any], None]
 
 
 class InProcessLinks:
-    """Handlers by address: a scheduler's is its endpoint, that of one as a client its identity."""
+    """Handlers by address: a scheduler's is its endpoint, that of one as a client its identity.
+    What was `posted` waits for the next delivery."""
 
     def __init__(self) -> None:
         self._handlers: dict[Hashable, Handler] = {}
-        self._posted: deque[tuple[Handler, Any, Any]] = deque()
+        self.posted: list[tuple[Handler, Any, Any]] = []
 
     def enter(self, address: Hashable, handler: Handler) -> None:
         """Whoever posts to an address reaches this handler."""
@@ -35,11 +35,11 @@ class InProcessLinks:
         handler = self._handlers.get(address)
         if handler is None:
             return False
-        self._posted.append((handler, sender, message))
+        self.posted.append((handler, sender, message))
         return True
 
     def deliver(self) -> None:
         """Make the calls that were posted."""
-        posted, self._posted = self._posted, deque()
+        posted, self.posted = self.posted, []
         for handler, sender, message in posted:
             handler(sender, message)

@@ -52,7 +52,7 @@ class Waiter:
         if self._busy_poll.worth(requests):
             ready = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
         if not ready:
-            ready = self._sleep(wake_ns)
+            ready = self._epoll.poll() if wake_ns == NEVER else self._sleep(wake_ns)
         self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
         if len(ready) > 1:
             order = list(self.takers)
@@ -68,8 +68,6 @@ class Waiter:
         return []
 
     def _sleep(self, wake_ns: int) -> Ready:
-        if wake_ns == NEVER:
-            return self._epoll.poll()
         left_ns = wake_ns - time.monotonic_ns()
         if left_ns < _NEAR_NS:
             return self._wait_until(wake_ns)

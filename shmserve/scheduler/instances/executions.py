@@ -76,7 +76,8 @@ class ServiceTime:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
             error = duration_ns - self._mean_ns
             self._mean_ns += error / 8
-            self._deviation_ns += (abs(error) - self._deviation_ns) / 4
+            deviation_ns = error if error > 0 else -error
+            self._deviation_ns += (deviation_ns - self._deviation_ns) / 4
             self._requests += (requests - self._requests) / 8
         else:
             self._mean_ns = duration_ns
@@ -85,7 +86,8 @@ class ServiceTime:
             self._busy_ns = busy_ns
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observed >= _KNOWN:
-            self.pipeline_depth = max(1, min(_DEEPEST, int(_AHEAD_NS / (self._busy_ns + 1))))
+            depth = int(_AHEAD_NS / (self._busy_ns + 1))
+            self.pipeline_depth = _DEEPEST if depth > _DEEPEST else depth or 1
             self.ends_soon = self._busy_ns < _SOON_NS
 
     def drain_s(self, waiting: int, instances: int) -> int:
@@ -138,12 +140,12 @@ class Executions:
         rows: Sequence[SequenceRow] = (),
     ) -> None:
         """Send a batch to a free instance, or to the one that is `wanted`, ahead if it is busy."""
-        gaps = len(rows) - len(requests) if rows else 0
         if self._settings.padding is not None:
             padded = self._settings.padding.batch()
             for request in requests:
                 padded.may_join(request.shape_key, request.units)
             self._statistics.executions.padded(padded.elements())
+        gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, wanted)
         work = list(map(work_of, requests))
@@ -165,7 +167,7 @@ class Executions:
             self._recovery.served(slot)
         times = (message.gather_ns, message.forward_ns, message.sample_ns)
         timing = Timing(now_ns - sum(times), *times)
-        self._statistics.executions.executed(Closed.IDLE, rows, timing, now_ns)
+        self._statistics.executed(Closed.IDLE, rows, timing, now_ns)
 
     def cancel(self, request: ScheduledRequest, listening: bool = False) -> None:
         """Tell the worker that has this request that its outputs are not wanted, or, `listening`,
@@ -259,11 +261,11 @@ class Executions:
     ) -> None:
         requests = execution.requests
         self._pool.finish(slot, now_ns)
-        rows = sum([request.units for request in requests]) + execution.gaps
-        timing = Timing.of(message, execution.sent_ns, now_ns, rows, execution.reason)
+        timing = Timing.of(message, execution.sent_ns, now_ns, execution.rows, execution.reason)
         if message.executed:
             self._observe(execution, timing, now_ns)
-        self._statistics.executions.copied(message.copied_in, message.copied_out)
+        if message.copied_in or message.copied_out:
+            self._statistics.executions.copied(message.copied_in, message.copied_out)
         if self._settings.decoupled:
             self._returned_open(slot, execution, message.replies, timing, now_ns)
             return
@@ -288,16 +290,17 @@ class Executions:
 
     def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Learn from an execution, whose requests are about to be answered."""
-        requests = execution.requests
-        units = timing.rows
-        self._statistics.executions.executed(execution.reason, units, timing, now_ns)
-        busy_ns = timing.total_ns
-        took_ns = max(now_ns - execution.started_ns, busy_ns)
-        self.service_time.observe(took_ns, busy_ns, len(requests))
+        count = len(execution.requests)
+        self._statistics.executed(execution.reason, execution.rows, timing, now_ns)
+        busy_ns = timing.input_ns + timing.infer_ns + timing.output_ns
+        took_ns = now_ns - execution.started_ns
+        if took_ns < busy_ns:
+            took_ns = busy_ns
+        self.service_time.observe(took_ns, busy_ns, count)
         if self._batcher.learns:
-            left = self._responses.live - len(requests)
-            latencies = [now_ns - request.arrived_ns for request in requests]
-            self._batcher.returned(now_ns, left, units, took_ns, latencies)
+            left = self._responses.live - count
+            latencies = [now_ns - request.arrived_ns for request in execution.requests]
+            self._batcher.returned(now_ns, left, execution.rows, took_ns, latencies)
 
     def _returned_open(
         self,
@@ -373,9 +376,8 @@ def _so_far(execution: Execution | None, now_ns: int) -> Timing:
     """The times of an execution that has not returned: all of it was inference."""
     if execution is None:
         return Timing(now_ns, 0, 0, 0)
-    rows = sum([request.units for request in execution.requests]) + execution.gaps
     began_ns = execution.started_ns
-    return Timing(began_ns, 0, now_ns - began_ns, 0, rows, execution.reason)
+    return Timing(began_ns, 0, now_ns - began_ns, 0, execution.rows, execution.reason)
 
 
 def work_of(request: ScheduledRequest) -> Work:
@@ -398,14 +400,15 @@ def work_of(request: ScheduledRequest) -> Work:
 
 def matched(requests: list[ScheduledRequest], replies: list[Reply]) -> list[Reply] | None:
     """The replies in the order of `requests`, or None: not one each."""
-    if len(replies) != len(requests):
+    try:
+        for request, reply in zip(requests, replies, strict=True):
+            if request.key != reply.key:
+                break
+        else:
+            return replies
+    except ValueError:  # one of them has more
         return None
-    for request, reply in zip(requests, replies, strict=True):
-        if request.key != reply.key:
-            break
-    else:
-        return replies
     by_key = {reply.key: reply for reply in replies}
-    if any(request.key not in by_key for request in requests):
+    if len(replies) != len(requests) or any(each.key not in by_key for each in requests):
         return None
     return [by_key[request.key] for request in requests]

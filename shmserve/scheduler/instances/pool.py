@@ -73,7 +73,7 @@ class Execution:
 
     `started_ns`: since when we know of nothing before it there. The worker may have begun earlier,
     though not before `sent_ns`: it goes on at once, and its word of the last batch takes a while.
-    `gaps`: rows of the batch that are nobody's.
+    `rows` of the batch are its requests', once an instance has it, or nobody's.
     """
 
     id: int
@@ -81,7 +81,7 @@ class Execution:
     reason: Closed
     sent_ns: int
     started_ns: int
-    gaps: int = 0
+    rows: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +98,7 @@ class Slot:
     pid: int = 0
     awaited: int = 0  # the process that was announced
     offer: Worker | None = None  # the last one, as long as it is not taken
+    worker: Worker | None = None  # the one that was taken: `peer` and `pid`
     retiring: bool = False
     served: bool = False  # its process has executed something to its end
     executions: deque[Execution] = field(default_factory=deque)
@@ -146,7 +147,7 @@ class Pool:
     `free` are the instances that can take a batch, the one that has been free for longest first; of
     a decoupled model those alone that have less than `most_open` requests (0: any number).
     `failure` says why nothing can run and nothing is worth waiting for, as all are gone; it is
-    empty while something may.
+    empty while something may. Before `due_ns` no execution passes its limit.
     """
 
     _limit_ns: int
@@ -160,6 +161,11 @@ class Pool:
     _given_up: str = ""  # why the last one did not come back
     retiring: list[Slot] = field(default_factory=list)
     members: int = 0  # counts who came, who went, and who is to
+    due_ns: int = NEVER
+
+    def __post_init__(self) -> None:
+        # The instance that speaks from an address, or None.
+        self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
 
     # --- coming and going -------------------------------------------------------------------------
 
@@ -238,7 +244,7 @@ class Pool:
         if slot.state is not SlotState.EXPECTED or offer is None or offer.pid != slot.awaited:
             return None
         slot.meet("offer")
-        slot.peer, slot.pid = offer
+        slot.peer, slot.pid = slot.worker = offer
         slot.offer = None
         self._by_peer[slot.peer] = slot
         if not slot.retiring:
@@ -262,7 +268,7 @@ class Pool:
             self.free.remove(slot)
         if slot.awaited == slot.pid:
             slot.awaited = 0
-        slot.peer, slot.pid, slot.served = b"", 0, False
+        slot.peer, slot.pid, slot.worker, slot.served = b"", 0, None, False
         if slot.retiring:
             self.retiring.remove(slot)
             del self._slots[slot.index]
@@ -297,9 +303,12 @@ class Pool:
                 self._tickets.use(slot)
             slot.meet("assign")
         slot.executions.append(execution)
-        worker = Worker(slot.peer, slot.pid)
+        if self._limit_ns and self.due_ns == NEVER:
+            self.due_ns = execution.started_ns + self._limit_ns
+        worker, requests = slot.worker, slot.requests
         for request in execution.requests:
-            slot.requests[request.key] = request
+            execution.rows += request.units
+            requests[request.key] = request
             request.worker = worker
             request.responded_ns = execution.sent_ns
         return slot
@@ -307,7 +316,7 @@ class Pool:
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
         """A request is open at an instance, without an execution of its own."""
         slot.requests[request.key] = request
-        request.worker = Worker(slot.peer, slot.pid)
+        request.worker = slot.worker
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
@@ -329,12 +338,7 @@ class Pool:
             self.free.append(slot)
 
     def _may_take(self, slot: Slot) -> bool:
-        open_ = len(slot.requests)
-        return not slot.retiring and (not self._most_open or open_ < self._most_open)
-
-    def by_peer(self, peer: bytes) -> Slot | None:
-        """The instance that speaks from this address."""
-        return self._by_peer.get(peer)
+        return not slot.retiring and (not self._most_open or len(slot.requests) < self._most_open)
 
     def ready(self) -> list[Slot]:
         """The instances that are there."""
@@ -356,27 +360,19 @@ class Pool:
 
     # --- time and counts --------------------------------------------------------------------------
 
-    def next_limit_ns(self) -> int:
-        """When `overdue` may have something, or NEVER."""
-        if not self._limit_ns:
-            return NEVER
-        first = NEVER
-        for slot in self._by_peer.values():
-            if slot.state is SlotState.BUSY and slot.executions[0].started_ns < first:
-                first = slot.executions[0].started_ns
-        return first + self._limit_ns if first < NEVER else NEVER
-
     def overdue(self, now_ns: int) -> list[Slot]:
-        """Instances that run their batch for the execution limit or longer."""
-        if not self._limit_ns:
-            return []
-        return [
-            slot
-            for slot in self._by_peer.values()
-            if slot.state is SlotState.BUSY
-            and slot.execution is not None
-            and now_ns - slot.execution.started_ns >= self._limit_ns
-        ]
+        """Instances that run their batch for the execution limit or longer; they are to be doomed,
+        and do not count for `due_ns` any more."""
+        over: list[Slot] = []
+        self.due_ns = NEVER
+        for slot in self._by_peer.values():
+            if slot.state is SlotState.BUSY:
+                until_ns = slot.executions[0].started_ns + self._limit_ns
+                if until_ns <= now_ns:
+                    over.append(slot)
+                elif until_ns < self.due_ns:
+                    self.due_ns = until_ns
+        return over
 
     @property
     def ready_count(self) -> int:

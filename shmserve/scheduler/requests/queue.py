@@ -2,10 +2,10 @@
 
 retries   alone, one an execution: their worker died; always first
 queue     by priority and in order of arrival; any request can leave from the middle
-timers    (time, key, request): deadlines and queue limits; those of done requests are skipped
+timers    deadlines and queue limits (timers.py)
 
-No operation but `all` and the rare sweep of timers, which is paid for by those that it drops, takes
-longer the more requests wait (a heap's logarithm apart).
+No operation but `all` and the rare sweep of timers, which is paid for by those that came since the
+last one, takes longer the more requests wait (a heap's logarithm apart).
 
 Priorities are strict levels, 1 the highest:
 
@@ -18,7 +18,6 @@ behind those that are in time. There is no ageing: a low level may starve.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -31,14 +30,11 @@ from shmserve.ipc.model_spec import LevelPolicy
 from shmserve.ipc.tensors.signature import id_prefix
 from shmserve.scheduler.requests.client import Client
 from shmserve.scheduler.requests.request import NEVER, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.timers import Timers
 from shmserve.scheduler.settings import Settings
 
 _NS_PER_US = 1_000
 EXPIRED = "Request timeout expired"
-
-# Stale timers are swept when they are more than those of the live requests, which have two each at
-# most, and by this much.
-_STALE_TIMERS = 1024
 
 
 class _Level:
@@ -131,14 +127,16 @@ class PriorityQueue:
         """Take the first `count` requests out."""
         taken: list[ScheduledRequest] = []
         self.count -= count
-        while len(taken) < count:
+        while count:
             number = self._order[0]
             level = self._levels[number]
             part = level.in_time or level.delayed
-            if len(part) <= count - len(taken):
+            if len(part) <= count:
+                count -= len(part)
                 taken += part.values()
                 part.clear()
-            while part and len(taken) < count:
+            while part and count:
+                count -= 1
                 taken.append(part.popitem(last=False)[1])
             if not (level.in_time or level.delayed):
                 self._forget(number)
@@ -153,20 +151,22 @@ class PriorityQueue:
 
 class RequestQueue:
     """Requests that wait for an instance, and the timers of those that do not any more. `retries`
-    are those that must run alone, by key; all others are `in_order`."""
+    are those that must run alone, by key; all others are `in_order`. While it is `held`, no batch
+    forms (a hook for tests: the queue is to have been so full once). With less than `least_bound`
+    in order, no level is full."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self._timers: list[tuple[int, int, ScheduledRequest]] = []
+        self.timers: Timers[ScheduledRequest] = Timers(_done)
         self._next_key = itertools.count(1).__next__
-        self._hold_until = settings.hold_until
+        self.held = settings.hold_until > 0
         policies = settings.policies
         # What holds of all requests where there is one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [each.max_queue_size for each in (policies.default, *policies.by_level.values())]
-        self._least_bound = min(filter(None, bounds), default=NEVER)  # with less, no level is full
+        self.least_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
         return self.in_order.count + len(self.retries)
@@ -175,7 +175,7 @@ class RequestQueue:
 
     def full(self, priority: int) -> bool:
         """Whether the level of requests with this priority has reached its bound."""
-        return self.in_order.count >= self._least_bound and self._is_full(*self._level(priority))
+        return self.in_order.count >= self.least_bound and self._is_full(*self._level(priority))
 
     def enqueue(
         self,
@@ -190,7 +190,7 @@ class RequestQueue:
         Raises InvalidArgument (its batch size), Unavailable (its deadline has passed) or QueueFull.
         """
         level, policy, arrived, deadline, own = self._limits(message, now_ns)
-        crowded = not cached and self.in_order.count >= self._least_bound
+        crowded = not cached and self.in_order.count >= self.least_bound
         if crowded and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout = (own or policy.default_timeout_microseconds) * _NS_PER_US
@@ -210,13 +210,15 @@ class RequestQueue:
             level,
         )
         if deadline:
-            heapq.heappush(self._timers, (deadline, request.key, request))
+            self.timers.add(deadline, request)
         if cached:
             request.meet(Event.DISPATCH)
             return request
         self.in_order.append(request)
+        if self.held and self.in_order.count >= self._settings.hold_until:
+            self.held = False
         if timeout:
-            heapq.heappush(self._timers, (request.queue_limit_ns, request.key, request))
+            self.timers.add(request.queue_limit_ns, request)
         return request
 
     def _level(self, priority: int) -> tuple[int, LevelPolicy]:
@@ -258,18 +260,6 @@ class RequestQueue:
 
     # --- order ------------------------------------------------------------------------------------
 
-    def release_hold(self) -> None:
-        """Let batches form from now on, however few requests wait."""
-        self._hold_until = 0
-
-    def waiting(self) -> Iterator[ScheduledRequest]:
-        """The queue in order, without retries; nothing until it has filled once where that is
-        waited for (a hook for tests)."""
-        if self.in_order.count < self._hold_until:
-            return iter(())
-        self._hold_until = 0
-        return iter(self.in_order)
-
     def all(self) -> list[ScheduledRequest]:
         """Everything that waits, retries first."""
         return [*self.retries.values(), *self.in_order]
@@ -305,14 +295,6 @@ class RequestQueue:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def next_timer_ns(self) -> int:
-        """When `expired` may have something, or NEVER."""
-        timers = self._timers
-        while timers and timers[0][2].state is State.DONE:
-            heapq.heappop(timers)
-        # A timeout is over when more than its time has passed.
-        return timers[0][0] + 1 if timers else NEVER
-
     def expired(self, now_ns: int) -> list[ScheduledRequest]:
         """Requests whose time is over: a deadline anywhere, a queue limit only in the queue.
 
@@ -320,9 +302,7 @@ class RequestQueue:
         behind the others there, and has none any more.
         """
         over: list[ScheduledRequest] = []
-        timers = self._timers
-        while timers and timers[0][0] < now_ns:
-            _, _, request = heapq.heappop(timers)
+        for request in self.timers.over(now_ns):
             late = 0 < request.deadline_ns < now_ns
             match request.state:
                 case State.QUEUED if late:
@@ -339,11 +319,9 @@ class RequestQueue:
                     pass
         return over
 
-    def sweep(self, live: int) -> None:
-        """Drop the timers of requests that are done when they are many; `live` requests are not."""
-        if len(self._timers) > 4 * live + _STALE_TIMERS:
-            self._timers = [entry for entry in self._timers if entry[2].state is not State.DONE]
-            heapq.heapify(self._timers)
+
+def _done(request: ScheduledRequest) -> bool:
+    return request.state is State.DONE
 
 
 def believable(arrived_ns: int, now_ns: int) -> int:

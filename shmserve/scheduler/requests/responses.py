@@ -152,7 +152,8 @@ class Responses:
             self._statistics.succeeded(request, timing, now_ns)
         request.meet(Event.FINISH)
         spans = self._spans(request, timing, now_ns) if request.submit.trace else b""
-        request.client.post(Finished(request.id, body, *timing[1:4], spans=spans))
+        _, input_ns, infer_ns, output_ns, *_ = timing
+        request.client.post(Finished(request.id, body, input_ns, infer_ns, output_ns, spans))
         self._forget(request)
 
     def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
@@ -217,4 +218,4 @@ class Responses:
     def _forget(self, request: ScheduledRequest) -> None:
         self.live -= 1
         request.submit = OVER
-        request.client.requests.pop(request.id, None)
+        del request.client.requests[request.id]

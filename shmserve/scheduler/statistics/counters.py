@@ -33,7 +33,8 @@ from shmserve.scheduler.statistics.timing import NS_PER_S, SECONDS, Timing, dura
 # on are counted together.
 LAST_INDEX = 1000
 # What is noted of executions, and of requests that have ended, is counted when somebody asks, or
-# when there is so much: together it costs half, and no request waits for it.
+# when an execution ends and so many units are noted: together it costs half, and no request waits
+# for it.
 MOST_NOTED = 64
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -43,6 +44,7 @@ _NS_PER_US = 1_000
 # its execution's phases, once they are known. Of one whose phases are known later: when that is,
 # when it was enqueued, and the phases.
 _Noted = tuple[int, int, int, int, Timing | None]
+_Execution = tuple[Closed, int, Timing]  # why it was begun, and the units of its requests
 _Timed = tuple[int, int, Timing]
 _SUMMARISED = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 _SUMMARISED_OF_CACHE = ("cache_hit", "cache_miss")
@@ -137,21 +139,11 @@ class ExecutionStats(Table):
         self.batch_size = Histogram(_SIZES)
         self._copied = [0, 0]
         self.padding: dict[str, list[int]] = {}  # by input: elements, and of these padding
-        self._noted: list[tuple[Closed, int, int, int, int]] = []
 
-    def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
-        """An execution of requests that sum up to `units` came back."""
-        self.last_ns = now_ns
-        self._noted.append((reason, units, *timing[1:4]))
-        if len(self._noted) >= MOST_NOTED:
-            self.count()
-
-    def count(self) -> None:
-        """Count what was noted, before anything is read here."""
-        noted, self._noted = self._noted, []
-        if not noted:
-            return
-        reasons, units, *phases = zip(*noted, strict=True)
+    def count(self, noted: list[_Execution]) -> None:
+        """Count executions."""
+        reasons, units, timings = zip(*noted, strict=True)
+        _, *phases, _, _, _ = zip(*timings, strict=True)
         self.execution_count += len(noted)
         for reason, count in Counter(reasons).items():
             self.batches_closed[reason] += count
@@ -252,6 +244,8 @@ class Statistics(Table):
         self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
         self._noted: list[_Noted] = []
+        self._noted_executions: list[_Execution] = []
+        self._noted_units = 0
         self._noted_late: list[_Timed] = []
 
     @property
@@ -267,11 +261,18 @@ class Statistics(Table):
         plus(self.table(), base)
         self._base = base
 
+    def executed(self, reason: Closed, units: int, timing: Timing, now_ns: int) -> None:
+        """An execution of requests that sum up to `units` came back, and these are about to end."""
+        self._noted_units += units or 1
+        if self._noted_units > MOST_NOTED:
+            self._count()
+            self._noted_units = units
+        self.executions.last_ns = now_ns
+        self._noted_executions.append((reason, units, timing))
+
     def succeeded(self, request: Counted, timing: Timing | None, now_ns: int) -> None:
         """A request has ended with its result. Where its execution has not returned yet there is
         no `timing`, and `timed` follows."""
-        if len(self._noted) >= MOST_NOTED:
-            self._count()
         if timing is None:
             request.untimed = True
         self._noted.append((now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing))
@@ -282,7 +283,9 @@ class Statistics(Table):
 
     def _count(self) -> None:
         """Count what was noted, before anything is read here."""
-        self.executions.count()
+        executions, self._noted_executions = self._noted_executions, []
+        if executions:
+            self.executions.count(executions)
         noted, self._noted = self._noted, []
         late, self._noted_late = self._noted_late, []
         if noted:

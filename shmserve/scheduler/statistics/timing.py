@@ -48,8 +48,3 @@ class Timing(NamedTuple):
             end = min(max(end, output_start), now_ns)
         phases = (input_end - start, output_start - input_end, end - output_start)
         return cls(start, *phases, rows, closed, message.spans)
-
-    @property
-    def total_ns(self) -> int:
-        """All phases together."""
-        return self.input_ns + self.infer_ns + self.output_ns

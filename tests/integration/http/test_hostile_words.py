@@ -18,7 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
 from tests.rigs.local_clients import Guest, answer

@@ -90,7 +90,9 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             return old.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
 
         with server.http() as old:  # a connection that lasts
-            assert (status("the-first-of-tokens"), status("another-of-tokens")) == (200, 401)
+            assert status("another-of-tokens") == 401
+            # What was found of a head that comes again is kept, but no longer than its token.
+            assert [status("the-first-of-tokens") for _ in range(4)] == [200] * 4
             tokens.write_text("another-of-tokens\n")
             file.write_text(f"auth-token-file: {tokens}\nid: two\nlog-verbose: 1\n")
             repositories.add_as(repository, "later", "simple")

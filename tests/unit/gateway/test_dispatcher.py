@@ -4,6 +4,8 @@ those that come too late."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from shmserve.errors import Unavailable
+from shmserve.gateway.grpc.infer import Submitted
+from shmserve.gateway.http.infer import HttpInference
 from shmserve.gateway.inference.submit import prepare_submit
 from shmserve.gateway.links import GatewayRequest, RequestDispatcher, SchedulerHandle
 from shmserve.ipc.messages import inference as m
@@ -50,27 +54,55 @@ class Link:
         pass
 
 
+@dataclass(slots=True, eq=False)
+class Asked(GatewayRequest):
+    """A request that keeps what it is told."""
+
+    heard: list[Any] = field(default_factory=list)
+
+    def responded(self, message: Any) -> None:
+        self.heard.append(message)
+
+
+def asked(
+    scheduler: SchedulerHandle,
+    number: int,
+    release: Callable[[], None] = lambda: None,
+    work: bytes = b"",
+) -> Asked:
+    """A request that is submitted."""
+    submit = m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine")
+    request = Asked(submit, scheduler.endpoint, scheduler, release)
+    scheduler.submit(request)
+    return request
+
+
 def answer() -> m.Finished:
     place = Place(WORKER, 4096, 64)
     return m.Finished(1, pack_inferred(Inferred((TensorRef("OUT", "INT8", (64,), place),))))
 
 
 @pytest.mark.parametrize("answered", ["before", "after"])
+@pytest.mark.parametrize("kind", [HttpInference, Submitted])
 def test_an_answer_that_is_not_read_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, answered: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, answered: str
 ) -> None:
     """Once, whether it came before the request was given up or after."""
     monkeypatch.setattr("shmserve.gateway.links.Link", Link)
 
     async def give_up() -> list[Any]:
         scheduler = SchedulerHandle("ipc://nowhere", lambda scheduler: None)
+        built: Any = SimpleNamespace(trace=None)
         submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        future = asyncio.get_running_loop().create_future()
-        pending = GatewayRequest(submit, "ipc://nowhere", scheduler, lambda: None, future)
-        scheduler.inflight.add(pending)
+        how = (submit, scheduler.endpoint, scheduler, lambda: None)
+        if kind is Submitted:
+            request: Any = Submitted(*how, MagicMock(), MagicMock(), built)
+        else:
+            request = HttpInference(*how, MagicMock(), MagicMock(), MagicMock(), built)
+        scheduler.submit(request)
         if answered == "before":
             scheduler._take(answer())
-        RequestDispatcher().cancel(pending)
+        request.cancel()
         if answered == "after":
             scheduler._take(answer())
         link: Any = scheduler.link
@@ -91,8 +123,7 @@ def test_what_was_read_goes_with_the_next_request(monkeypatch: pytest.MonkeyPatc
         scheduler = dispatcher.scheduler("ipc://nowhere")
         link: Any = scheduler.link
         for number in (1, 2):
-            submit = m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "")
-            dispatcher.submit(scheduler, submit, lambda: None)
+            asked(scheduler, number)
             scheduler.discard(answer())
             assert type(link.posted[-1]) is m.Submit
         await asyncio.sleep(HELD_S)
@@ -105,8 +136,8 @@ def test_what_was_read_goes_with_the_next_request(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(read()) == [*submitted, m.Release, m.Release]
 
 
-def failure(pending: GatewayRequest) -> str:
-    failed = pending.future.result()
+def failure(request: Asked) -> str:
+    (failed,) = request.heard
     assert isinstance(failed, m.Failed)
     assert failed.code == "UNAVAILABLE" and failed.message.startswith("[request id: mine] ")
     return failed.message
@@ -121,29 +152,25 @@ def test_what_a_lost_scheduler_had_is_dealt_with(
     monkeypatch.setattr("shmserve.gateway.links.Link", Link)
     released: list[int] = []
 
-    async def lose() -> tuple[RequestDispatcher, list[GatewayRequest]]:
+    async def lose() -> tuple[RequestDispatcher, list[Asked]]:
         dispatcher = RequestDispatcher()
         scheduler = dispatcher.scheduler("ipc://old")
-        asked = [
-            dispatcher.submit(
-                scheduler,
-                m.Submit(number, 1, b"", 0, 0, 0, 0, work, "mine"),
-                partial(released.append, number),
-            )
+        requests = [
+            asked(scheduler, number, partial(released.append, number), work)
             for number, work in ((1, b""), (2, b""), (3, work_in_place()))
         ]
         link: Any = scheduler.link
         link.last_words = [m.Finished(1, pack_inferred(Inferred(())))]
         dispatcher.lost("ipc://old", successor)
-        return dispatcher, asked
+        return dispatcher, requests
 
     dispatcher, (answered, other, in_place) = asyncio.run(lose())
-    assert isinstance(answered.future.result(), m.Finished)
+    assert [type(message) for message in answered.heard] == [m.Finished]
     assert list(dispatcher._schedulers) == ([successor] if successor else [])
     if successor:
         link: Any = dispatcher.scheduler(successor).link
         assert link.posted == [other.submit]
-        assert not other.future.done()
+        assert not other.over
         assert "may be changed" in failure(in_place)
         assert released == [1, 3]
     else:
@@ -162,15 +189,14 @@ def test_the_last_answer_of_a_lost_scheduler_takes_nothing_from_its_successor(
         dispatcher = RequestDispatcher()
         old = dispatcher.scheduler("ipc://old")
         old.use()
-        submit = m.Submit(1, 1, b"", 0, 0, 0, 0, b"", "")
-        pending = dispatcher.submit(old, submit, lambda: None)
+        request = asked(old, 1)
         new = dispatcher.scheduler("ipc://new")
         new.use()  # the model's, which is published anew
         old.leave()
         link: Any = old.link
         link.last_words = [answer()]
         dispatcher.lost("ipc://old", "ipc://new")
-        assert pending.scheduler is old and pending.future.done()
+        assert request.scheduler is old and request.over
         old.use()  # whoever sends its outputs
         old.leave()
         assert new.users == 1 and dispatcher.scheduler("ipc://new") is new
@@ -218,17 +244,15 @@ def test_any_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
         released: list[str] = []
         link: Any = scheduler.link
         for number in (1, 2):
-            submit = m.Submit(number, 1, b"", 0, 0, 0, 0, b"", "")
-            pending = dispatcher.submit(
-                scheduler, submit, partial(released.append, f"of {number}"), heard.append
-            )
+            request = asked(scheduler, number, partial(released.append, f"of {number}"))
+            request.heard = heard
             scheduler._take(m.Responded(number, "", "", body, False))
-            dispatcher.credit(pending, 4)
+            request.grant(4)
             if number == 2:
-                dispatcher.cancel(pending)
+                request.give_up()
             scheduler._take(m.Responded(number, "", "", body, False))
             scheduler._take(m.Responded(number, "", "", b"", True))
-            dispatcher.credit(pending, 5)  # too late: it has ended
+            request.grant(5)  # too late: it has ended
         await asyncio.sleep(HELD_S)
         return heard, link.posted, released
 

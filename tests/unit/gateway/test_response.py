@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.tensors.datatypes import NUMPY
+from shmserve.ipc.tensors.arrays import NUMPY
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
 from tests.rigs.gateway_rig import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,8 @@ from shmserve.ipc.tensors.inference import (
     pack_inferred,
     unpack_inference,
 )
-from shmserve.ipc.tensors.template_cache import BoundedCache, PlacedCache, TemplateCache
+from shmserve.ipc.tensors.template_cache import BoundedCache, TemplateCache, UnpackCache
+from shmserve.ipc.transport.records import MalformedMessage
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
 OUTPUTS = (RequestedOutput("OUT", Place(MEMORY, 4096, 64)),)
@@ -195,13 +197,22 @@ def test_the_oldest_goes_and_its_owner_hears() -> None:
     assert gone == ["a", "b", "c"] and len(cache) == 0
 
 
-def test_what_lies_in_memory_is_unpacked_once_and_what_is_inline_each_time() -> None:
-    place = Place(MEMORY, 0, 64)
-    placed, mixed = inference([place, place]), inference([place, b"abc"])
-    long = inference([place], parameters={"text": "x" * 5000})
-    cache: PlacedCache[Inference] = PlacedCache(2)
-    for each in (placed, mixed, long):
-        cache.learn(pack_inference(each), each, each.inputs)
-    assert cache.find(pack_inference(placed)) is placed
-    assert cache.find(pack_inference(inference([place, Place(MEMORY, 64, 64)]))) is None
-    assert cache.find(pack_inference(mixed)) is cache.find(pack_inference(long)) is None
+def test_what_is_like_one_before_but_for_the_bytes_of_its_tensors_is_not_unpacked() -> None:
+    place, other = Place(MEMORY, 0, 64), Place(MEMORY, 64, 64)
+    unpacked: list[bytes] = []
+
+    def unpack(work: bytes) -> Inference:
+        unpacked.append(work)
+        return unpack_inference(work)
+
+    cache = UnpackCache(unpack)
+    asked = [inference([data, place, b"abc"]) for data in (b"1", b"2", b"3", b"4")]
+    asked += [inference([place, place])] * 3 + [inference([place, other])]
+    for each in asked:
+        assert cache.unpack(pack_inference(each)) == each
+    packed = [pack_inference(asked[at]) for at in (0, 1, 4, 7)]
+    assert unpacked == packed, "a template is learnt when it comes again"
+    long = pack_inference(inference([place], parameters={"text": "x" * 5000}))
+    assert cache.unpack(long) == cache.unpack(long) and unpacked[4:] == [long, long]
+    with pytest.raises(MalformedMessage):
+        cache.unpack(b"no")

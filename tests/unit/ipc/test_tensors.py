@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import decode_bytes, encode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.ranges import fits, whole

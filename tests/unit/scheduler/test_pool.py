@@ -143,21 +143,21 @@ def test_a_doomed_instance_keeps_its_batch_and_gets_no_other() -> None:
 
 def test_the_limit_counts_from_the_start_of_the_batch() -> None:
     pool = Pool(LIMIT)
-    assert pool.next_limit_ns() == NEVER
+    assert pool.due_ns == NEVER
     ready(pool)
     slot = pool.assign(execution(started_ns=NOW))
-    assert pool.next_limit_ns() == NOW + LIMIT
-    assert pool.overdue(NOW + LIMIT - 1) == []
+    assert pool.due_ns == NOW + LIMIT
+    assert pool.overdue(NOW + LIMIT - 1) == [] and pool.due_ns == NOW + LIMIT
     assert pool.overdue(NOW + LIMIT) == [slot]
     slot.meet("doom")
-    assert pool.overdue(NOW + LIMIT) == [] and pool.next_limit_ns() == NEVER
+    assert pool.overdue(NOW + LIMIT) == [] and pool.due_ns == NEVER
 
 
 def test_without_a_limit_nothing_is_overdue() -> None:
     pool = Pool(0)
     ready(pool)
     pool.assign(execution(started_ns=0))
-    assert pool.overdue(NEVER) == [] and pool.next_limit_ns() == NEVER
+    assert pool.due_ns == NEVER
 
 
 def test_it_has_failed_while_every_instance_is_gone() -> None:

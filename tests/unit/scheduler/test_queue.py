@@ -55,7 +55,7 @@ def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledReq
 def test_requests_leave_in_the_order_they_came() -> None:
     queue = backlog()
     made = [admit(queue) for _ in range(4)]
-    assert list(queue.waiting()) == made
+    assert list(queue.in_order) == made
     assert queue.take(3) == made[:3] and len(queue) == 1
     assert [request.state for request in made] == [State.EXECUTING] * 3 + [State.QUEUED]
 
@@ -106,10 +106,10 @@ def test_time_is_over_strictly_after_the_timeout() -> None:
     queue = backlog({"default_timeout_microseconds": 100})
     request = admit(queue)
     over = NOW + 100_000
-    assert queue.next_timer_ns() == over + 1
+    assert queue.timers.due_ns == over + 1
     assert queue.expired(over) == []
     assert queue.expired(over + 1) == [request]
-    assert queue.next_timer_ns() == NEVER
+    assert queue.timers.due_ns == NEVER
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
     admit(queue)
     queue.take(1)
     queue.retry(first)
-    assert len(queue) == 2 and first not in list(queue.waiting())
+    assert len(queue) == 2 and first not in list(queue.in_order)
     assert first not in queue.expired(NOW + 200_000)
     assert queue.take_retry() is first and not queue.retries
     assert queue.expired(NOW + 500_001) == [first]
@@ -174,21 +174,16 @@ def test_timers_of_done_requests_do_not_pile_up() -> None:
         admit(queue, deadline_ns=NOW + 60_000_000_000)
         (request,) = queue.take(1)
         request.meet(Event.FINISH)
-        queue.sweep(0)
-    assert len(queue._timers) <= 1025
-    assert queue.next_timer_ns() == NEVER
+    assert len(queue.timers) <= 1025
+    assert queue.expired(NOW) == [] and queue.timers.due_ns == NEVER
 
 
 def test_the_hook_holds_until_the_queue_has_been_full_once() -> None:
     queue = backlog(delay_scheduler=2)
     made = [admit(queue)]
-    assert not list(queue.waiting())
+    assert queue.held
     made.append(admit(queue))
-    assert list(queue.waiting()) == made
+    assert not queue.held and list(queue.in_order) == made
     queue.take(2)
     made = [admit(queue)]
-    assert list(queue.waiting()) == made
-    drained = backlog(delay_scheduler=2)
-    drained.release_hold()
-    made = [admit(drained)]
-    assert list(drained.waiting()) == made
+    assert not queue.held and list(queue.in_order) == made

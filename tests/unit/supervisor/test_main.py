@@ -1,6 +1,9 @@
-"""The environment that worker processes are started in."""
+"""What the supervisor imports, and the environment that worker processes are started in."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 from shmserve.supervisor.main import _soon_asleep
 
@@ -8,3 +11,11 @@ from shmserve.supervisor.main import _soon_asleep
 def test_idle_threads_of_openmp_do_not_spin_for_long() -> None:
     assert _soon_asleep({}) == {"GOMP_SPINCOUNT": "1000"}
     assert _soon_asleep({"OMP_WAIT_POLICY": "active"}) == {}
+
+
+def test_it_imports_nothing_that_only_its_children_need() -> None:
+    """Each of these takes a tenth of a second, or more, before any child is started."""
+    program = "import sys, shmserve.supervisor.main; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not {"torch", "numpy", "aiohttp", "uvloop"} & set(done.stdout.split())

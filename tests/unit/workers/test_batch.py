@@ -610,7 +610,9 @@ def test_a_batch_that_is_too_large_for_the_memory_is_run_in_halves(
     """What torch keeps is given back before each; a request cancelled meanwhile is left out."""
     freed: list[int] = []
     seen: list[int] = []
-    monkeypatch.setattr("shmserve.workers.device.free_cached", lambda: freed.append(len(seen)))
+    monkeypatch.setattr(
+        "shmserve.workers.memory.device_errors.free_cached", lambda: freed.append(len(seen))
+    )
 
     def execute(requests: list[Request]) -> list[Response]:
         seen.append(len(requests))

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.tensors.descriptors import Place
 from shmserve.ipc.tensors.inference import (
     Inference,
     RequestedOutput,
@@ -24,6 +25,7 @@ from shmserve.workers.batch import unpack
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,
+    Region,
     Rig,
     inference,
     model_config,
@@ -92,6 +94,43 @@ def test_what_comes_again_is_as_it_would_be_alone(worker: Rig, responses: Any) -
         for name, array in visible.items():
             assert np.array_equal(reply.array(name), array)
         assert worker.finished.copied_out == sum(array.nbytes for array in visible.values())
+
+
+@pytest.mark.parametrize("or_input", [False, True])
+def test_outputs_with_places_are_written_each_time(worker: Rig, or_input: bool) -> None:
+    """One that is the input as it came may stay there; a copy of that, which looks the same, and
+    what has another shape or byte order are written where the client wants them."""
+    region = Region(64)
+    place = region.place(32, 16)
+    asked = [RequestedOutput("A", place, or_input)]
+    size = np.dtype("f4").itemsize
+
+    def execute(requests: list[Request]) -> list[Response]:
+        (given,) = requests
+        if way == "owned":
+            given.inputs["X"].detach()
+        array = given.inputs["X"].numpy()
+        made = {"shorter": array[:2] * 2, "swapped": (array * 2).astype(">f4"), "new": array * 2}
+        return [Response([Output("A", "FP32", made.get(way, array))])]
+
+    worker.serve(FunctionBackend(worker.context, execute), CONFIG)
+    ways = ["new", "returned", "owned", "shorter", "swapped"]
+    for count, way in enumerate((ways + ways[::-1]) * 2):
+        numbers = np.arange(4, dtype="f4") + count
+        sent = tensor("X", numbers, region.write(0, numbers))
+        region.write(32, np.full(4, -1, "f4"))
+        (reply,) = worker.batch(inference(sent, outputs=asked))
+        assert reply.answer is not None, reply.message
+        (output,) = reply.answer.outputs
+        assert isinstance(output.data, Place)
+        expected = numbers if way in ("returned", "owned") else numbers * 2
+        expected = expected[: 2 if way == "shorter" else 4]
+        stays = way == "returned" and or_input
+        assert output.data == region.place(0 if stays else 32, size * len(expected))
+        assert output.shape == expected.shape
+        assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
+        assert worker.finished.copied_out == (0 if stays else expected.nbytes)
+    region.close()
 
 
 def test_rows_of_another_number_are_checked(worker: Rig) -> None:

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from shmserve.errors import NotFound
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
-from shmserve.ipc.tensors.datatypes import encode_bytes
+from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput
 from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics

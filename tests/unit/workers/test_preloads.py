@@ -29,8 +29,26 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
+# As a worker does that was forked without torch, whose model imports it all the same.
+_WITHOUT = """
+import sys
+from shmserve.workers import main
+
+assert "torch" not in sys.modules
+main._limit_threads(1)
+import torch
+
+assert torch.get_num_threads() == 1
+main._limit_threads(2)
+assert torch.get_num_threads() == 2
+"""
+
 
 @pytest.mark.parametrize("module", ["preloads.operations", "preloads.scripted", "backends.llm"])
 def test_what_is_forked_computes_with_several_threads(module: str) -> None:
     command = [sys.executable, "-c", _SCRIPT, f"shmserve.workers.{module}"]
     subprocess.run(command, check=True, timeout=60)
+
+
+def test_a_worker_imports_no_torch_by_itself_and_bounds_the_threads_of_its_models() -> None:
+    subprocess.run([sys.executable, "-c", _WITHOUT], check=True, timeout=60)

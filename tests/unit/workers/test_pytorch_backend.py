@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, decode_bytes
+from shmserve.ipc.tensors.arrays import decode_bytes
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends

@@ -20,9 +20,9 @@ from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.ipc.transport.dealer import Dealer
 from shmserve.ipc.transport.router import Router
 from shmserve.supervisor.resources.workspaces import Workspaces
-from shmserve.workers.device import DeviceLost
 from shmserve.workers.links.supervisor import SupervisorLink
 from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.memory.device_errors import DeviceLost
 from tests.rigs.arrivals import arrived
 from tests.rigs.fake_cuda import Exported, FakeCuda
 

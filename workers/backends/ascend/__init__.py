@@ -22,7 +22,8 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.datatypes import STORED, TO_CONFIG
+from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
 from shmserve.workers.backends.ascend.offline_model import OfflineModel, OfflineTensor

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, STORED
+from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Place
 from shmserve.workers.backends import ModelContext, Request
 from shmserve.workers.backends.described import Described, Description

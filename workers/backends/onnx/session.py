@@ -16,7 +16,8 @@ from typing import Any
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
-from shmserve.ipc.tensors.datatypes import STORED, TO_CONFIG
+from shmserve.ipc.tensors.arrays import STORED
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, agree, shape_text
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.described import Described, Description

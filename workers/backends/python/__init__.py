@@ -37,7 +37,8 @@ class PythonBackend(Backend):
             sys.modules[name] = pb_utils
         self._server = server.ServerApi(context)
         server.install(self._server)
-        self._execution: PythonExecution | DecoupledExecution | None = None
+        self._execution: PythonExecution | None = None
+        self._decoupled: DecoupledExecution | None = None
         self._class: Any = None
         self._model: Any = None
 
@@ -80,10 +81,12 @@ class PythonBackend(Backend):
                     "model_name": context.model_name,
                 }
             )
-        execution = DecoupledExecution if config.decoupled else PythonExecution
         sequences = config.sequence_batching
         iterative = sequences is not None and sequences.iterative_sequence
-        self._execution = execution(context, self._model, iterative)
+        if config.decoupled:
+            self._decoupled = DecoupledExecution(context, self._model, iterative)
+        else:
+            self._execution = PythonExecution(context, self._model, iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
         groups = config.instance_group
         self._server.alone = sum(group.count * max(1, len(group.gpus)) for group in groups) <= 1
@@ -91,7 +94,7 @@ class PythonBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """One call of the model's `execute`. Raises what it raises, Internal for a bad return."""
-        assert isinstance(self._execution, PythonExecution)
+        assert self._execution is not None
         self._server.executing = requests
         try:
             return self._execution.execute(requests)
@@ -101,19 +104,17 @@ class PythonBackend(Backend):
     def execute_decoupled(self, streams: list[ResponseStream]) -> None:
         """One call of the model's `execute`, which must return None: what it sends, it sends by
         itself. Raises what it raises."""
-        assert isinstance(self._execution, DecoupledExecution)
+        assert self._decoupled is not None
         self._server.executing = [stream.request for stream in streams]
         try:
-            self._execution.execute(streams)
+            self._decoupled.execute(streams)
         finally:
             self._server.executing = ()
 
     def is_ready(self) -> bool:
         """Readiness by the model's `is_ready`, plain or a coroutine. Raises what it raises,
         Internal for what is no bool."""
-        assert self._execution is not None
-        decoupled = isinstance(self._execution, DecoupledExecution)
-        return says_ready(self._model, self._execution.run if decoupled else asyncio.run)
+        return says_ready(self._model, self._decoupled.run if self._decoupled else asyncio.run)
 
     def _metrics_changed(self, at_once: bool) -> None:
         self.context.control.wake()
@@ -131,8 +132,9 @@ class PythonBackend(Backend):
                 self._model.finalize()
         finally:
             self._model = None
-            if self._execution is not None:
-                self._execution.close()
+            for execution in (self._execution, self._decoupled):
+                if execution is not None:
+                    execution.close()
             self._server.calls.close()
             server.install(None)
 

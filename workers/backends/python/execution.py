@@ -53,13 +53,13 @@ class PythonExecution:
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raises what the model raises, Internal for a bad return."""
-        self._lender.prepare()
         received = [ReceivedRequest(request, self._lender) for request in requests]
         try:
             responses = self._execute(received)
-        except Exception:
-            responses = self._sent(received)
+        except BaseException as error:
+            responses = self._sent(received) if isinstance(error, Exception) else []
             if not responses:
+                self._lender.forget()
                 raise
             logger.exception("model '%s' failed after it had answered", self._context.model_name)
         self._lender.settle(responses)
@@ -80,7 +80,7 @@ class PythonExecution:
     def _execute(self, received: list[ReceivedRequest]) -> list[Response]:
         # Its own list: a model may empty what it is given.
         returned = self._model.execute(list(received))
-        if not isinstance(returned, list):
+        if type(returned) is not list:
             returned = self._listed(returned, received)
         if len(returned) != len(received):
             raise self._misbehaved(
@@ -89,20 +89,25 @@ class PythonExecution:
                 f"size is:{len(returned)}"
             )
         pairs = list(zip(received, returned, strict=True))
-        awaited = [request.outbox for request, item in pairs if item is None and request.outbox]
+        awaited = [request.outbox for request, item in pairs if request.outbox and item is None]
         if awaited:
             self._await_senders(awaited)
             for outbox in awaited:
                 if outbox.response is None and outbox.error is not None:
                     raise outbox.error
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        return [self._response(*pair) for pair in pairs]
+        return [
+            to_response(item)
+            if type(item) is InferenceResponse and not request.outbox and not request.rescheduled
+            else self._response(request, item)
+            for request, item in pairs
+        ]
 
     def _listed(self, returned: Any, received: list[ReceivedRequest]) -> list[Any]:
         """The list that `execute` has returned, or its coroutine returns."""
         if asyncio.iscoroutine(returned):
             returned = self.run(returned)
-        if returned is None and all(r.outbox is not None or r.is_rescheduled for r in received):
+        if returned is None and all(r.outbox is not None or r.rescheduled for r in received):
             return [None] * len(received)
         if not isinstance(returned, list):
             what = f"Expected a list in the execute return, found type '{type(returned)}'."
@@ -110,7 +115,7 @@ class PythonExecution:
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
-        if request.is_rescheduled:
+        if request.rescheduled:
             if self._iterative and response is None:
                 return Response(rescheduled=True)
             return self._not_rescheduled(response)
@@ -180,9 +185,9 @@ class DecoupledExecution:
                 "return None.",
             )
         for request, stream in zip(received, streams, strict=True):
-            if request.is_rescheduled and self._iterative:
+            if request.rescheduled and self._iterative:
                 stream.reschedule()
-            elif request.is_rescheduled:
+            elif request.rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -217,10 +222,7 @@ async def _arrival(outboxes: Sequence[SingleResponse]) -> None:
 def _detach_kept(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """The memory of the inputs is used again: what the model keeps of them becomes its own."""
     for index, request in enumerate(requests):
-        for item in request.inputs.values():
-            if item.shared:
-                break
-        else:
+        if not request.shared:
             continue
         kept = sys.getrefcount(received[index]) > _LISTED
         tensors = received[index].tensors

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +25,6 @@ _TRIAL = 8  # executions with lent inputs
 _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
-class _Loan(NamedTuple):
-    source: Input
-    original: memoryview | None  # what a copy was made of
-
-
 class Lender:
     """Lends the arrays of one model's inputs. Used from one thread."""
 
@@ -39,14 +34,21 @@ class Lender:
         self._copied = copied or Copied()
         self._copying = True
         self._trials_left = _TRIAL
-        self._loans: dict[int, _Loan] = {}
+        # What is lent in this execution, and what a copy was made of.
+        self._loans: dict[Input, memoryview | None] = {}
         self._filter: Any = None
 
-    def prepare(self) -> None:
-        """Before an execution."""
-        self._loans.clear()
-        if not self._copying and "torch" in sys.modules:
-            self._refuse_aliases()
+    def lend(self, source: Input) -> Array:
+        """The array of a shared input of the running execution; the same on every call."""
+        if source not in self._loans:
+            if self._copying:
+                self._loans[source] = source.raw
+                self._copied.inputs += source.detach()
+            else:
+                if not self._loans and "torch" in sys.modules:
+                    self._refuse_aliases()
+                self._loans[source] = None
+        return source.numpy()
 
     def _refuse_aliases(self) -> None:
         # torch knows no read-only tensors: it warns, normally once, and lets the model write.
@@ -55,23 +57,24 @@ class Lender:
             warnings.filterwarnings("error", message=_NOT_WRITABLE)
             self._filter = warnings.filters[0]
 
-    def lend(self, source: Input) -> Array:
-        """The array of a shared input of the running execution; the same on every call."""
-        if id(source) not in self._loans:
-            original = source.raw if self._copying else None
-            if self._copying:
-                self._copied.inputs += source.detach()
-            self._loans[id(source)] = _Loan(source, original)
-        return source.numpy()
+    def forget(self) -> None:
+        """After an execution that has failed: nobody knows what refers to what it was lent."""
+        self._loans = {}
 
     def settle(self, responses: Sequence[Response]) -> None:
         """After an execution of which nothing is left but `responses`, and what the model keeps."""
         if not self._loans:
             return
-        loans = list(self._loans.values())
-        self._loans.clear()
-        kept = [source for source, _ in loans if _kept(source, responses)]
-        if kept or any(_changed(*loan) for loan in loans):
+        loans, self._loans = self._loans, {}
+        kept: list[Input] = []
+        changed = False
+        for source in loans:
+            original = loans[source]
+            if _references(source, responses) > _ALONE:
+                kept.append(source)
+            elif original is not None and not changed:
+                changed = _changed(source, original)
+        if kept or changed:
             self._trials_left = 0
             if not self._copying:
                 self._own(kept)
@@ -89,29 +92,30 @@ class Lender:
         self._copied.inputs += sum(place.byte_size for place in places)
 
 
-def _changed(source: Input, original: memoryview | None) -> bool:
-    if original is None:
-        return False
+def _changed(source: Input, original: memoryview) -> bool:
     before, after = np.frombuffer(original, np.uint8), np.frombuffer(source.raw, np.uint8)
     return not np.array_equal(before, after)
 
 
-def _kept(source: Input, responses: Sequence[Response]) -> bool:
-    """Whether someone besides `source` and `responses` refers to its array, or to a view of it."""
+def _references(source: Input, responses: Sequence[Response]) -> int:
+    """How often the array of an input is referred to, but for `responses` and their views of it."""
+    array = source.array
     known = 0
     views: set[int] = set()
     for response in responses:
         for output in response.outputs:
-            if output.data is source.numpy():
+            if output.data is array:
                 known += 1
-            elif isinstance(output.data, np.ndarray) and output.data.base is source.numpy():
+            elif isinstance(output.data, np.ndarray) and output.data.base is array:
                 views.add(id(output.data))
-    return _references(source) > _ALONE + known + len(views)
+    return sys.getrefcount(array) - known - len(views)
 
 
-def _references(source: Input) -> int:
-    return sys.getrefcount(source.numpy())
+def _alone() -> int:
+    """How the count of an array looks that only its input refers to."""
+    source = Input("", "UINT8", (1,), memoryview(bytearray(1)))
+    source.numpy()
+    return _references(source, ())
 
 
-# How the count of an array looks that only its input refers to.
-_ALONE = _references(Input("", "UINT8", (1,), memoryview(bytearray(1))))
+_ALONE = _alone()

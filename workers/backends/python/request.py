@@ -32,7 +32,7 @@ from shmserve.workers.backends.python.response import (
     from_call,
     from_error,
 )
-from shmserve.workers.backends.python.tensor import Tensor
+from shmserve.workers.backends.python.tensor import InputTensor, Tensor
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
@@ -282,7 +282,7 @@ class ReceivedRequest(InferenceRequest):
     # What most requests never have otherwise.
     _model_name = ""
     _model_version = -1
-    _release_flags = 0
+    rescheduled = False  # the model wants to get it again
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
     outbox: SingleResponse | None = None
@@ -297,12 +297,13 @@ class ReceivedRequest(InferenceRequest):
         self._priority = work.priority
         self._parameters = origin.inference.parameters
         self._outputs = origin.requested
-        self.tensors = {name: Tensor.of_input(item, lender) for name, item in origin.inputs.items()}
+        inputs = origin.inputs
+        self.tensors = {name: InputTensor(inputs[name], lender) for name in inputs}
 
-    @property
-    def is_rescheduled(self) -> bool:
-        """Whether the model wants to get it again."""
-        return self._release_flags == RELEASE_RESCHEDULE
+    def set_release_flags(self, flags: int) -> None:
+        """As `InferenceRequest` says."""
+        super().set_release_flags(flags)
+        self.rescheduled = self._release_flags == RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
         """Its input tensors."""

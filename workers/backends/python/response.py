@@ -7,12 +7,13 @@ import json
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shmserve.errors import ShmserveError
-from shmserve.workers.backends import Response, ResponseStream
+from shmserve.workers.backends import Output, Response, ResponseStream
 from shmserve.workers.backends.python.errors import (
     TritonError,
     TritonModelException,
@@ -20,9 +21,12 @@ from shmserve.workers.backends.python.errors import (
     to_model,
     to_server,
 )
-from shmserve.workers.backends.python.tensor import Tensor
+from shmserve.workers.backends.python.tensor import InputTensor, Tensor
 from shmserve.workers.bls.request import CallResponse
 from shmserve.workers.bls.streams import StreamCall
+
+# An Output without the function in Python that makes a named tuple.
+_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
 class InferenceResponse:
@@ -72,12 +76,18 @@ def to_response(response: InferenceResponse) -> Response:
     error = response._error
     if error is not None:
         return Response(error=to_server(error))
-    return Response([tensor.as_output() for tensor in response._outputs], response._parameters)
+    outputs = [  # mostly as the model made them, for which no call is needed
+        _output((tensor._name, tensor._datatype, tensor._data))
+        if type(tensor) is Tensor
+        else tensor.as_output()
+        for tensor in response._outputs
+    ]
+    return Response(outputs, response._parameters)
 
 
 def from_call(response: CallResponse) -> InferenceResponse:
     """Another model's response as a model sees it."""
-    made = InferenceResponse([Tensor.of_input(output, None) for output in response.outputs])
+    made = InferenceResponse([InputTensor(output, None) for output in response.outputs])
     made._parameters = response.parameters
     return made
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.ipc.tensors.datatypes import NUMPY, STORED, encode_bytes
-from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.arrays import NUMPY, STORED, encode_bytes
 from shmserve.workers.backends.python.errors import TritonModelException, text
 from shmserve.workers.backends.python.inputs import Lender
 from shmserve.workers.batch.request import Array, Input, Output
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 NUMBER = {name: number for number, name in enumerate(STORED, start=1)}  # Triton's
 _DATATYPE = {dtype: name for name, dtype in NUMPY.items()}
 _CPU = (1, 0)  # DLPack's kDLCPU, device 0
-# An Output without the function in Python that makes a named tuple.
-_output: Callable[[tuple[str, str, Any]], Output] = partial(tuple.__new__, Output)
 
 
 class Tensor:
@@ -32,10 +27,9 @@ class Tensor:
     numpy's bytes. It is not copied. Raises TritonModelException for other types and an empty name.
     """
 
-    __slots__ = ("_data", "_datatype", "_lender", "_name")
+    __slots__ = ("_data", "_datatype", "_name")
 
-    _data: Array | torch.Tensor | Input
-    _lender: Lender | None
+    _data: Any  # a numpy array or a torch tensor
 
     def __init__(self, name: str, numpy_array: Array) -> None:
         if type(name) is not str:
@@ -44,24 +38,14 @@ class Tensor:
             raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
-        kind = numpy_array.dtype
-        datatype = "BYTES" if kind.kind == "S" else _DATATYPE.get(kind)
-        if datatype is None:
-            raise TritonModelException("NumPy dtype is not supported.")
+        try:
+            self._datatype = _DATATYPE[numpy_array.dtype]
+        except KeyError:
+            if numpy_array.dtype.kind != "S":
+                raise TritonModelException("NumPy dtype is not supported.") from None
+            self._datatype = "BYTES"
         self._name = name
-        self._datatype = datatype
         self._data = numpy_array
-        self._lender = None
-
-    @staticmethod
-    def of_input(source: Input, lender: Lender | None) -> Tensor:
-        """An input of a request, or an output of another model. Not for models."""
-        tensor: Tensor = object.__new__(Tensor)
-        tensor._name = source.name
-        tensor._datatype = source.datatype
-        tensor._data = source
-        tensor._lender = lender
-        return tensor
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
@@ -93,7 +77,7 @@ class Tensor:
         if datatype is None:
             raise TritonModelException("DLPack tensor type is not supported.")
         made: Tensor = object.__new__(Tensor)
-        made._name, made._datatype, made._data, made._lender = name, datatype, data, None
+        made._name, made._datatype, made._data = name, datatype, data
         return made
 
     def name(self) -> str:
@@ -118,9 +102,6 @@ class Tensor:
 
         Raises TritonModelException for BF16, which numpy lacks, and for a tensor on a device.
         """
-        data = self._data
-        if type(data) is Input and not (data.on_device or data.shared) and self._datatype != "BF16":
-            return data.numpy()  # as mostly
         if self._device() != _CPU:
             raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._datatype == "BF16":
@@ -149,65 +130,102 @@ class Tensor:
 
     def as_output(self) -> Output:
         """The tensor as an output of a response."""
-        data: Any = self._data
-        if type(data) is Input:
-            data = data.torch() if data.on_device else data.numpy()
-        return _output((self._name, self._datatype, data))
+        return Output(self._name, self._datatype, self._data)
 
     def as_call_input(self) -> CallInput:
-        """The tensor as an input of a call of another model; where it came in memory, it stays
-        there."""
-        data = self._data
-        wire: bytes | memoryview | Place
-        if isinstance(data, Input):
-            if data.place is None and data.on_device:
-                from shmserve.workers.memory.device_memory import to_host
-
-                wire = to_host(data.raw)
-            else:
-                wire = data.raw if data.place is None else data.place
-        elif self._datatype == "BYTES":
-            wire = encode_bytes(self._array())
+        """The tensor as an input of a call of another model."""
+        array = self._array()
+        wire: bytes | memoryview
+        if self._datatype == "BYTES":
+            wire = encode_bytes(array)
         else:
-            wire = np.ascontiguousarray(self._array()).reshape(-1).view(np.uint8).data
-        return CallInput(self._name, self._datatype, tuple(data.shape), wire)
-
-    def own(self) -> None:
-        """The model keeps this tensor beyond its request."""
-        if isinstance(self._data, Input):
-            self._data.detach()
+            wire = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        return CallInput(self._name, self._datatype, tuple(array.shape), wire)
 
     def _device(self) -> tuple[int, int]:
         data = self._data
-        if isinstance(data, Input) and data.on_device:
-            data = data.torch()
-        if isinstance(data, Input | np.ndarray) or data.device.type == "cpu":
+        if isinstance(data, np.ndarray) or data.device.type == "cpu":
             return _CPU
         kind, number = data.__dlpack_device__()
         return int(kind), int(number)
 
     def _array(self) -> Array:
         """The tensor in host memory; BF16 as its bits."""
-        data = self._data
-        if type(data) is Input:
-            lender = self._lender if data.shared else None
-            return data.numpy() if lender is None else lender.lend(data)
-        if isinstance(data, np.ndarray):
-            return data
+        if isinstance(self._data, np.ndarray):
+            return self._data
         from shmserve.workers.memory.torch_types import host_array
 
-        return host_array(data)
+        return host_array(self._data)
 
     def _torch(self) -> torch.Tensor:
-        data = self._data
         if self._datatype == "BYTES":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        if isinstance(data, Input):
-            # Whoever takes it may write into it, and nothing would show.
-            return data.torch().clone() if data.shared else data.torch()
-        if isinstance(data, np.ndarray):
+        if isinstance(self._data, np.ndarray):
             import torch
 
-            array = np.ascontiguousarray(data)
+            array = np.ascontiguousarray(self._data)
             return torch.from_numpy(array if array.flags.writeable else array.copy())
-        return data
+        tensor: torch.Tensor = self._data
+        return tensor
+
+
+class InputTensor(Tensor):
+    """An input of a request, or an output of another model."""
+
+    __slots__ = ("_lender",)
+
+    _data: Input
+
+    def __init__(self, source: Input, lender: Lender | None) -> None:
+        self._name = source.name
+        self._datatype = source.datatype
+        self._data = source
+        self._lender = lender
+
+    def as_numpy(self) -> Array:
+        """As `Tensor` says."""
+        source = self._data
+        if source.on_device or self._datatype == "BF16":
+            return super().as_numpy()  # which says what is wrong
+        if source.shared and self._lender is not None:
+            return self._lender.lend(source)
+        return source.numpy()
+
+    def as_output(self) -> Output:
+        """As `Tensor` says."""
+        source = self._data
+        data = source.torch() if source.on_device else source.numpy()
+        return Output(self._name, self._datatype, data)
+
+    def as_call_input(self) -> CallInput:
+        """As `Tensor` says; where it came in memory, it stays there."""
+        source = self._data
+        wire: Any = source.raw if source.place is None else source.place
+        if source.place is None and source.on_device:
+            from shmserve.workers.memory.device_tensors import to_host
+
+            wire = to_host(source.raw)
+        return CallInput(self._name, self._datatype, source.shape, wire)
+
+    def own(self) -> None:
+        """The model keeps this tensor beyond its request."""
+        self._data.detach()
+
+    def _device(self) -> tuple[int, int]:
+        if not self._data.on_device:
+            return _CPU
+        tensor = self._data.torch()
+        if tensor.device.type == "cpu":
+            return _CPU
+        kind, number = tensor.__dlpack_device__()
+        return int(kind), int(number)
+
+    def _array(self) -> Array:
+        return self._data.numpy()
+
+    def _torch(self) -> torch.Tensor:
+        if self._datatype == "BYTES":
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        # Whoever takes it may write into it, and nothing would show.
+        tensor = self._data.torch()
+        return tensor.clone() if self._data.shared else tensor

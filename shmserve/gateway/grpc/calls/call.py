@@ -40,7 +40,7 @@ from shmserve.gateway.grpc.status import INTERNAL, LATE, MISSING, OVER, StatusCo
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode
 from shmserve.gateway.http2.limits import Limits
-from shmserve.gateway.http2.outgoing import Stream
+from shmserve.gateway.http2.outgoing import ResponseForm, Stream
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.settings import GrpcSettings
 
@@ -60,6 +60,7 @@ HEADS: dict[str | None, bytes] = {
     **{name: _HEAD + encode(((b"grpc-encoding", name.encode()),)) for name in ENCODINGS},
 }
 OK_TRAILERS = encode(((b"grpc-status", b"0"),))
+_UNARY = {encoding: ResponseForm(head, OK_TRAILERS) for encoding, head in HEADS.items()}
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
@@ -135,14 +136,14 @@ def trailers(code: StatusCode, details: str, metadata: Sequence[tuple[str, str]]
 
 
 class GrpcCall(ABC):
-    """A call of a client; `done` once nothing more is sent but what is queued. `awaited`: it ends
+    """A call of a `client`; `done` once nothing more is sent but what is queued. `awaited`: it ends
     by itself, which a drain waits for."""
 
     awaited: ClassVar[bool]
     _unasked: ClassVar[float]  # of a stream's window, what a message may count on
     __slots__ = (
         *("_arriving", "_assembly", "_begun", "_compression", "_connection", "_ends", "_sinks"),
-        *("_stream", "_timer", "done", "head", "on_gone", "on_over"),
+        *("_stream", "_timer", "client", "done", "head", "on_gone", "on_over"),
     )
 
     def __init__(
@@ -151,6 +152,7 @@ class GrpcCall(ABC):
         self._connection = connection
         self._stream = stream
         self.head = head
+        self.client: ClientIdentity = connection.client
         self._sinks = sinks
         self.done = False
         self.on_gone: Callable[[], object] | None = None
@@ -169,11 +171,6 @@ class GrpcCall(ABC):
             self._timer = connection.loop.call_later(head.timeout_s, self._expired)
 
     # --- for its handler
-
-    @property
-    def client(self) -> ClientIdentity:
-        """Whose it is."""
-        return self._connection.client
 
     def time_remaining(self) -> float | None:
         """Until its deadline, in seconds; None: it has none."""
@@ -392,7 +389,9 @@ class UnaryCall(GrpcCall):
 
     def finish(self, response: bytes) -> None:
         """End it with its response."""
-        if self._compression is None or len(response) < LARGE:
+        if self._compression is None:
+            self._send(framed(response))
+        elif len(response) < LARGE:
             self._send(self._framed(response))
         else:
             self.on_gone = None  # there is nothing to be given up any more
@@ -406,10 +405,9 @@ class UnaryCall(GrpcCall):
             return
         self._end()
         self._stream.on_sent = self._over
-        sending = self._connection.http2.sending
-        head = HEADS[self._compression]
-        sending.respond(self._stream, head, pieces, OK_TRAILERS)
-        self._connection.flush()
+        connection = self._connection
+        connection.http2.sending.respond(self._stream, _UNARY[self._compression], pieces)
+        connection.flush()
 
     def _received(self, message: Received) -> None:
         if self._asked:

@@ -1,4 +1,5 @@
-"""The cache of prepared gRPC requests, by a fingerprint: the message without the tensors' bytes.
+"""The fingerprint of a gRPC request, by which those are known that were prepared
+(prepared_requests.py): the message without the tensors' bytes.
 
 Programs send the same request again and again with other numbers in it. A serialized
 ModelInferRequest has its tensors' bytes (`raw_input_contents`, the field with the highest number)
@@ -16,16 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmserve.gateway.inference.builder import BuiltRequest, Prepared
-from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
-from shmserve.gateway.model_table import GatewayModel, ModelTable
+from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,
     SEQUENCE_START,
 )
-from shmserve.ipc.tensors.template_cache import BoundedCache
 
 ID, PARAMETER = 0x1A, 0x22  # the tags of these fields of a request
 # Where the key of a parameter begins in it, and that of those which say the place in a sequence.
@@ -85,7 +83,6 @@ RAW_INPUT = 0x3A  # the tag of field 7, length-delimited
 EARLIER = frozenset((0x0A, 0x12, ID, PARAMETER, 0x2A, 0x32))  # those of fields 1 to 6
 _MOST_BYTES = INLINE_LIMIT + 4096
 _LONGEST_HEAD = 2048
-_MOST_KNOWN = 1024
 MOST_SHIFT = 28  # protobuf takes no length of more than five bytes
 
 Key = tuple[bytes, tuple[int, ...]]
@@ -146,41 +143,3 @@ def split(raw: bytes) -> Split | None:
         return None
     head.append(raw[kept:head_end])
     return Split((b"".join(head), tuple(map(len, contents))), contents, itself)
-
-
-class _Known(NamedTuple):
-    model: GatewayModel
-    version: str  # as the request has it
-    prepared: Prepared
-
-
-class PreparedRequests:
-    """The cache, of all models."""
-
-    def __init__(self, models: ModelTable) -> None:
-        self._models = models
-        self._cache: BoundedCache[Key, _Known] = BoundedCache(_MOST_KNOWN)
-
-    def repeat(self, parts: Split) -> tuple[GatewayModel, BuiltRequest] | None:
-        """The request of which these are the parts; None when its key is not known.
-
-        Raises AlreadyExists when an output overlaps another one in flight and may not.
-        """
-        known = self._cache.find(parts.key)
-        if known is None:
-            return None
-        model = known.model
-        if self._models.find(model.name, known.version) is model:
-            built = known.prepared.of(parts.contents)
-            if built is not None:
-                built.identify(parts.identity)
-                return model, built
-        self._cache.forget(parts.key)
-        return None
-
-    def remember(
-        self, parts: Split, request: InferRequest, model: GatewayModel, prepared: Prepared
-    ) -> None:
-        """Keep what was prepared of a request."""
-        if parts.identity.is_of(request):
-            self._cache.remember(parts.key, _Known(model, request.version, prepared))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from shmserve.errors import Internal
@@ -37,19 +36,22 @@ class GrpcResponseTemplate:
     """A serialized response but for its request's id and its tensors' bytes, whose sizes are known;
     those in regions have none."""
 
-    __slots__ = ("_before", "_pieces")
+    __slots__ = ("_before", "_form")
 
     def __init__(self, before: Sequence[bytes | memoryview], sizes: Sequence[int | None]) -> None:
         pieces = [_RAW_OUTPUT + varint(size or 0) for size in sizes]
         in_regions = [piece for piece, size in zip(pieces, sizes, strict=True) if size is None]
         assert len(in_regions) in (0, len(pieces))  # they stand in the order of the outputs
-        self._pieces = [] if in_regions else pieces
         self._before = b"".join((*before, *in_regions))
+        fields = [] if in_regions else [piece.replace(b"%", b"%%") + b"%b" for piece in pieces]
+        self._form = b"".join(fields)
 
     def fill(self, request_id: str, contents: Sequence[bytes]) -> bytes:
         """The response with these tensors to the request with this id."""
-        pieces = chain.from_iterable(zip(self._pieces, contents, strict=True))
-        return b"".join((self._before, *_id(request_id), *pieces))
+        tail = self._form % tuple(contents)
+        if not request_id:
+            return self._before + tail
+        return b"".join((self._before, *_id(request_id), tail))
 
 
 class ResponseEncoder:

@@ -11,8 +11,10 @@ stream of a body is full, or while too many pipelined requests are queued.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections import deque
 
+from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.common.tasks import settle
 from shmserve.gateway.client_identity import ClientIdentity
 from shmserve.gateway.connection_limits import LimitedConnection
@@ -23,7 +25,13 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
     make_parser,
 )
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
+from shmserve.gateway.http.request import (
+    CONTENT_LENGTH,
+    EXPECT,
+    HttpRequest,
+    Repeat,
+    WholeBody,
+)
 from shmserve.gateway.settings import GatewaySettings
 
 SMALL_BODY = 128 * 1024  # a tensor of 64 KiB is one, with its header
@@ -63,6 +71,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._cached_body_at = 0  # where in that request its body begins
         self._cached_size = 0  # of that request, with its body
         self._cached_request: HttpRequest | None = None
+        # What was found of it holds as long as these tokens do.
+        self._cached_rules: Authorisation | None = None
         self._cached_body = WholeBody()  # of each such request: one is here at a time
         self._held = b""  # a cached head, whose body should come next
         # Bytes of the last request that are not here yet; -1: nobody knows where the next begins,
@@ -121,6 +131,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         sending = self._held or (self._busy and self._content is not None)
         return self._since if sending else None
 
+    @abstractmethod
+    def _begin(self, repeat: Repeat, body: bytes) -> bool:
+        """Whether a request with the cached head is under way, without the task."""
+
     # --- bytes
 
     def data_received(self, data: bytes) -> None:
@@ -133,13 +147,21 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         waiter = self._waiter
         size = len(data)
         if waiter is None:
-            pass  # the task has not begun, handles a request, or has ended
-        elif between and size <= self._cached_size and data.startswith(self._cached_head):
+            pass  # the task has not begun, or has ended; or a request is handled, by it or without
+        elif (
+            between
+            and size <= self._cached_size
+            and self._cached_rules is self.client.listener.authorisation
+            and data.startswith(self._cached_head)
+        ):
             if size == self._cached_size:
                 request = self._cached_request
                 assert request is not None
-                body = request.content = self._cached_body
-                body.data = data[self._cached_body_at :]
+                body = data[self._cached_body_at :]
+                if request.repeat is not None and self._begin(request.repeat, body):
+                    return
+                request.content = self._cached_body
+                request.content.data = body
                 self._messages.append(request)
                 self._waiter = None
                 waiter.set_result(None)
@@ -208,6 +230,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._cached_head, self._cached_body_at = data[:head_size], head_size
             self._cached_size = size
             self._cached_request = HttpRequest(message, content, self)
+            self._cached_rules = self.client.listener.authorisation
 
     def _start_timeout(self, timeout_s: float) -> None:
         """The read timeout of what is missing from now on."""

@@ -3,6 +3,13 @@
 aiohttp's server makes a task, a request, a writer and a response for each request, a third of what
 a small inference costs here. Ours has aiohttp's parser, and handles one request after the other in
 the connection's own task. When the client leaves, that task is cancelled, wherever it is.
+
+What is like the requests before it needs no turn of that task either: it is begun as it comes, and
+written as it is answered. The task rests meanwhile, or takes it over:
+
+    data_received ──> under way ──its response──> written; the task goes on, if anything has come
+                         ├──a response that takes a task──> the task handles what is begun
+                         └──the client leaves──> cancelled
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.connection_limits import Acceptor
@@ -20,13 +27,31 @@ from shmserve.gateway.http.connection.aiohttp_parts import (
     StreamReader,
 )
 from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
-from shmserve.gateway.http.request import CONTENT_LENGTH, EXPECT, HttpRequest, WholeBody
-from shmserve.gateway.http.response import HttpResponse, error_response
+from shmserve.gateway.http.request import (
+    CONTENT_LENGTH,
+    EXPECT,
+    Begun,
+    HttpRequest,
+    Repeat,
+    WholeBody,
+)
+from shmserve.gateway.http.response import HttpResponse, drain, error_response
 from shmserve.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
+
+class Application(Protocol):
+    """What handles the requests of connections; `active` counts those that are not answered."""
+
+    active: int
+
+    async def handle(self, request: HttpRequest) -> HttpResponse:
+        """The response to a request; raises nothing."""
+
+    def left(self) -> None:
+        """A request is answered, or its client is gone."""
+
 
 _IDLE_S = 3600.0  # keep-alive connections that are idle cost nothing
 _LINGER_S = 2.0
@@ -34,18 +59,15 @@ _GOES_S = 0.5  # for the next request of a client that is told to go by its resp
 
 
 class HttpConnection(Incoming):
-    """One client's connection. `handle` gives the response to each request, and raises nothing."""
+    """One client's connection, whose requests are for `app`."""
 
-    def __init__(
-        self,
-        owner: Acceptor,
-        handle: Handle,
-        settings: GatewaySettings,
-    ) -> None:
+    def __init__(self, owner: Acceptor, app: Application, settings: GatewaySettings) -> None:
         super().__init__(asyncio.get_running_loop(), settings)
         self._owner = owner
-        self._handle = handle
+        self._app = app
         self._task: asyncio.Task[None] | None = None
+        self._underway: Begun | None = None  # without the task, or to be taken over by it
+        self._resting: asyncio.Future[None] | None = None  # the task's, meanwhile
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
 
@@ -68,6 +90,10 @@ class HttpConnection(Incoming):
                 timer.cancel()
         if self._task is not None:
             self._task.cancel()
+        underway, self._underway = self._underway, None
+        if underway is not None:
+            underway.cancel()
+            self._app.left()
         self.client.gone()
 
     def _end_if_idle(self) -> None:
@@ -85,6 +111,38 @@ class HttpConnection(Incoming):
             self._idle_timer.cancel()
         self._end_if_idle()
 
+    # --- requests without the task
+
+    def _begin(self, repeat: Repeat, body: bytes) -> bool:
+        begun = repeat(body, self._answer)
+        if begun is None:
+            return False
+        self._underway = begun
+        self._busy = True
+        self._resting, self._waiter = self._waiter, None
+        self._app.active += 1
+        return True
+
+    def _answer(self, response: bytes | None) -> None:
+        resting, self._resting = self._resting, None
+        assert resting is not None
+        if response is None:
+            resting.set_result(None)  # the task takes over
+            return
+        self._underway = None
+        self._busy = False
+        self._since = self._loop.time()
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            resting.cancel()  # the task ends with the connection
+        else:
+            transport.write(response)
+            if self._messages or self.writing_paused:
+                resting.set_result(None)
+            else:
+                self._waiter = resting
+        self._app.left()
+
     # --- requests, one after the other
 
     async def _serve_all(self) -> None:
@@ -92,9 +150,11 @@ class HttpConnection(Incoming):
         messages = self._messages
         try:
             while True:
-                if not messages:
+                while not (messages or self._underway):
                     self._waiter = self._loop.create_future()
                     await self._waiter
+                    if self.writing_paused and self.transport is not None:
+                        await drain(self, self.transport, self._settings.body_timeout_s)
                 request = self._next_request()
                 if request is None or not await self._serve(request):
                     break
@@ -117,7 +177,12 @@ class HttpConnection(Incoming):
         self._close()
 
     def _next_request(self) -> HttpRequest | None:
-        """The first one of the queue, which is handled from now on; None: it is no HTTP."""
+        """The one that is under way, or the first one of the queue, which is handled from now on;
+        None: it is no HTTP."""
+        underway, self._underway = self._underway, None
+        if underway is not None:
+            underway.request.begun = underway
+            return underway.request
         first = self._messages.popleft()
         if type(first) is HttpRequest:
             self._busy = True
@@ -134,7 +199,7 @@ class HttpConnection(Incoming):
         if type(content) is not WholeBody and not content.is_eof():
             self._content = content
             await self._await_small(request, content)
-        response = await self._handle(request)
+        response = await self._app.handle(request)
         if request.closes or (type(content) is not WholeBody and not content.is_eof()):
             response.close = True
         try:

@@ -87,12 +87,27 @@ def split(header: bytes, tail_size: int) -> tuple[Key, Sequence[bytes]]:
     return (b"\0".join(parts[::2]), 0), parts[1::2]
 
 
+def fingerprint(
+    header: bytes, tail_size: int
+) -> tuple[Key, Sequence[bytes], RequestIdentity | None]:
+    """The fingerprint of a request without its identity, the texts of its arrays of numbers, and
+    the identity that was cut out, if it has one."""
+    if header[:5] != _BEGINS_WITH_ID and b'"sequence_id"' not in header:
+        return *split(header, tail_size), None
+    kept, itself = identity(header)
+    key, arrays = split(kept, tail_size)
+    if itself is not None:
+        key = key[0], ~key[1]  # that of no header as it came
+    return key, arrays, itself
+
+
 class Known(NamedTuple):
     """A cached request; `packers` make the bytes of its inputs that are given as arrays of numbers,
-    of these."""
+    of these; `arrays` is the JSON of those arrays, to be formatted with their texts."""
 
     prepared: Prepared
     packers: list[Callable[..., bytes]]
+    arrays: bytes
 
 
 Cache = BoundedCache[Key, Known]
@@ -110,13 +125,13 @@ def repeat(
     known = cache.find(key)
     if known is None:
         return None
-    prepared, packers = known
+    prepared, packers, arrays = known
     if not packers:
         return prepared.fill(body, at)
     try:
-        arrays = zip(packers, texts, strict=True)
-        datas = [pack(*orjson.loads(b"[%b]" % text)) for pack, text in arrays]
-    except (ValueError, struct.error, OverflowError):  # it is no JSON, or other numbers
+        values = orjson.loads(arrays % tuple(texts))
+        datas = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
+    except (ValueError, TypeError, struct.error, OverflowError):  # no JSON, or other numbers
         return None
     return prepared.of(datas)
 
@@ -133,7 +148,8 @@ def remember(
     its tensors."""
     inputs = [tensor for tensor in request.inputs if tensor.data is not None]
     packers = [packer(tensor.datatype, tensor.count) for tensor in inputs]
-    known = Known(prepared, [pack for pack in packers if pack is not None])
+    form = b"[%b]" % b",".join([b"[%b]"] * arrays)
+    known = Known(prepared, [pack for pack in packers if pack is not None], form)
     if len(known.packers) == len(inputs) == arrays and (not arrays or _are_tensors(key[0], arrays)):
         for tensor in inputs:
             tensor.data = None  # this request's values are packed by now, and no other's

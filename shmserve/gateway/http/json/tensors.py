@@ -19,7 +19,8 @@ import orjson
 
 from shmserve.errors import Internal, InvalidArgument, clip
 from shmserve.gateway.http.json.parser import JsonFault
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE, NUMPY, element_count
+from shmserve.ipc.tensors.arrays import NUMPY
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
 # Values turned into text at a time: about a millisecond's work.
 _STEP = 32 * 1024

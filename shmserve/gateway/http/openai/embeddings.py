@@ -20,7 +20,7 @@ from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.request import InferOutput, InferRequest
 from shmserve.gateway.inference.submit import error_of
 from shmserve.gateway.model_table import GatewayModel
-from shmserve.ipc.tensors.datatypes import STORED
+from shmserve.ipc.tensors.arrays import STORED
 
 _FORMATS = ("float", "base64")
 _FLOATS = ("FP32", "FP16", "FP64")

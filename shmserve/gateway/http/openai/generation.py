@@ -30,7 +30,7 @@ from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, json_r
 from shmserve.gateway.http.streaming.responses import ResponseQueue
 from shmserve.gateway.inference.builder import build
 from shmserve.gateway.inference.submit import error_of, log_failure
-from shmserve.ipc.tensors.datatypes import STORED, decode_bytes
+from shmserve.ipc.tensors.arrays import STORED, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
 _DONE = SERVER_SENT_EVENTS.frame(b"[DONE]")

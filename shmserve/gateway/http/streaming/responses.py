@@ -10,7 +10,13 @@ from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.request import TRACEPARENT, HttpRequest
 from shmserve.gateway.http.response import ChunkedResponse, HttpResponse, traced
 from shmserve.gateway.inference.builder import BuiltRequest
-from shmserve.gateway.inference.submit import Message, StreamingRequest, is_last, prepare_submit
+from shmserve.gateway.inference.submit import (
+    Message,
+    StreamingRequest,
+    is_last,
+    prepare_submit,
+    submit_streaming,
+)
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -36,7 +42,7 @@ class ResponseQueue:
         client = request.connection.client
         traceparent = request.headers.get(TRACEPARENT, "")
         model, submit = prepare_submit(gateway, model, built, client, arrived_ns, 0, traceparent)
-        self.request = StreamingRequest(gateway, model, built, submit, self._heard)
+        self.request = submit_streaming(model, built, submit, self._heard)
 
     def _heard(self, _: StreamingRequest, message: Message) -> None:
         self._here.append(message)
@@ -77,7 +83,7 @@ class ResponseQueue:
         """The first one, which had the outputs `inferred`, is encoded: their memory is free, and
         the model may send another. Returns whether it was the last."""
         message = self._here.popleft()
-        self.request.release(inferred)
+        self.request.release_outputs(inferred)
         self.request.credit(inferred)
         return is_last(message)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -72,6 +72,11 @@ class StepSchedulers:
             if len(self._moved) > _MOST_MOVED:  # nothing that was lent is as old
                 del self._moved[next(iter(self._moved))]
         self._links.lose(endpoint, successor, partial(self._take, endpoint))
+
+    @property
+    def pending(self) -> Sized:
+        """As `Outbox` says."""
+        return self._links.pending
 
     def flush(self) -> None:
         """Send what is queued."""

@@ -8,9 +8,9 @@ the ensemble's client has yet to read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.inflight import InflightTable
@@ -18,7 +18,7 @@ from shmserve.ipc.memory.lent import Block, Holding, Token, releases, unread
 from shmserve.ipc.messages.inference import Cancel, Credit, Finished, Release, Responded, Submit
 from shmserve.ipc.tensors.descriptors import Place, TensorRef
 from shmserve.ipc.tensors.inference import Inferred, unpack_inferred
-from shmserve.ipc.tensors.template_cache import PlacedCache
+from shmserve.ipc.tensors.template_cache import UnpackCache
 from shmserve.scheduler.ensemble.flow import Firing
 from shmserve.scheduler.ensemble.graph import ONCE, Graph
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -49,16 +49,15 @@ class StepOutputs:
     _links: StepLinks
     _memory: EnsembleMemory
     _table: InflightTable[StepRequest]
-    _known: PlacedCache[Inferred] = field(default_factory=PlacedCache)
+
+    def __post_init__(self) -> None:
+        self._unpacked = UnpackCache(unpack_inferred)
 
     def made(self, step: StepRequest, message: Finished | Responded) -> None:
         """A step has given outputs. Raises MalformedMessage; Unavailable when their memory is gone,
         InvalidArgument when a condition lies where it cannot be read: then nothing is kept."""
         request = step.request
-        inferred = self._known.find(message.body)
-        if inferred is None:
-            inferred = unpack_inferred(message.body)
-            self._known.learn(message.body, inferred, inferred.outputs)
+        inferred = self._unpacked.unpack(message.body)
         if request.over or (step.answered and step.firing.step.index not in request.plan.decoupled):
             self.credit_discarded(step, message)
             self._release(step, inferred.outputs)
@@ -78,10 +77,11 @@ class StepOutputs:
 
     def _values(self, step: StepRequest, inferred: Inferred, more_follow: bool) -> dict[str, Value]:
         """The outputs of a response; `more_follow`: once nobody uses it, the next may come."""
-        given = inferred.parameters
-        override = {key: given[key] for key in _OVERRIDES if key in given}
-        override = override or _inherited(step.firing)
-        held = _held_back(step)
+        given, firing = inferred.parameters, step.firing
+        override = {key: given[key] for key in _OVERRIDES if key in given} if given else {}
+        override = override or step.override
+        follows_many = step.request.plan.follows[firing.step.index] != ONCE
+        held = _held_back(firing) if follows_many else ()
         own = Holding(lambda: self._credit(step)) if more_follow else None
         if own is not None:
             held = (*held, own)
@@ -90,7 +90,7 @@ class StepOutputs:
         try:
             for tensor in inferred.outputs:
                 holds = True
-                if step.firing.step.outputs.get(tensor.name) in self._graph.conditions:
+                if firing.step.outputs.get(tensor.name) in self._graph.conditions:
                     holds = self._memory.any_true(tensor)
                 kept, memory = self._keep(step, tensor)
                 values[tensor.name] = Value(
@@ -167,18 +167,7 @@ def _returned(step: StepRequest, place: Place, block: Block) -> Block:
     return block
 
 
-def _inherited(firing: Firing) -> dict[str, Any]:
-    """The sequence's parameters that the inputs of a step came with."""
-    found: dict[str, Any] = {}
-    for value in firing.inputs.values():
-        if value.override:
-            found.update(value.override)
-    return found
-
-
-def _held_back(step: StepRequest) -> tuple[Token, ...]:
+def _held_back(firing: Firing) -> tuple[Token, ...]:
     """The credits of the responses that a step's inputs came of."""
-    if step.request.plan.follows[step.firing.step.index] == ONCE:
-        return ()
-    found = (credit for value in step.firing.inputs.values() for credit in value.held_credits)
+    found = (credit for value in firing.inputs.values() for credit in value.held_credits)
     return tuple(dict.fromkeys(found))

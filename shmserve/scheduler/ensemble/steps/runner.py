@@ -30,6 +30,7 @@ from shmserve.scheduler.ensemble.requests import EnsembleRequest, StepRequest, S
 from shmserve.scheduler.ensemble.steps.outputs import StepLinks, StepOutputs
 from shmserve.scheduler.ensemble.steps.submission import prepare
 from shmserve.scheduler.ensemble.steps.targets import Target, Targets
+from shmserve.scheduler.ensemble.values import overrides
 from shmserve.scheduler.requests.request import OVER
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,8 @@ class StepRunner(Steps):
         number = next(self._numbers)
         try:
             target = self._targets.find(firing.step)
-            step = StepRequest(OVER, target.endpoint, self, request, firing, target)
+            override = overrides(firing.inputs.values())
+            step = StepRequest(OVER, target.endpoint, self, request, firing, target, override)
             prepare(step, number, self._graph, self._memory, self._live.now_ns)
         except ShmserveError as error:
             let_go(firing)

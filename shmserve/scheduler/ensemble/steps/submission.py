@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shmserve.errors import Unsupported
@@ -36,13 +36,12 @@ def prepare(
     """Make the message that submits a step to its scheduler, with this number, and find its outputs
     their places. Raises InvalidArgument when the inputs do not fit its model, Unavailable when the
     arena is full."""
-    inputs = [_input(name, value, step, memory) for name, value in step.firing.inputs.items()]
-    form = _form(step, graph, inputs)
+    form = _form(step, graph, memory)
     devices, outputs = step.request.plan.devices, step.firing.step.outputs
     try:
         for name, byte_size in form.known.items():
             step.placed[name] = memory.allocate(byte_size, devices.get(outputs[name]))
-        step.submit = _submit(number, step, form, inputs, now_ns)
+        step.submit = _submit(number, step, form, _work(step, form, memory), now_ns)
     except BaseException:
         for block in step.placed.values():
             block.release()
@@ -50,17 +49,14 @@ def prepare(
     step.given = form.given
 
 
-def _submit(
-    number: int, step: StepRequest, form: _Form, inputs: list[TensorRef], now_ns: int
-) -> Submit:
-    """The message, whose outputs go to where they are `placed`."""
+def _submit(number: int, step: StepRequest, form: _Form, work: bytes, now_ns: int) -> Submit:
     request, origin = step.request, step.request.submit
-    correlation_id, flags = sequence_of(origin, step.firing.inputs.values())
+    correlation_id, flags = sequence_of(origin, step.override)
     return make_submit(
         number,
         form.fit,
         now_ns,
-        _work(step, form, inputs),
+        work,
         request_id=origin.request_id,
         priority=origin.priority,
         timeout_us=origin.timeout_us,
@@ -72,15 +68,18 @@ def _submit(
     )
 
 
-def _work(step: StepRequest, form: _Form, inputs: list[TensorRef]) -> bytes:
-    """The packed `Inference`: from the template where all that is new are the bytes of inputs."""
+def _work(step: StepRequest, form: _Form, memory: EnsembleMemory) -> bytes:
+    """The packed `Inference`, whose outputs go to where they are `placed`: from the template where
+    all that is new are the bytes of inputs."""
+    values = step.firing.inputs.values()
     parameters, placed = step.request.inference.parameters, step.placed
     if form.template is not None and not parameters:
-        return form.template.fill([tensor.data for tensor in inputs])  # type: ignore[misc]
+        return form.template.fill([value.tensor.data for value in values])  # type: ignore[misc, union-attr]
+    inputs = _inputs(step, form.shapes, memory)
     outputs = form.wanted
     if placed:
         # A client's own memory is no place for what others read.
-        ours = all(value.in_block for value in step.firing.inputs.values())
+        ours = all(value.in_block for value in values)
         outputs = tuple(
             RequestedOutput(output.name, placed[output.name].place, ours)
             if output.name in placed
@@ -91,10 +90,12 @@ def _work(step: StepRequest, form: _Form, inputs: list[TensorRef]) -> bytes:
 
 
 class _Form(NamedTuple):
-    """The common part of a step's requests that are described alike: what is asked for, the sizes
-    of what is to be placed, and, where all is `inline`, the template of what is packed."""
+    """The common part of a step's requests whose inputs are described alike: the shapes that these
+    have for its model, what is asked for, the sizes of what is to be placed, and, where all is
+    `inline`, the template of what is packed."""
 
     fit: BatchFit
+    shapes: tuple[tuple[int, ...], ...]
     wanted: tuple[RequestedOutput, ...]
     known: dict[str, int]
     given: frozenset[str]
@@ -102,32 +103,57 @@ class _Form(NamedTuple):
     template: PackedTemplate | None = None
 
 
-def _form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
+def _form(step: StepRequest, graph: Graph, memory: EnsembleMemory) -> _Form:
     """Raises InvalidArgument when the inputs do not fit the step's model."""
     # What a client places, it places anew each time.
     if step.request.placed:
-        return _new_form(step, graph, inputs)
-    key = (step.firing.step.index, step.target.signature, *map(described, inputs))
+        return _new_form(step, graph, memory)
+    key: list[Any] = [step.firing.step.index, step.target.signature]
+    for name, value in step.firing.inputs.items():
+        key += (name, value.batched, *described(value.given))
     forms: dict[Any, _Form] = step.request.plan.forms
-    form = forms.get(key)
+    form = forms.get(at := tuple(key))
     if form is None:
-        form = _new_form(step, graph, inputs)
+        form = _new_form(step, graph, memory)
         if len(forms) >= _MOST_FORMS:
             forms.clear()
-        forms[key] = form
+        forms[at] = form
     elif form.inline and form.template is None:  # not for one that never comes again
-        template = PackedTemplate(Inference(tuple(inputs), form.wanted))
-        form = forms[key] = form._replace(template=template)
+        inputs = tuple(_inputs(step, form.shapes, memory))
+        form = forms[at] = form._replace(template=PackedTemplate(Inference(inputs, form.wanted)))
     return form
 
 
-def _new_form(step: StepRequest, graph: Graph, inputs: list[TensorRef]) -> _Form:
+def _new_form(step: StepRequest, graph: Graph, memory: EnsembleMemory) -> _Form:
     wanted, target = _wanted(step.request, step.firing), step.target
+    shapes = tuple(_shape(name, value, target) for name, value in step.firing.inputs.items())
+    inputs = _inputs(step, shapes, memory)
     fit = target.signature.check(step.request.submit.request_id, inputs, wanted)
     sizes = placed_sizes(step.firing.step, target, graph, fit.batch_size, wanted)
     given = frozenset(output.name for output in wanted if output.place is not None)
-    inline = all(isinstance(tensor.data, bytes) for tensor in inputs)
-    return _Form(fit, wanted, sizes, given, inline and not sizes and not given)
+    inline = all(isinstance(tensor.data, bytes) for tensor in inputs) and not sizes and not given
+    return _Form(fit, shapes, wanted, sizes, given, inline)
+
+
+def _shape(name: str, value: Value, target: Target) -> tuple[int, ...]:
+    """The shape of an input as the step's model takes it."""
+    shape, spec = value.given.shape, target.signature.inputs.get(name)
+    if spec is None:
+        return shape
+    return fitted(shape, spec.dims, target.signature.max_batch_size > 0, value.batched)
+
+
+def _inputs(
+    step: StepRequest, shapes: Iterable[tuple[int, ...]], memory: EnsembleMemory
+) -> list[TensorRef]:
+    inputs: list[TensorRef] = []
+    for (name, value), shape in zip(step.firing.inputs.items(), shapes, strict=True):
+        tensor = value.given
+        data = tensor.data
+        if isinstance(data, Place):
+            data = memory.passed_on(data)
+        inputs.append(TensorRef(name, tensor.datatype, shape, data))
+    return inputs
 
 
 def fitted(
@@ -140,18 +166,6 @@ def fitted(
     if batched and not batches and shape[:1] == (1,) and agree(dims, shape[1:]):
         return shape if agree(dims, shape) else shape[1:]
     return shape
-
-
-def _input(name: str, value: Value, step: StepRequest, memory: EnsembleMemory) -> TensorRef:
-    tensor, signature = value.tensor, step.target.signature
-    assert tensor is not None
-    spec, data = signature.inputs.get(name), tensor.data
-    shape = tensor.shape
-    if spec is not None:
-        shape = fitted(shape, spec.dims, signature.max_batch_size > 0, value.batched)
-    if isinstance(data, Place):
-        data = memory.passed_on(data)
-    return TensorRef(name, tensor.datatype, shape, data)
 
 
 def _wanted(request: EnsembleRequest, firing: Firing) -> tuple[RequestedOutput, ...]:
@@ -195,12 +209,12 @@ def placed_sizes(
     return known if sum(known.values()) > INLINE_LIMIT else {}
 
 
-def sequence_of(submit: Submit, values: Iterable[Value]) -> tuple[int | str, int]:
-    """The correlation id and the flags that go with these tensors: the request's own, unless a
+def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+    """The correlation id and the flags that go with some tensors: the request's own, unless a
     response that one of them came with has others."""
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
     flags = submit.flags
-    for override in [value.override for value in values if value.override]:
+    if override:
         correlation_id = override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
             if key in override:

@@ -36,12 +36,14 @@ class Targets(StepModels):
         self._names = frozenset(step.model for step in graph.steps)
         self._known: dict[str, dict[str, Target]] = {}
         self._latest: dict[str, str] = {}
+        self._of_steps: dict[int, Target] = {}  # as found since the last news
         self.changes = 0
 
     def publish(self, message: ModelPublished) -> None:
         """A version may be called, or is somewhere else now."""
         if message.name not in self._names:
             return
+        self._of_steps.clear()
         versions = self._known.setdefault(message.name, {})
         known = versions.get(message.version)
         if known is None or known.config != message.config:
@@ -59,6 +61,7 @@ class Targets(StepModels):
     def move(self, endpoint: str, successor: str) -> None:
         """Another scheduler serves what the one at `endpoint` did; "": none does. Until then a
         version that was withdrawn takes what requests have begun."""
+        self._of_steps.clear()
         for versions in self._known.values():
             for version, target in list(versions.items()):
                 if target.endpoint != endpoint:
@@ -71,6 +74,12 @@ class Targets(StepModels):
 
     def find(self, step: Step) -> Target:
         """The target that runs a step now; raises Unavailable."""
+        target = self._of_steps.get(step.index)
+        if target is None:
+            target = self._of_steps[step.index] = self._find(step)
+        return target
+
+    def _find(self, step: Step) -> Target:
         versions = self._known.get(step.model, {})
         target = versions.get(step.version or self._latest.get(step.model, ""))
         if target is None:

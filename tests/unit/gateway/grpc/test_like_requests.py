@@ -16,12 +16,16 @@ import pytest
 from shmserve.gateway.http import body as http
 from shmserve.gateway.http.request import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.builder import BuiltRequest
+from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.ipc.tensors.inference import unpack_inference
 from tests.rigs.gateway_rig import SIMPLE, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")
 
 from shmserve.gateway.grpc import infer as grpc
+from shmserve.gateway.grpc.wire.fingerprint import split
+from shmserve.gateway.grpc.wire.prepared_requests import PreparedRequests
 from shmserve.proto import grpc_service_pb2 as pb
 
 grpc_client = pytest.importorskip("tritonclient.grpc")
@@ -59,7 +63,7 @@ def model() -> GatewayModel:
 
 @pytest.fixture
 def gateway(model: GatewayModel) -> Any:
-    models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model)
+    models = SimpleNamespace(resolve=lambda *_: model, find=lambda *_: model, revision=0)
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     nothing = {"arena": None, "body_budget": None, "regions": None}
     return SimpleNamespace(models=models, settings=settings, draining=False, **nothing)
@@ -121,6 +125,91 @@ def test_over_grpc(monkeypatch: pytest.MonkeyPatch, gateway: Any) -> None:
 
     check(asked)
     assert read.count == 1
+
+
+def _of(request_id: str, content: bytes) -> bytes:
+    request = pb.ModelInferRequest(model_name="m", id=request_id)
+    request.inputs.add(name="IN", datatype="INT8", shape=[1])
+    request.raw_input_contents.append(content)
+    return request.SerializeToString()
+
+
+def _overlong(raw: bytes, field: bytes) -> bytes:
+    """The message with the length of this field, a digit, in two bytes."""
+    assert raw.count(field) == 1
+    return raw.replace(field, field[:1] + bytes((field[1] | 128, 0)) + field[2:])
+
+
+ODD: dict[str, Callable[[int], bytes]] = {
+    "id": lambda n: _overlong(_of(str(n), b"x"), b"\x1a\x01%d" % n),
+    "contents": lambda n: _overlong(_of("", b"%d" % n), b"\x3a\x01%d" % n),
+}
+
+
+@pytest.mark.parametrize("form", ODD)
+def test_a_message_that_is_written_otherwise_is_read_as_it_is(gateway: Any, form: str) -> None:
+    """Ids and contents are what the message says, though its size is that of others."""
+    inferences = grpc.Inferences(gateway)
+    for _ in range(4):
+        for number in range(1, 4):
+            raw = ODD[form](number)
+            said = pb.ModelInferRequest.FromString(raw)
+            built = inferences._read(raw, {}, False)[1]
+            assert built.infer_request.id == said.id
+            (tensor,) = unpack_inference(built.work).inputs
+            assert tensor.data == said.raw_input_contents[0]
+
+
+def test_ids_and_values_are_cut_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, gateway: Any
+) -> None:
+    """Whatever bytes are in them: those of fields, too. Few are looked at field by field: the first
+    ones of each length."""
+    split = Read(monkeypatch, grpc, "split")
+    inferences = grpc.Inferences(gateway)
+    asked = 0
+    for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
+        for value in (b"x", b"\x1a", b":"):
+            built = inferences._read(_of(request_id, value), {}, False)[1]
+            asked += 1
+            assert built.infer_request.id == request_id
+            (tensor,) = unpack_inference(built.work).inputs
+            assert tensor.data == value
+    assert split.count < asked / 3
+    broken = _of("7", b"x").replace(b"\x017", b"\x01\xff")
+    with pytest.raises(grpc.RequestRefused):
+        inferences._read(broken, {}, False)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_id_is_not_taken_for_contents_nor_they_for_it(gateway: Any, first: int) -> None:
+    """Though messages of one size have them in one place."""
+    named = _of("", b"")[:-2] + b"\x1a\x01i" + b"\x3a\x01x"  # the id behind the inputs
+    plain = pb.ModelInferRequest(model_name="m")
+    plain.inputs.add(name="IN", datatype="INT8", shape=[1])
+    two = plain.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
+    assert len(named) == len(two)
+    prepared = PreparedRequests(gateway.models)
+    built = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
+    for turn in range(4):
+        for which in (first, 1 - first):
+            raw, seen = (named, two)[which], built[which]
+            parts = split(raw)
+            assert parts is not None
+            known: Any = SimpleNamespace(
+                of=lambda datas, seen=seen: (
+                    seen.contents.append(list(datas))
+                    or SimpleNamespace(identify=lambda itself: seen.ids.append(itself.request_id))
+                )
+            )
+            found = prepared.find(raw) or prepared.repeat(raw, parts)
+            assert (found is not None) == bool(turn)
+            if found is None:
+                request = InferRequest(parts.identity.request_id, [], [])
+                model: Any = gateway.models.find()
+                prepared.remember(parts, request, model, known)
+    assert built[0].contents == [[b"x"]] * 3
+    assert built[1].contents == [[b"i", b"x"]] * 3
 
 
 @pytest.fixture

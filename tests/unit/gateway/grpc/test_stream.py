@@ -23,8 +23,8 @@ class Asked(Submitted):
 
     done = True
 
-    def when_done(self, action: Callable[[Submitted], None]) -> None:
-        action(self)
+    def when_done(self, action: Callable[[], None]) -> None:
+        action()
 
     def response(self) -> bytes:
         return bytes(40_000)  # no other is written with it

@@ -233,6 +233,16 @@ def test_what_is_wrong_is_said_by_the_long_way(text: str) -> None:
     assert short_way(cache, one("[5, 6]")) is not None
 
 
+def test_what_looks_like_a_fingerprint_is_no_request() -> None:
+    """It has no arrays, and the key of one that has."""
+    cache = made()
+    for known in ("[1, 2]", "[3, 4]"):
+        short_way(cache, one(known))
+    cut = one("[1, 2]").replace(b'"data": [1, 2]', b"\0")
+    assert split(cut, 0) == (split(one("[1, 2]"), 0)[0], ())
+    assert short_way(cache, cut) is None
+
+
 def test_numbers_that_are_no_tensors_are_not_taken_for_them() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
     cache = made()

@@ -33,7 +33,8 @@ from shmserve.gateway.http.json.parser import JsonFault, loads
 from shmserve.gateway.inference.builder import check_room, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.datatypes import NUMPY, decode_bytes, element_count
+from shmserve.ipc.tensors.arrays import NUMPY, decode_bytes
+from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
 from shmserve.ipc.tensors.signature import Signature

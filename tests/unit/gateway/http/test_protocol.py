@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,11 @@ from shmserve.common.access.auth_tokens import Authorisation
 from shmserve.gateway.client_identity import ListenerKind, ListenerRules
 from shmserve.gateway.connection_limits import Acceptor, LimitedConnection
 from shmserve.gateway.http.body import Body
-from shmserve.gateway.http.connection.protocol import Handle, HttpConnection
-from shmserve.gateway.http.request import HttpRequest
-from shmserve.gateway.http.response import HttpResponse, json_response
+from shmserve.gateway.http.connection.protocol import HttpConnection
+from shmserve.gateway.http.request import Answer, HttpRequest
+from shmserve.gateway.http.response import HttpResponse, json_response, written
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
+from shmserve.gateway.process import ActiveCount
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.clocks import Clock
 
@@ -65,13 +67,88 @@ class Transport(asyncio.Transport):
         pass
 
 
-async def repeat(request: HttpRequest) -> HttpResponse:
+Handle = Callable[[HttpRequest], Awaitable[HttpResponse]]
+
+
+class App(ActiveCount):
+    """Answers with a function, and counts."""
+
+    def __init__(self, answer: Handle) -> None:
+        super().__init__()
+        self.answer = answer
+
+    async def handle(self, request: HttpRequest) -> HttpResponse:
+        begun, request.begun = request.begun, None
+        if begun is None:
+            self.active += 1
+        response = await (self.answer(request) if begun is None else begun.response())
+        response.on_sent = self.left
+        return response
+
+
+def said(request: HttpRequest, body: bytes) -> HttpResponse:
     """What was asked, as it was understood."""
+    long = request.headers.get("X-Long", "")
+    return json_response([request.method, request.target, len(long), body.decode("latin-1")])
+
+
+async def repeat(request: HttpRequest) -> HttpResponse:
     body = await Body(request, _SETTINGS, BodyBudget(1 << 20, MallocTrim())).read(
         1 << 20, "{size} {limit}"
     )
-    long = request.headers.get("X-Long", "")
-    return json_response([request.method, request.target, len(long), body.decode("latin-1")])
+    return said(request, body)
+
+
+class Underway:
+    """A request without a task: it is answered after a turn of the loop and so many more, with
+    bytes or by the task, or never (-1)."""
+
+    def __init__(
+        self, request: HttpRequest, body: bytes, answer: Answer, turns: int, *, whole: bool
+    ) -> None:
+        self.request = request
+        self.cancelled = False
+        self._response = said(request, body)
+        self._answer = answer
+        self._whole = whole
+        if turns >= 0:
+            asyncio.get_running_loop().call_soon(self.go_on, turns)
+
+    def go_on(self, turns: int) -> None:
+        if self.cancelled:
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self.go_on, turns - 1)
+        else:
+            response = self._response
+            self._answer(written(response.headers, response.pieces) if self._whole else None)
+
+    async def response(self) -> HttpResponse:
+        await asyncio.sleep(0)
+        return self._response
+
+    def cancel(self) -> None:
+        assert not self.cancelled
+        self.cancelled = True
+
+
+class Repeats:
+    """Repeats what is asked, as `repeat`; where a head comes again, in these ways, one after the
+    other: without a task, after so many turns, or (None) as ever."""
+
+    def __init__(self, *ways: tuple[int, bool] | None) -> None:
+        self._ways = itertools.cycle(ways or (None,))
+        self.begun: list[Underway] = []
+
+    async def __call__(self, request: HttpRequest) -> HttpResponse:
+        def begin(body: bytes, answer: Answer) -> Underway | None:
+            if (way := next(self._ways)) is None:
+                return None
+            self.begun.append(Underway(request, body, answer, way[0], whole=way[1]))
+            return self.begun[-1]
+
+        request.repeat = begin
+        return await repeat(request)
 
 
 def packed(method: str, path: str, lines: tuple[str, ...], body: bytes, how: str) -> bytes:
@@ -103,7 +180,7 @@ def connected(
 ) -> tuple[HttpConnection, Transport]:
     """A new connection whose requests are repeated, or answered otherwise."""
     listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
-    make = partial(HttpConnection, handle=answer, settings=settings)
+    make = partial(HttpConnection, app=App(answer), settings=settings)
     connection = Acceptor(make, listener, 10)()
     assert isinstance(connection, HttpConnection)
     transport = Transport()
@@ -111,10 +188,12 @@ def connected(
     return connection, transport
 
 
-async def answers(pieces: list[tuple[bytes, int]], count: int) -> list[Any]:
+async def answers(
+    pieces: list[tuple[bytes, int]], count: int, answer: Handle = repeat
+) -> list[Any]:
     """The answers to bytes that come in `pieces`, with so many turns of the loop after each."""
     loop = asyncio.get_running_loop()
-    connection, transport = connected()
+    connection, transport = connected(answer)
     for piece, turns in pieces:
         connection.data_received(piece)
         for _ in range(turns):
@@ -126,7 +205,12 @@ async def answers(pieces: list[tuple[bytes, int]], count: int) -> list[Any]:
         found = replies(transport.written)
     connection.connection_lost(None)
     await asyncio.sleep(0)
+    assert app_of(connection).active == 0
     return found
+
+
+def app_of(connection: HttpConnection) -> Any:
+    return connection._app
 
 
 def replies(written: bytes) -> list[Any]:
@@ -146,11 +230,17 @@ def replies(written: bytes) -> list[Any]:
     st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12)), max_size=12),
     st.lists(st.booleans(), min_size=8, max_size=8),
     st.integers(0, 12),
+    st.lists(st.none() | st.tuples(st.integers(0, 3), st.booleans()), max_size=4),
 )
 def test_every_request_is_answered_with_its_own(
-    asked: list[Asked], cuts: list[tuple[int, int]], behind: list[bool], turns: int
+    asked: list[Asked],
+    cuts: list[tuple[int, int]],
+    behind: list[bool],
+    turns: int,
+    ways: list[tuple[int, bool] | None],
 ) -> None:
-    """Cut anywhere, with heads and bodies apart or together, and more than one at a time."""
+    """Cut anywhere, with heads and bodies apart or together, and more than one at a time; by the
+    connection's task or without it."""
     marks: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
     for (head, body, how), apart in zip(asked, behind, strict=False):
@@ -169,7 +259,7 @@ def test_every_request_is_answered_with_its_own(
         [method, path, 50 * len(lines), body.decode("latin-1")]
         for (method, path, lines), body, _ in asked
     ]
-    assert asyncio.run(answers(pieces, len(asked))) == wanted
+    assert asyncio.run(answers(pieces, len(asked), Repeats(*ways))) == wanted
 
 
 def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
@@ -195,6 +285,97 @@ def test_what_was_found_of_a_head_is_kept_for_the_same_head_alone() -> None:
 
     # The head that comes again is cached, and what is found of it when it comes once more.
     assert asyncio.run(run()) == [[False, False, True, False, False, False]] * 2
+
+
+def test_what_was_found_of_a_head_is_kept_no_longer_than_the_tokens() -> None:
+    """A token that is taken back opens nothing more, on connections that are there either."""
+
+    async def first(request: HttpRequest) -> HttpResponse:
+        found, request.match = request.match is not None, (first, ())
+        return json_response(found)
+
+    async def run() -> list[Any]:
+        connection, transport = connected(first)
+        await settle()
+        for asked in range(5):
+            if asked == 3:
+                listener = connection.client.listener
+                listener.authorisation = listener.authorisation.with_tokens({})
+            connection.data_received(packed("POST", "/a", (), b"{}", "length"))
+            await settle()
+        connection.connection_lost(None)
+        await settle()
+        return replies(transport.written)
+
+    assert asyncio.run(run()) == [False, False, True, False, False]
+
+
+KNOWN = packed("POST", "/a", (), b"{}", "length")
+
+
+async def begun(way: tuple[int, bool]) -> tuple[HttpConnection, Transport, Underway]:
+    """A connection with a request that is under way without its task."""
+    repeats = Repeats(way)
+    connection, transport = connected(repeats)
+    await settle()
+    for _ in range(3):
+        connection.data_received(KNOWN)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert len(repeats.begun) == 1
+    return connection, transport, repeats.begun[0]
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_a_client_that_leaves_gives_up_what_is_under_way(*, taken_over: bool) -> None:
+    """Also where the task was to take it over, and has not come to it."""
+
+    async def run() -> tuple[bool, int]:
+        connection, _, underway = await begun((-1, False))
+        if taken_over:
+            underway.go_on(0)
+        connection.connection_lost(None)
+        await settle()
+        return underway.cancelled, app_of(connection).active
+
+    assert asyncio.run(run()) == (True, 0)
+
+
+def test_what_is_answered_to_a_connection_that_ends_is_not_written() -> None:
+    async def run() -> tuple[int, int]:
+        connection, transport, underway = await begun((-1, True))
+        before = len(transport.written)
+        connection.force_close()
+        underway.go_on(0)
+        await settle()
+        connection.connection_lost(None)
+        assert not underway.cancelled
+        return len(transport.written) - before, app_of(connection).active
+
+    assert asyncio.run(run()) == (0, 0)
+
+
+def test_a_client_that_does_not_read_what_was_written_without_a_task_is_cut_off() -> None:
+    """Though it asks for nothing more."""
+
+    async def run() -> bool:
+        way = GatewaySettings(body_timeout_s=0.05)
+        repeats = Repeats((0, True))
+        connection, transport = connected(repeats, way)
+        transport.abort = aborted.set  # type: ignore[method-assign]
+        await settle()
+        for _ in range(2):
+            connection.data_received(KNOWN)
+            await settle()
+        transport.write = lambda data: connection.pause_writing()  # type: ignore[method-assign]
+        connection.data_received(KNOWN)
+        await asyncio.wait_for(aborted.wait(), 5)
+        connection.connection_lost(None)
+        await settle()
+        return bool(repeats.begun)
+
+    aborted = asyncio.Event()
+    assert asyncio.run(run())
 
 
 @pytest.mark.parametrize("meanwhile", [0, 20])
@@ -366,7 +547,7 @@ def test_a_client_that_does_not_read_does_not_put_off_the_end(
         loop = asyncio.get_running_loop()
         listener = ListenerRules(ListenerKind.LOOPBACK, Authorisation({}, {}), None)
         settings = GatewaySettings(body_timeout_s=0.1)
-        make = partial(HttpConnection, handle=flood, settings=settings)
+        make = partial(HttpConnection, app=App(flood), settings=settings)
         server = Kept(make, listener, 10)
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

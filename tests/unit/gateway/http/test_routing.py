@@ -45,7 +45,12 @@ class Request(SimpleNamespace):
 
         connection = SimpleNamespace(client=SimpleNamespace(refuse=refuse))
         super().__init__(
-            method=method, target=target, headers={}, match=None, connection=connection
+            method=method,
+            target=target,
+            headers={},
+            match=None,
+            begun=None,
+            connection=connection,
         )
 
 

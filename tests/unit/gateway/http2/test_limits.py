@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shmserve.gateway.http2.frames import ConnectionFault, FaultCode
 from shmserve.gateway.http2.header_blocks import encode
 from shmserve.gateway.http2.limits import Budget, Limits
+from shmserve.gateway.http2.outgoing import ResponseForm
 from tests.support.wire.http2 import (
     ACK,
     CONTINUATION,
@@ -34,6 +35,7 @@ from tests.support.wire.http2_engine import Engine
 
 PADDED, UNKNOWN = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
+FORM = ResponseForm(b"\x88", b"\x88")
 SMALL = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
 _ENOUGH = 200  # of anything, for small limits
 
@@ -111,7 +113,7 @@ def test_who_is_answered_may_give_up_as_many() -> None:
     engine = Engine(SMALL, Clock()).take(OPENED)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.sending.respond(engine.stream(number), b"\x88", (b"12345",), b"\x88")
+        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
         engine.take(GIVEN_UP["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
@@ -151,7 +153,7 @@ def test_floods(name: str) -> None:
     """A number of them at once ends it; what is answered is bounded by what comes."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
+    engine.http2.sending.respond(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     before = len(engine.sent)
@@ -166,7 +168,7 @@ def test_as_many_as_an_honest_client_sends(name: str) -> None:
     """As time allows, or with calls: it may go on."""
     clock = Clock()
     engine = Engine(SMALL, clock).take(OPENED + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.sending.respond(engine.stream(3), b"\x88", (), b"\x88")
+    engine.http2.sending.respond(engine.stream(3), FORM, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_ENOUGH):
         engine.take(CONTROL[name](2 * number))
@@ -180,7 +182,7 @@ def test_calls_earn_what_clients_say_beside_them() -> None:
     for number in range(1, 2000, 2):
         beside = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + beside)
-        engine.http2.sending.respond(engine.stream(number), b"\x88", (b"12345",), b"\x88")
+        engine.http2.sending.respond(engine.stream(number), FORM, (b"12345",))
     assert engine.gone is None
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.frames import FaultCode
+from shmserve.gateway.http2.outgoing import ResponseForm
 from tests.support.wire.http2 import (
     CONTINUATION,
     DATA,
@@ -24,6 +25,7 @@ from tests.support.wire.http2 import (
 from tests.support.wire.http2_engine import Engine, Frame
 
 HEAD, TRAILERS = b"\x88", b"\x00\x01t\x01t"
+FORM = ResponseForm(HEAD, TRAILERS)
 INITIAL_WINDOW, MAX_FRAME = 4, 5
 _STREAMS = (1, 3, 5)
 
@@ -101,7 +103,7 @@ class Client:
             self.trailers.add(stream)
             pieces = (bytes(size // 2), b"", bytes(size - size // 2))
             self.queued[stream] += b"".join(pieces)
-            self.sending.respond(target, HEAD, pieces, TRAILERS)
+            self.sending.respond(target, FORM, pieces)
         elif what == "grant" and stream not in self.over | self.given_up:
             self.windows[stream] += size + 1
             self.engine.take(window(stream, size + 1))
@@ -162,14 +164,14 @@ def test_a_response_is_three_frames() -> None:
     done: list[int] = []
     stream = engine.stream(1)
     stream.on_sent = lambda: done.append(1)
-    engine.http2.sending.respond(stream, HEAD, (b"01", b"23"), TRAILERS)
+    engine.http2.sending.respond(stream, FORM, (b"01", b"23"))
     assert engine.flush() == [
         Frame(HEADERS, END_HEADERS, 1, HEAD),
         Frame(DATA, 0, 1, b"0123"),
         Frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
     ]
     assert done == [1]
-    engine.http2.sending.respond(stream, HEAD, (b"again",), TRAILERS)
+    engine.http2.sending.respond(stream, FORM, (b"again",))
     engine.http2.sending.head(stream, HEAD)
     engine.http2.sending.data(stream, b"more")
     engine.http2.sending.trailers(stream, TRAILERS)
@@ -180,7 +182,7 @@ def test_a_response_is_three_frames() -> None:
 def test_a_response_to_who_has_not_said_all() -> None:
     """8.1: the rest of the request is not wanted."""
     engine = Engine().take(OPENED + begin(1, end=False))
-    engine.http2.sending.respond(engine.stream(1), HEAD, (b"no",), TRAILERS)
+    engine.http2.sending.respond(engine.stream(1), FORM, (b"no",))
     assert engine.flush()[-1] == Frame(RESET, 0, 1, struct.pack(">I", FaultCode.NO_ERROR))
 
 
@@ -241,9 +243,9 @@ def test_an_ending_waits_for_no_window() -> None:
     engine = Engine().take(OPENED + setting(INITIAL_WINDOW, 0) + begin(1, 3))
     sending = engine.http2.sending
     sending.window = 0
-    sending.respond(engine.stream(1), HEAD, (), TRAILERS)
+    sending.respond(engine.stream(1), FORM, ())
     sending.paused = True
-    sending.respond(engine.stream(3), HEAD, (), TRAILERS)
+    sending.respond(engine.stream(3), FORM, ())
     sending.paused = False
     sending.resume()
     assert not engine.http2.streams
@@ -265,7 +267,10 @@ def test_a_long_header_block_is_cut() -> None:
     """4.2, 6.10: a client need not take frames of more than 16 KiB."""
     engine = Engine().take(OPENED + begin(1, 3))
     block = bytes(40000)
-    engine.http2.sending.respond(engine.stream(1), HEAD, (b"x",), block)
+    sending, stream = engine.http2.sending, engine.stream(1)
+    sending.head(stream, HEAD)
+    sending.data(stream, b"x")
+    sending.trailers(stream, block)
     sent = engine.flush()
     assert [(it.kind, it.flags, len(it.payload)) for it in sent] == [
         (HEADERS, END_HEADERS, 1),

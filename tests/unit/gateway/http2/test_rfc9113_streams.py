@@ -8,6 +8,7 @@ import pytest
 
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.limits import Limits
+from shmserve.gateway.http2.outgoing import ResponseForm
 from tests.support.wire.http2 import (
     ACK,
     CONTINUATION,
@@ -34,6 +35,7 @@ PADDED, HAS_PRIORITY = 0x8, 0x20
 WHOLE = END_HEADERS | END_STREAM
 
 GET = post("/x")
+FORM = ResponseForm(b"\x88", b"\x88")
 BEGUN = frame(HEADERS, END_HEADERS, 1, GET)
 ASKED = frame(HEADERS, WHOLE, 1, GET)
 LAST = frame(DATA, END_STREAM, 1, b"data")
@@ -298,7 +300,7 @@ def test_a_stream_that_was_answered_in_whole() -> None:
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(OPENED + ASKED)
-        engine.http2.sending.respond(engine.stream(1), b"\x88", (b"data",), b"\x88")
+        engine.http2.sending.respond(engine.stream(1), FORM, (b"data",))
         assert not engine.http2.streams
         assert engine.take(late).gone is ends
 
@@ -311,7 +313,7 @@ def test_more_streams_than_may_be() -> None:
     assert list(engine.requests) == [1, 3]
     assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
-    engine.http2.sending.respond(engine.stream(1), b"\x88", (), b"\x88")
+    engine.http2.sending.respond(engine.stream(1), FORM, ())
     engine.check_goes_on()
 
 

@@ -109,7 +109,7 @@ def test_deadlines_of_requests_that_are_done_are_forgotten() -> None:
             rig.finish("a", rig.runs()["a"])
         else:
             rig.sent()  # it stays: the first deadline is never done
-    assert len(rig.core._live._timers) < 2000
+    assert len(rig.core._live.timers) < 2000
 
 
 class Elsewhere:

@@ -1,0 +1,226 @@
+"""Requests that are like those before them on their connection: they are begun and answered without
+a turn of its task, with no other result."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+
+from shmserve.ipc.memory.arena import Arena
+from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
+from shmserve.ipc.messages.supervision import Drain, Drained, ModelWithdrawn, SchedulerLost
+from shmserve.ipc.tensors.descriptors import TensorRef
+from shmserve.ipc.tensors.inference import Inference, Inferred
+from tests.rigs.gateway_rig import SIMPLE, Rig, Scheduler, add_sub, rig
+from tests.support.waiting import until
+from tests.support.wire.raw_http import Reply, raw_connection, read_reply
+
+HEAD = "POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n"
+WARM_UPS = 5
+ARENA = 1 << 20
+
+
+def packed(value: Any) -> bytes:
+    """A request whose head is the same for every value of two digits."""
+    tensor = {"datatype": "INT32", "shape": [1, 16], "data": [value] * 16}
+    body = json.dumps({"inputs": [{"name": name, **tensor} for name in ("INPUT0", "INPUT1")]})
+    return (HEAD.format(len(body)) + body).encode()
+
+
+@dataclass
+class Asked:
+    """A connection that has asked the same often enough, and its gateway and scheduler."""
+
+    gateway: Rig
+    scheduler: Scheduler
+    connection: socket.socket
+
+    def ask(self, value: Any) -> Reply:
+        """The reply to one more."""
+        self.connection.sendall(packed(value))
+        return read_reply(self.connection)
+
+    def hold(self, value: int) -> None:
+        """Send one more, which the scheduler has and keeps."""
+        self.scheduler.held = True
+        self.connection.sendall(packed(value))
+        until("the request is there", lambda: self.scheduler.waiting)
+
+    def is_right(self, value: int) -> bool:
+        """Whether one more is answered rightly."""
+        self.scheduler.held = False
+        return sums(self.ask(value)) == [2 * value] * 16
+
+
+def sums(reply: Reply) -> list[int]:
+    found: list[int] = reply.ok().tensors()["OUTPUT0"].ravel().tolist()
+    return found
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    with rig(tmp_path, arena_byte_size=ARENA) as gateway:
+        scheduler = gateway.scheduler(add_sub)
+        gateway.publish(SIMPLE, scheduler)
+        gateway.open()
+        until("it listens", lambda: gateway.http.get("/v2/health/live").status == 200)
+        with raw_connection(gateway.port) as connection:
+            made = Asked(gateway, scheduler, connection)
+            for value in range(10, 10 + WARM_UPS):
+                assert made.is_right(value)
+            yield made
+
+
+def test_what_is_wrong_is_said(asked: Asked) -> None:
+    assert "attempt to access JSON non-signed-integer" in asked.ask(2.5).error
+    assert asked.is_right(20)
+    assert asked.is_right(21)
+    assert asked.is_right(22)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
+)
+def test_a_failure_is_said(asked: Asked, code: str, status: int, message: str) -> None:
+    asked.hold(30)
+    ((peer, submit),) = asked.scheduler.waiting
+    asked.scheduler.waiting.clear()
+    asked.scheduler.say(peer, Failed(submit.id, code, message, 0, False))
+    reply = read_reply(asked.connection)
+    assert (reply.status, reply.error) == (status, message)
+    assert asked.is_right(31)
+
+
+def test_a_malformed_answer_is_an_internal_error(asked: Asked) -> None:
+    asked.hold(32)
+    ((peer, submit),) = asked.scheduler.waiting
+    asked.scheduler.waiting.clear()
+    asked.scheduler.say(peer, Finished(submit.id, b"garbage"))
+    reply = read_reply(asked.connection)
+    assert (reply.status, reply.error) == (500, "internal error")
+    assert asked.is_right(33)
+
+
+def test_an_answer_of_another_form_is_given(asked: Asked) -> None:
+    """Of other outputs, in the memory of a worker, which is released."""
+    values = np.arange(16, dtype=np.int32)
+    arena = Arena(ARENA)
+    place = arena.allocate(values.nbytes)
+    arena.view(place)[:] = values.tobytes()
+
+    def compute(request: Inference) -> Inferred:
+        return Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), place),))
+
+    asked.scheduler.compute = compute
+    reply = asked.ask(40)
+    assert reply.ok().tensors()["OUTPUT0"].ravel().tolist() == values.tolist()
+    release = Release(os.getpid(), [place.offset])
+    until("its output is released", lambda: release in asked.scheduler.others)
+    asked.scheduler.compute = add_sub
+    assert asked.is_right(41)
+    arena.close()
+
+
+def test_numbers_that_json_has_no_form_for_are_refused_as_ever(asked: Asked) -> None:
+    """Or sent as they always are: the long way writes them."""
+
+    def compute(value: float) -> Callable[[Inference], Inferred]:
+        data = np.full((1, 16), value, np.float32).tobytes()
+        return lambda request: Inferred((TensorRef("OUTPUT0", "FP32", (1, 16), data),))
+
+    for value in (1.5, 2.5, 3.5):
+        asked.scheduler.compute = compute(value)
+        assert asked.ask(50).ok().tensors()["OUTPUT0"].ravel().tolist() == [value] * 16
+    asked.scheduler.compute = compute(float("nan"))
+    first, second = asked.ask(50), asked.ask(51)
+    assert (first.status, first.body) == (second.status, second.body)
+
+
+def test_who_leaves_cancels_it(asked: Asked) -> None:
+    asked.hold(60)
+    ((_, submit),) = asked.scheduler.waiting
+    asked.connection.close()
+    until("it is cancelled", lambda: Cancel(submit.id) in asked.scheduler.others)
+    asked.scheduler.answer_all()
+    asked.gateway.tell(Drain())
+    until("nothing is left of it", lambda: asked.gateway.heard_of(Drained))
+
+
+def test_what_comes_behind_it_is_answered_behind_it(asked: Asked) -> None:
+    """Whether it is like it or not, and whole or not."""
+    asked.hold(61)
+    other = b"GET /v2/models/simple HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    asked.connection.sendall(packed(62) + other + packed(63)[:50])
+    asked.gateway.http.get("/v2/health/live").ok()  # the gateway has had its turn
+    asked.scheduler.held = False
+    asked.scheduler.answer_all()
+    with asked.connection.makefile("rb") as stream:
+        found = [_next_json(stream) for _ in range(3)]
+        asked.connection.sendall(packed(63)[50:])
+        found.append(_next_json(stream))
+    (first, second, model, last) = found
+    assert [each["outputs"][0]["data"][0] for each in (first, second, last)] == [122, 124, 126]
+    assert model["name"] == "simple"
+
+
+def _next_json(stream: BinaryIO) -> Any:
+    size = 0
+    while (line := stream.readline()) != b"\r\n":
+        if line.startswith(b"Content-Length"):
+            size = int(line.split()[1])
+    return json.loads(stream.read(size))
+
+
+def test_a_lost_scheduler_costs_no_answer(asked: Asked) -> None:
+    asked.hold(64)
+    asked.scheduler.close()
+    successor = asked.gateway.scheduler(add_sub)
+    asked.gateway.tell(SchedulerLost(asked.scheduler.endpoint, successor.endpoint))
+    assert sums(read_reply(asked.connection)) == [128] * 16
+    asked.scheduler = successor
+    assert asked.is_right(65)
+
+
+def test_a_model_that_moved_is_called_where_it_is(asked: Asked) -> None:
+    """And one that was withdrawn nowhere."""
+    moved = asked.gateway.scheduler(add_sub)
+    asked.gateway.publish(SIMPLE, moved)
+    assert asked.is_right(66)
+    assert len(moved.submits) == 1
+    asked.gateway.apply(lambda number: ModelWithdrawn("simple", "1", number))
+    assert asked.ask(67).status == 404
+    assert "Request for unknown model" in asked.ask(67).error
+    asked.gateway.publish(SIMPLE, moved)
+    assert asked.is_right(68)
+
+
+def test_a_later_version_is_the_latest(asked: Asked) -> None:
+    """Though the one before it is there still."""
+    later = asked.gateway.scheduler(add_sub)
+    asked.gateway.publish(SIMPLE, later, "2")
+    assert asked.is_right(69)
+    assert len(later.submits) == 1
+
+
+def test_who_is_answered_while_the_gateway_drains_is_told_to_go(asked: Asked) -> None:
+    asked.hold(70)
+    with raw_connection(asked.gateway.port) as idle:
+        asked.gateway.http.get("/v2/health/live").ok()  # that is accepted
+        asked.gateway.tell(Drain())
+        assert idle.recv(1) == b""
+    assert not asked.gateway.heard_of(Drained)
+    asked.scheduler.answer_all()
+    reply = read_reply(asked.connection)
+    assert sums(reply) == [140] * 16
+    assert reply.headers["Connection"] == "close"
+    assert asked.connection.recv(1) == b""
+    until("it says so", lambda: asked.gateway.heard_of(Drained))
+    assert "Traceback" not in asked.gateway.log
