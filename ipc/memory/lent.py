@@ -55,16 +55,6 @@ class Token:
         return self._users > 0
 
 
-def watch(on_lost: Callable[[Token], None]) -> None:
-    """Have `on_lost` called with each token that is collected unsettled; for tests."""
-
-    def collected(token: Token) -> None:
-        if token.unsettled:
-            on_lost(token)
-
-    Token.__del__ = collected  # type: ignore[attr-defined]
-
-
 class Holding(Token):
     """A holding that ends with a call of `on_free`."""
 

@@ -17,7 +17,7 @@ _collecting: list[str] = []
 
 def _server_frames() -> list[FrameType]:
     found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(3)  # not ours, nor lent.py's
+    frame: FrameType | None = sys._getframe(2)  # not ours
     while frame is not None:
         if frame.f_code.co_filename.startswith(OURS):
             found.append(frame)
@@ -25,7 +25,9 @@ def _server_frames() -> list[FrameType]:
     return found
 
 
-def _lost(token: lent.Token) -> None:
+def _collected(token: lent.Token) -> None:
+    if not token.unsettled:
+        return
     # A test that ends drops all that it has made, and the collector finds what others have left.
     frames = [] if _collecting else _server_frames()
     if frames:
@@ -43,4 +45,4 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
 def watch() -> None:
     """Write down what is lost from now on."""
     gc.callbacks.append(_on_collection)
-    lent.watch(_lost)
+    lent.Token.__del__ = _collected  # type: ignore[attr-defined]
