@@ -38,6 +38,7 @@ _KEPT = {
     "Pool.free": 64,
     "SequenceDispatch._slots": 64,
     "Executions._early": 64,
+    "Executions._unknown": 4096,
     "GenerativeDispatch._engines": 64,
     "BlockPool.references": 1 << 10,
     "BlockPool._lengths": 1 << 10,

@@ -19,4 +19,5 @@ SEEDS: dict[int, str] = {
     711123: "a late request began, where a full queue had another one make room",
     711424: "of the instances of a successor, which come in one frame, some were not known yet",
     720367: "a worker that was told of its scheduler again forgot what that had sent",
+    910612: "as 329, where the successor had heard of one instance and not of the other",
 }

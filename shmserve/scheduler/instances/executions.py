@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,6 +129,10 @@ class Executions:
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # What instances that are still to offer themselves are to hear of their outputs, by their pid.
     _early: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
+    # The same of processes that nobody has announced, and may never: the last of it, with the pid.
+    _unknown: deque[tuple[int, ReleaseOutputs]] = field(
+        default_factory=partial(deque, maxlen=_MOST_EARLY)
+    )
 
     # --- to workers -------------------------------------------------------------------------------
 
@@ -193,20 +198,19 @@ class Executions:
         if slot is not None:
             read = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, read)
-        elif message.pid in self._pool.awaited() or (
-            # Its pid may be any, then: there is room for so many that there are not.
-            self._pool.unannounced and len(self._early) < _MOST_EARLY
+        elif (
+            message.pid in self._pool.awaited()
         ):  # a predecessor's, which will come once it has time
             early = self._early.setdefault(message.pid, [])
-            early += [
-                ReleaseOutputs(client_pid, [offset], message.memory)
-                for offset in message.offsets[: _MOST_EARLY - len(early)]
-            ]
+            early += _each(client_pid, message)[: _MOST_EARLY - len(early)]
+        else:  # which may be announced yet: clients may hear of a successor before that
+            self._unknown += [(message.pid, read) for read in _each(client_pid, message)]
 
     def forget(self, pid: int) -> None:
         """A process is gone: workers may take back what they have lent it, now that nobody here
         reads what it was to have."""
         self._early.pop(pid, None)
+        self._take_unknown(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
         for awaited in self._pool.awaited():  # a predecessor's, perhaps, that was told nothing
@@ -216,7 +220,18 @@ class Executions:
 
     def expect(self, index: int, pid: int) -> None:
         """An instance is announced, as `Pool.expect` says."""
+        early = self._take_unknown(pid)
+        if early:
+            self._early.setdefault(pid, []).extend(early)
         self._arrived(self._pool.expect(index, pid))
+
+    def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
+        """What is kept for a process that was unknown until now."""
+        taken = [read for of, read in self._unknown if of == pid]
+        if taken:
+            left = [each for each in self._unknown if each[0] != pid]
+            self._unknown = deque(left, _MOST_EARLY)
+        return taken
 
     def _arrived(self, slot: Slot | None) -> None:
         """An instance is there now, if one is: it hears what came for it before."""
@@ -378,6 +393,12 @@ def _so_far(execution: Execution | None, now_ns: int) -> Timing:
         return Timing(now_ns, 0, 0, 0)
     began_ns = execution.started_ns
     return Timing(began_ns, 0, now_ns - began_ns, 0, execution.rows, execution.reason)
+
+
+def _each(client_pid: int, message: Release) -> list[ReleaseOutputs]:
+    """A message for each output that was read: what is kept is bounded by their number."""
+    offsets = message.offsets[:_MOST_EARLY]
+    return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
 def work_of(request: ScheduledRequest) -> Work:

@@ -353,11 +353,6 @@ class Pool:
         slots = self._slots.values()
         return [slot.awaited for slot in slots if slot.awaited not in (0, slot.pid)]
 
-    @property
-    def unannounced(self) -> bool:
-        """Whether no instance was announced yet: clients may hear of a successor before that."""
-        return not self._slots
-
     # --- time and counts --------------------------------------------------------------------------
 
     def overdue(self, now_ns: int) -> list[Slot]:

@@ -212,17 +212,24 @@ def test_outputs_that_are_read_before_their_worker_has_changed_over_are_given_ba
 
 
 def test_outputs_that_are_read_before_a_successor_has_heard_of_instances_are_given_back() -> None:
-    """Clients may hear of it first. Of processes that there are not, so much is kept."""
+    """Clients may hear of it first, also after other instances were announced. Of processes that
+    there are not, so much is kept, and none of what is for those that there are goes for it."""
     rig = Rig()
     rig.client(m.Release(100, [64]))
-    for pid in range(1000, 6000):
-        rig.client(m.Release(pid, [0]))
-    assert len(rig.core.executions._early) == 4096
     rig.supervisor(InstanceExpected(0, 100), InstanceExpected(1, 101))
     rig.client(m.Release(101, [128]))
-    for index, pid, at in ((0, 100, 64), (1, 101, 128)):
+    rig.client(m.Release(102, [192, 256]))
+    for pid in range(1000, 6000):
+        rig.client(m.Release(pid, [0]))
+    rig.client(m.Release(103, list(range(9000))))
+    assert len(rig.core.executions._unknown) == 4096
+    rig.client(m.Release(102, [320, 384]))
+    rig.supervisor(InstanceExpected(2, 102))
+    for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
-        assert (peer, m.ReleaseOutputs(7000, [at])) in rig.workers.take()
+        assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
+    rig.supervisor(ProcessExited(103, ""))
+    assert not rig.core.executions._early and not rig.core.executions._unknown
 
 
 def test_a_worker_that_has_offered_itself_is_told_what_came_before_it_was_announced() -> None:
