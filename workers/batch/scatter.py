@@ -56,7 +56,7 @@ class Ready(NamedTuple):
     at: Place | None = None
 
 
-class Known(NamedTuple):
+class KnownResponse(NamedTuple):
     """What follows from the template of a request and the types and shapes of a response to it: all
     of its outputs go into the message, by a `template`, or to `places` of the client's (None: it is
     an input, and stays where that is), with which the response is `packed`. `byte_size`: of all
@@ -92,18 +92,20 @@ class ResponsePacker:
             self._templates[key] = None
         return pack_inferred(response)
 
-    def known(self, ready: list[Ready], data: list[bytes | Place], packed: bytes) -> Known | None:
+    def known(
+        self, ready: list[Ready], data: list[bytes | Place], packed: bytes
+    ) -> KnownResponse | None:
         """What the next such response is, where its outputs are all in the message, or none is."""
         byte_size = sum([item.byte_size for item in ready])
         places = [where for where in data if isinstance(where, Place)]
         if not places:
             template = self._templates.get(_wire_key(ready))
-            return None if template is None else Known(template, [], b"", byte_size)
+            return None if template is None else KnownResponse(template, [], b"", byte_size)
         if len(places) < len(data):
             return None
         pairs = zip(ready, places, strict=True)
         written = [place if item.at is None else None for item, place in pairs]
-        return Known(None, written, packed, byte_size)
+        return KnownResponse(None, written, packed, byte_size)
 
 
 def _wire_key(ready: list[Ready]) -> Any:
@@ -199,7 +201,7 @@ class Scatterer:
                 request.known[key] = known
         return packed
 
-    def _write_known(self, known: Known, response: Response) -> bytes:
+    def _write_known(self, known: KnownResponse, response: Response) -> bytes:
         """The packed response, after its outputs have been written as those of one before."""
         if known.template is not None:
             self._context.copied.outputs += known.byte_size

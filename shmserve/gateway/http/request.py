@@ -64,7 +64,7 @@ class WholeBody:
         return self.read_nowait()
 
 
-class Begun(Protocol):
+class BegunRequest(Protocol):
     """A request that is under way without a task."""
 
     request: HttpRequest
@@ -76,10 +76,10 @@ class Begun(Protocol):
         """The client is gone."""
 
 
-# Has the response written: its bytes. None: they are to be made by a task, as `Begun.response`.
+# Has the response written: its bytes. None: they are to be made by a task, as `BegunRequest.response`.
 Answer = Callable[[bytes | None], None]
 # Begins a request with this body, which is answered once, later; None: a handler is to do it.
-Repeat = Callable[[bytes, Answer], Begun | None]
+Repeat = Callable[[bytes, Answer], BegunRequest | None]
 
 
 @final
@@ -114,4 +114,4 @@ class HttpRequest:
         self.connection = connection
         self.match: Any = None
         self.repeat: Repeat | None = None
-        self.begun: Begun | None = None
+        self.begun: BegunRequest | None = None

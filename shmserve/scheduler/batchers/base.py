@@ -34,7 +34,7 @@ class Pending(Protocol):
     flush_by_ns: int
 
 
-class Backlog(Sized, Iterable[Pending], Protocol):
+class PendingRequests(Sized, Iterable[Pending], Protocol):
     """What waits, in order."""
 
 
@@ -58,13 +58,15 @@ class Batcher(Protocol):
 
     learns: bool = False
 
-    def decide(self, now_ns: int, pending: Backlog, reserve_ns: int) -> Batch | WaitUntil | None:
+    def decide(
+        self, now_ns: int, pending: PendingRequests, reserve_ns: int
+    ) -> Batch | WaitUntil | None:
         """The decision for `pending`, in its order; None when it is empty.
 
         `reserve_ns`: how long before a deadline a batch must start to be done in time.
         """
 
-    def closed(self, pending: Backlog) -> Batch | None:
+    def closed(self, pending: PendingRequests) -> Batch | None:
         """The batch at the front of `pending` that can take no further request, if there is one."""
 
     def flush(self) -> None:

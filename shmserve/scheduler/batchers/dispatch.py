@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
-from shmserve.scheduler.batchers.base import Backlog, Batch, Batcher, Closed, WaitUntil
+from shmserve.scheduler.batchers.base import Batch, Batcher, Closed, PendingRequests, WaitUntil
 from shmserve.scheduler.batchers.dynamic import DynamicBatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import Lost, Pool, Slot
@@ -109,11 +109,11 @@ class Dispatcher(ABC):
 class DefaultBatcher(Batcher):
     """The default batcher: one request an execution, in order, without a wait (pure)."""
 
-    def decide(self, now_ns: int, pending: Backlog, reserve_ns: int) -> Batch | None:
+    def decide(self, now_ns: int, pending: PendingRequests, reserve_ns: int) -> Batch | None:
         """As `Batcher` says."""
         return _ONE if pending else None
 
-    def closed(self, pending: Backlog) -> Batch | None:
+    def closed(self, pending: PendingRequests) -> Batch | None:
         """As `Batcher` says."""
         return _ONE if pending else None
 

@@ -32,7 +32,7 @@ from shmserve.workers.backends.python.response import (
     from_call,
     from_error,
 )
-from shmserve.workers.backends.python.tensor import InputTensor, Tensor
+from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
 from shmserve.workers.bls.request import CallRequest, CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
@@ -298,7 +298,7 @@ class ReceivedRequest(InferenceRequest):
         self._parameters = origin.inference.parameters
         self._outputs = origin.requested
         inputs = origin.inputs
-        self.tensors = {name: InputTensor(inputs[name], lender) for name in inputs}
+        self.tensors = {name: ReceivedTensor(inputs[name], lender) for name in inputs}
 
     def set_release_flags(self, flags: int) -> None:
         """As `InferenceRequest` says."""

@@ -21,7 +21,7 @@ from shmserve.workers.backends.python.errors import (
     to_model,
     to_server,
 )
-from shmserve.workers.backends.python.tensor import InputTensor, Tensor
+from shmserve.workers.backends.python.tensor import ReceivedTensor, Tensor
 from shmserve.workers.bls.request import CallResponse
 from shmserve.workers.bls.streams import StreamCall
 
@@ -87,7 +87,7 @@ def to_response(response: InferenceResponse) -> Response:
 
 def from_call(response: CallResponse) -> InferenceResponse:
     """Another model's response as a model sees it."""
-    made = InferenceResponse([InputTensor(output, None) for output in response.outputs])
+    made = InferenceResponse([ReceivedTensor(output, None) for output in response.outputs])
     made._parameters = response.parameters
     return made
 

@@ -169,7 +169,7 @@ class Tensor:
         return tensor
 
 
-class InputTensor(Tensor):
+class ReceivedTensor(Tensor):
     """An input of a request, or an output of another model."""
 
     __slots__ = ("_lender",)

@@ -30,7 +30,7 @@ from shmserve.gateway.http.connection.incoming import SMALL_BODY, Incoming
 from shmserve.gateway.http.request import (
     CONTENT_LENGTH,
     EXPECT,
-    Begun,
+    BegunRequest,
     HttpRequest,
     Repeat,
     WholeBody,
@@ -66,7 +66,7 @@ class HttpConnection(Incoming):
         self._owner = owner
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        self._underway: Begun | None = None  # without the task, or to be taken over by it
+        self._underway: BegunRequest | None = None  # without the task, or to be taken over by it
         self._resting: asyncio.Future[None] | None = None  # the task's, meanwhile
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_S
