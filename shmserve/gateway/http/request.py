@@ -76,7 +76,8 @@ class BegunRequest(Protocol):
         """The client is gone."""
 
 
-# Has the response written: its bytes. None: they are to be made by a task, as `BegunRequest.response`.
+# Has the response written: its bytes. None: they are to be made by a task, as
+# `BegunRequest.response`.
 Answer = Callable[[bytes | None], None]
 # Begins a request with this body, which is answered once, later; None: a handler is to do it.
 Repeat = Callable[[bytes, Answer], BegunRequest | None]
