@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, Settled, Submit
@@ -37,18 +37,6 @@ ONCE = (
 )
 
 
-class Batchable(Protocol):
-    """A request that fits its model, as the scheduler batches it: see `signature.BatchFit`."""
-
-    @property
-    def batch_size(self) -> int:
-        """0: the model does not batch."""
-
-    @property
-    def shape_key(self) -> bytes:
-        """The key that must be equal for requests to batch."""
-
-
 def stopping(request_id: str, *, of_sequence: bool = False) -> str:
     """The error text for a request that comes, or is still here, when no work begins any more; in
     Triton's words, which name one of a sequence only by an id that its client gave."""
@@ -57,9 +45,9 @@ def stopping(request_id: str, *, of_sequence: bool = False) -> str:
 
 def make_submit(
     number: int,
-    fit: Batchable,
+    schema: bytes,
+    data: list[Any],
     arrived_ns: int,
-    work: bytes,
     *,
     request_id: str = "",
     priority: int = 0,
@@ -72,7 +60,7 @@ def make_submit(
     source: int = 0,
     trace: str = "",
 ) -> Submit:
-    """The message that submits a request, whose packed `Inference` is `work`.
+    """Return the message that submits a request, of this schema and these data.
 
     The deadline is the shortest of the request's own `timeout_us`, the server's `limit_us` and the
     call's `call_limit_us`, which count from the arrival, and the caller's end `ends_ns` (monotonic
@@ -93,13 +81,12 @@ def make_submit(
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
-        fit.batch_size,
-        fit.shape_key,
+        schema,
+        data,
         arrived_ns,
         deadline_ns,
         timeout_us,
         priority,
-        work,
         request_id,
         flags,
         sequence,
@@ -225,7 +212,7 @@ class InflightTable(Generic[R]):
                 request.free()
             elif request.responses:
                 request.fail(BEGUN)
-            elif runs_once(request.submit.work):
+            elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(ONCE)
             else:
                 again.append(request)

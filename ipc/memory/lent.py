@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Release
-from shmserve.ipc.tensors.descriptors import Place, TensorRef
-from shmserve.ipc.tensors.inference import unpack_inferred
+from shmserve.ipc.tensors.descriptors import Place
+from shmserve.ipc.tensors.inference import places
 from shmserve.ipc.transport.records import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -189,23 +189,26 @@ class LentMemory:
             self._arena.close()
 
 
-def releases(outputs: Iterable[TensorRef], own: Container[int] = ()) -> list[Release]:
-    """The messages that give back the outputs of a response, one for each memory that they
-    lie in; none for what lies in a client's memory, or in `own` (ids)."""
+def releases(places: Iterable[Place], own: Container[int] = ()) -> list[Release]:
+    """Return the messages that give back the outputs of a response, one for each memory.
+
+    Args:
+        places: Where the outputs lie. Those in a client's memory have no owner to be told.
+        own: The ids of memories that are left out.
+    """
     offsets: dict[tuple[int, int], list[int]] = {}
-    for tensor in outputs:
-        place = tensor.data
-        if isinstance(place, Place):
-            memory = place.memory
-            if memory.sealed and memory.pid and memory.id not in own:
-                offsets.setdefault((memory.pid, memory.id), []).append(place.offset)
+    for place in places:
+        memory = place.memory
+        if memory.sealed and memory.pid and memory.id not in own:
+            offsets.setdefault((memory.pid, memory.id), []).append(place.offset)
     return [Release(pid, at, memory_id) for (pid, memory_id), at in offsets.items()]
 
 
-def unread(body: bytes, own: Container[int] = ()) -> list[Release]:
-    """The messages that give back what a packed response has, which nobody reads."""
+def unread(data: Iterable[Any], own: Container[int] = ()) -> list[Release]:
+    """Return the messages that give back a response's data, which nobody reads."""
     try:
-        return releases(unpack_inferred(body).outputs, own) if body else []
+        found = places(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
         return []
+    return releases(found, own) if found else []

@@ -14,7 +14,7 @@ RESCHEDULED = "RESCHEDULED"
 
 @message
 class Submit:
-    """Run this request; `work` is a packed `Inference`. `batch_size` 0: the model does not batch.
+    """Run this request; `schema` and `data` are an `Inference`, see ipc/tensors/inference.py.
 
     `request_id` is the client's own; it may be empty. `timeout_us` is the request's own limit,
     `deadline_ns` (monotonic clock) when nobody waits any more; 0: none. The sequence that
@@ -25,13 +25,12 @@ class Submit:
     """
 
     id: int
-    batch_size: int
-    shape_key: bytes
+    schema: bytes
+    data: list[Any]
     arrived_ns: int
     deadline_ns: int
     timeout_us: int
     priority: int
-    work: bytes
     request_id: str = ""
     flags: int = 0
     correlation_id: int = 0
@@ -78,11 +77,13 @@ class ReportStatistics:
 
 @message
 class Finished:
-    """The request succeeded; `body` is a packed `Inferred`. Its execution took so many ns by phase:
-    input, inference, output. `spans` of one with a `trace` are as ipc/trace.py has them."""
+    """The request succeeded; `schema` and `data` are an `Inferred`. Its execution took so many ns
+    by phase: input, inference, output. `spans` of one with a `trace` are as ipc/trace.py has
+    them."""
 
     id: int
-    body: bytes
+    schema: bytes
+    data: list[Any]
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
     output_ns: int = field(default=0, compare=False)
@@ -91,8 +92,8 @@ class Finished:
 
 @message
 class Responded:
-    """One of any number of responses to a request: a packed `Inferred`, or, with a `code`, an error
-    for the client. An empty `body` without a code is no response, only the end.
+    """One of any number of responses to a request: an `Inferred`, or, with a `code`, an error for
+    the client. An empty `schema` without a code is no response, only the end.
 
     `final`: nothing follows, and no worker has the request any more; its execution took so many ns
     by phase, as in `Finished`, which has `spans`, too.
@@ -101,7 +102,8 @@ class Responded:
     id: int
     code: str
     message: str
-    body: bytes
+    schema: bytes
+    data: list[Any]
     final: bool
     input_ns: int = field(default=0, compare=False)
     infer_ns: int = field(default=0, compare=False)
@@ -141,12 +143,14 @@ class StatisticsReported:
 
 @record
 class Work:
-    """A request as a worker gets it; `work` is a packed `Inference`, and what is said beside it is
-    as in `Submit`. What the model asks of other models on its behalf ends at the deadline too."""
+    """A request as a worker gets it; `schema` and `data` are an `Inference`, and the other fields
+    are those of `Submit`. What the model asks of other models on its behalf ends at the deadline
+    too."""
 
     key: int
     client_pid: int
-    work: bytes
+    schema: bytes
+    data: list[Any]
     request_id: str = ""
     flags: int = 0
     correlation_id: int = 0
@@ -164,12 +168,14 @@ class Work:
 
 @record
 class Reply:
-    """A batch's result for a request; `code` "" is success, and `body` then a packed `Inferred`."""
+    """A batch's result for a request; `code` "" is success, and `schema` and `data` then an
+    `Inferred`."""
 
     key: int
     code: str
     message: str
-    body: bytes
+    schema: bytes = b""
+    data: list[Any] = field(default_factory=list)
 
 
 @record
@@ -271,7 +277,8 @@ class ExecutionResponded:
     key: int
     code: str
     message: str
-    body: bytes
+    schema: bytes
+    data: list[Any]
     final: bool
     given_ns: int
     written_ns: int

@@ -17,10 +17,13 @@ them back.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
-from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+import msgpack
+
 from shmserve.ipc.tensors.ranges import fits
+from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.records import MalformedMessage, record
 
 
@@ -57,11 +60,24 @@ class Memory:
     copied: bool = False
     pinned: bool = False
     cuda: CudaHandle | None = None
+    _packed: bytes = field(init=False, default=b"", compare=False, repr=False)
 
     @classmethod
     def on_device(cls, memory_id: int, byte_size: int, handle: CudaHandle, pid: int = 0) -> Memory:
         """Device memory: the first `byte_size` bytes of what `handle` opens."""
         return cls(memory_id, pid, -1, 0, byte_size, sealed=True, cuda=handle)
+
+    @property
+    def packed(self) -> bytes:
+        """The memory as messages carry it, packed once."""
+        if not self._packed:
+            if self.cuda is not None:
+                on_device = (self.cuda.device, self.cuda.raw, self.cuda.uuid)
+                self._packed = msgpack.packb((self.id, self.pid, self.byte_size, *on_device))
+            else:
+                rest = (self.fd, self.inode, self.sealed, self.copied, self.pinned)
+                self._packed = msgpack.packb((self.id, self.pid, self.byte_size, *rest))
+        return self._packed
 
     @property
     def object(self) -> int | bytes:
@@ -97,90 +113,49 @@ class TensorRef:
     data: bytes | Place
 
 
-def described(tensor: TensorRef) -> tuple[Any, ...]:
-    """All of a tensor but its bytes and where they lie: -1 and its size where it is not in the
-    message."""
-    data = tensor.data
-    size = (len(data),) if isinstance(data, bytes) else (-1, data.byte_size)
-    return (tensor.name, tensor.datatype, tensor.shape, *size)
-
-
-def pack_place(place: Place) -> tuple[Any, ...]:
-    """A place as MessagePack takes it: 10 values, or 7 of one on a device, 8 of one of ours."""
-    memory = place.memory
-    if memory.cuda is not None:
-        handle = memory.cuda
-        return (
-            *(memory.id, memory.byte_size, handle.device, handle.raw, handle.uuid),
-            *(place.offset, place.byte_size),
-            *((memory.pid,) if memory.pid else ()),
-        )
-    return (
-        memory.id,
-        memory.pid,
-        memory.fd,
-        memory.inode,
-        memory.byte_size,
-        memory.sealed,
-        memory.copied,
-        memory.pinned,
-        place.offset,
-        place.byte_size,
-    )
+def pack_place(place: Place) -> tuple[bytes, int, int]:
+    """Return a place as messages carry it: its memory (`Memory.packed`), offset and byte size."""
+    return (place.memory.packed, place.offset, place.byte_size)
 
 
 def unpack_place(raw: Any) -> Place:
-    """The place that `pack_place` packed; raises MalformedMessage."""
-    if len(raw) < 10:
-        return _unpack_device_place(*raw)
-    ident, pid, fd, inode, size, sealed, copied, pinned, offset, byte_size = raw
-    for value in (ident, pid, fd, inode, size, offset, byte_size):
-        if type(value) is not int:
-            raise MalformedMessage("a place holds something that is not an integer")
-    if not fits(offset, byte_size, size):
+    """Return the place that `pack_place` packed.
+
+    Raises:
+        MalformedMessage: `raw` is no place, or lies outside its memory.
+    """
+    packed, offset, byte_size = raw
+    memory = _MEMORIES.find(packed) or _MEMORIES.learn(packed)
+    if type(offset) is not int or type(byte_size) is not int:
+        raise MalformedMessage("a place holds something that is not an integer")
+    if not fits(offset, byte_size, memory.byte_size):
         raise MalformedMessage("a place lies outside its memory")
-    memory = Memory(ident, pid, fd, inode, size, bool(sealed), bool(copied), bool(pinned))
     return Place(memory, offset, byte_size)
 
 
-def _unpack_device_place(
-    ident: Any,
-    size: Any,
-    device: Any,
-    handle: Any,
-    uuid: Any,
-    offset: Any,
-    byte_size: Any,
-    pid: Any = 0,
-) -> Place:
-    for value in (ident, size, offset, byte_size, device, pid):
-        if type(value) is not int:
-            raise MalformedMessage("a place holds something that is not an integer")
-    if type(handle) is not bytes or type(uuid) is not bytes or not fits(offset, byte_size, size):
-        raise MalformedMessage("a place on a device is wrong")
-    memory = Memory.on_device(ident, size, CudaHandle(handle, device, uuid), pid)
-    return Place(memory, offset, byte_size)
+def _unpack_memory(packed: bytes) -> Memory:
+    try:
+        ident, pid, byte_size, *rest = msgpack.unpackb(packed)
+        if len(rest) == 3:
+            device, handle, uuid = rest
+            numbers: tuple[Any, ...] = (ident, pid, byte_size, device)
+            if type(handle) is not bytes or type(uuid) is not bytes:
+                raise MalformedMessage("a memory on a device is wrong")
+            cuda = CudaHandle(handle, device, uuid)
+            memory = Memory.on_device(ident, byte_size, cuda, pid)
+        else:
+            fd, inode, sealed, copied, pinned = rest
+            numbers = (ident, pid, byte_size, fd, inode)
+            flags = (bool(sealed), bool(copied), bool(pinned))
+            memory = Memory(ident, pid, fd, inode, byte_size, *flags)
+    except MalformedMessage:
+        raise
+    except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+        raise MalformedMessage(f"not a memory: {error}") from error
+    if any(type(number) is not int for number in numbers):
+        raise MalformedMessage("a memory holds something that is not an integer")
+    return memory
 
 
-def pack_tensor(tensor: TensorRef) -> tuple[Any, ...]:
-    """A tensor as MessagePack takes it: name, datatype, shape, and bytes or a place."""
-    data = tensor.data
-    return (
-        tensor.name,
-        tensor.datatype,
-        tensor.shape,
-        data if type(data) is bytes else pack_place(data),  # type: ignore[arg-type]
-    )
-
-
-def unpack_tensor(raw: Any) -> TensorRef:
-    """The tensor that `pack_tensor` packed; raises MalformedMessage."""
-    name, datatype, shape, data = raw
-    if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
-        raise MalformedMessage("a tensor's name, datatype or shape is wrong")
-    for dim in shape:
-        if type(dim) is not int or dim < 0:
-            raise MalformedMessage("a tensor's dimension is wrong")
-    return TensorRef(
-        name, datatype, tuple(shape), data if type(data) is bytes else unpack_place(data)
-    )
+# Few memories are in use at a time, each by many messages.
+_MEMORIES: Schemas[Memory] = Schemas(_unpack_memory, 4096)

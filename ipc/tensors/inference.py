@@ -1,44 +1,52 @@
-"""An inference request and its response as they travel between processes, and their templates.
+"""An inference request and its response: as values, and as the schema and data of messages.
 
-What differs from one request to the next by its nature, its id, its place in a sequence and its
-limits on time, is not packed with the tensors: `Submit` and `Work` say it beside them. So requests
-that are alike are packed alike, and who has a template of one has it of all.
+    request schema   [[name, datatype, shape], ...], [[name, kind], ...], parameters
+    its data         the bytes or place of each input; the place of each output that has one
+    response schema  [[name, datatype, shape], ...], parameters
+    its data         the bytes or place of each output
+
+A place travels as `descriptors.pack_place` packs it. What differs between requests by its nature
+(id, sequence, limits on time) is beside the schema in `Submit` and `Work`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
-from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
-from shmserve.ipc.tensors.descriptors import (
-    Place,
-    TensorRef,
-    pack_place,
-    pack_tensor,
-    unpack_place,
-    unpack_tensor,
-)
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
+from shmserve.ipc.tensors.descriptors import Place, TensorRef, pack_place, unpack_place
 from shmserve.ipc.transport.records import MalformedMessage, record
 
 # All tensor bytes of one request, or of one response, up to this many travel inside the messages:
 # below it the copies through two sockets cost less than an arena's allocation and release message.
 INLINE_LIMIT = 16 * 1024
 
-# Of `Inference.flags` and `Submit.flags`: the request is the first, or the last, of its sequence.
+# Of `Submit.flags`: the request is the first, or the last, of its sequence.
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # characters of one that is a text
 
+# The kinds of a requested output in a schema.
+_ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
+
 _PACKER = msgpack.Packer()  # to make one takes as long as to pack a request
+
+# A schema and its data, as messages carry them.
+Packed = tuple[bytes, list[Any]]
 
 
 @record
 class RequestedOutput:
-    """An output the client asked for; with a `place`, its bytes go there (`byte_size` is the
-    room). `or_input`: where the model returns an input as it is, they may stay where that lies."""
+    """An output that the client asked for.
+
+    Attributes:
+        name: The output's name.
+        place: The memory range that its bytes are written to, or None.
+        or_input: Where the model returns an input as it is, it may stay where that lies.
+    """
 
     name: str
     place: Place | None = None
@@ -55,143 +63,224 @@ class Inference:
 
     @property
     def aliased(self) -> bool:
-        """Whether an output goes where an input is.
+        """Whether an output is written over an input; see `overlap`."""
+        return overlap(
+            [tensor.data for tensor in self.inputs if isinstance(tensor.data, Place)],
+            [output.place for output in self.outputs if output.place is not None],
+        )
 
-        Once a worker has begun to write, the inputs are gone: such a request can run only once, and
-        where nobody knows whether it has begun, it fails. What it would give on its own output is
-        no response.
-        """
-        inputs = [tensor.data for tensor in self.inputs if isinstance(tensor.data, Place)]
-        places = [output.place for output in self.outputs if output.place is not None]
-        return any(place.overlaps(other) for place in places for other in inputs)
 
-    def filled(self, datas: Sequence[bytes]) -> Inference:
-        """The same with these bytes of its inline tensors, in order."""
-        return Inference(_filled(self.inputs, datas), self.outputs, self.parameters)
+def overlap(inputs: Iterable[Place], outputs: Iterable[Place]) -> bool:
+    """Return whether an output is written over an input.
+
+    Once a worker has begun to write, the inputs are gone: such a request can run only once, and
+    fails where nobody knows whether it has begun. An input cannot be returned in place either.
+    """
+    return any(output.overlaps(place) for output in outputs for place in inputs)
 
 
 @record
 class Inferred:
-    """The response to an `Inference`; an output that went to the client's place carries that
-    place."""
+    """The response to an `Inference`. An output at the client's place has that place."""
 
     outputs: tuple[TensorRef, ...]
     parameters: dict[str, Any] = field(default_factory=dict)
 
-    def filled(self, datas: Sequence[bytes]) -> Inferred:
-        """The same with these bytes of its inline tensors, in order."""
-        return Inferred(_filled(self.outputs, datas), self.parameters)
+
+class TensorSchema(NamedTuple):
+    """A tensor without its data. `byte_size` is -1 for BYTES, whose size varies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    byte_size: int
 
 
-def _filled(tensors: tuple[TensorRef, ...], datas: Sequence[bytes]) -> tuple[TensorRef, ...]:
-    filled: list[TensorRef] = []
-    at = 0
-    for tensor in tensors:
-        if type(tensor.data) is bytes:
-            tensor = TensorRef(tensor.name, tensor.datatype, tensor.shape, datas[at])
-            at += 1
-        filled.append(tensor)
-    return tuple(filled)
+class OutputSchema(NamedTuple):
+    """A requested output without its place; `placed`: the data have one."""
+
+    name: str
+    placed: bool
+    or_input: bool
 
 
-def pack_inference(request: Inference) -> bytes:
-    """An `Inference` as bytes, for `Submit.work`."""
+class RequestSchema:
+    """The constant part of requests of one kind.
+
+    Attributes:
+        inputs: Names, datatypes and shapes of the inputs.
+        outputs: The requested outputs; empty: all of the model's.
+        parameters: The request's parameters.
+        count: The number of entries in the data: one per input and per placed output.
+    """
+
+    __slots__ = ("count", "inputs", "outputs", "parameters")
+
+    def __init__(self, schema: bytes) -> None:
+        """Unpack a schema. Raises MalformedMessage."""
+        try:
+            inputs, outputs, parameters = msgpack.unpackb(schema)
+            self.inputs = tuple(map(_tensor_schema, inputs))
+            self.outputs = tuple(map(_output_schema, outputs))
+            self.parameters: dict[str, Any] = _checked_parameters(parameters)
+        except MalformedMessage:
+            raise
+        except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
+            raise MalformedMessage(f"not a request's schema: {error}") from error
+        self.count = len(self.inputs) + sum(output.placed for output in self.outputs)
+
+    def inference(self, data: Sequence[Any]) -> Inference:
+        """Return the request that has these data. Raises MalformedMessage."""
+        if len(data) != self.count:
+            raise MalformedMessage("a request's data do not match its schema")
+        given = iter(data)
+        inputs = tuple([_tensor(tensor, next(given)) for tensor in self.inputs])
+        outputs = tuple(
+            RequestedOutput(name, _place(next(given)) if placed else None, or_input)
+            for name, placed, or_input in self.outputs
+        )
+        return Inference(inputs, outputs, self.parameters)
+
+
+class ResponseSchema:
+    """The constant part of responses of one kind: outputs without their data, and parameters."""
+
+    __slots__ = ("outputs", "parameters")
+
+    def __init__(self, schema: bytes) -> None:
+        """Unpack a schema. Raises MalformedMessage."""
+        try:
+            outputs, parameters = msgpack.unpackb(schema)
+            self.outputs = tuple(map(_tensor_schema, outputs))
+            self.parameters: dict[str, Any] = parameters
+        except MalformedMessage:
+            raise
+        except Exception as error:
+            raise MalformedMessage(f"not a response's schema: {error}") from error
+
+    def inferred(self, data: Sequence[Any]) -> Inferred:
+        """Return the response that has these data. Raises MalformedMessage."""
+        if len(data) != len(self.outputs):
+            raise MalformedMessage("a response's data do not match its schema")
+        outputs = [_tensor(*pair) for pair in zip(self.outputs, data, strict=True)]
+        return Inferred(tuple(outputs), self.parameters)
+
+
+def _tensor_schema(raw: Any) -> TensorSchema:
+    name, datatype, shape = raw
+    if type(name) is not str or datatype not in ITEM_SIZE or type(shape) is not list:
+        raise MalformedMessage("a tensor's name, datatype or shape is wrong")
+    for dim in shape:
+        if type(dim) is not int or dim < 0:
+            raise MalformedMessage("a tensor's dimension is wrong")
+    return tensor_schema(name, datatype, tuple(shape))
+
+
+def tensor_schema(name: str, datatype: str, shape: tuple[int, ...]) -> TensorSchema:
+    """Return the schema of a tensor, its byte size worked out."""
+    item = ITEM_SIZE[datatype]
+    return TensorSchema(name, datatype, shape, element_count(shape) * item if item else -1)
+
+
+def _output_schema(raw: Any) -> OutputSchema:
+    name, kind = raw
+    if type(name) is not str or kind not in (_ANYWHERE, _PLACED, _PLACED_OR_INPUT):
+        raise MalformedMessage("a requested output is wrong")
+    return OutputSchema(name, kind != _ANYWHERE, kind == _PLACED_OR_INPUT)
+
+
+def _checked_parameters(parameters: Any) -> dict[str, Any]:
+    if type(parameters) is not dict or not all(type(key) is str for key in parameters):
+        raise MalformedMessage("a request's parameters are wrong")
+    return parameters
+
+
+def _tensor(tensor: TensorSchema, data: Any) -> TensorRef:
+    name, datatype, shape, _ = tensor
+    return TensorRef(name, datatype, shape, data if type(data) is bytes else _place(data))
+
+
+def _place(raw: Any) -> Place:
+    try:
+        return unpack_place(raw)
+    except (TypeError, ValueError) as error:
+        raise MalformedMessage(f"not a place: {error}") from error
+
+
+def pack_request_schema(
+    inputs: Iterable[TensorRef], outputs: Iterable[RequestedOutput], parameters: dict[str, Any]
+) -> bytes:
+    """Return the schema of a request of this kind: the data of its tensors do not matter."""
     packed: bytes = _PACKER.pack(
         (
-            [pack_tensor(tensor) for tensor in request.inputs],
-            list(map(_pack_output, request.outputs)),
-            request.parameters,
-        )
-    )
-    return packed
-
-
-class PackedTemplate:
-    """A packed `Inference` or `Inferred` but for the bytes of its inline tensors, whose sizes stay.
-    `pieces` are what comes before each of these, and after the last; `form` is all of them, to be
-    formatted with these bytes."""
-
-    __slots__ = ("cut", "form", "pieces")
-
-    def __init__(self, unpacked: Inference | Inferred) -> None:
-        layout = "<"
-        self.pieces: list[bytes] = []
-        tensors, rest = _parts(unpacked)
-        packer = msgpack.Packer(autoreset=False)
-        packer.pack_array_header(1 + len(rest))
-        packer.pack_array_header(len(tensors))
-        for tensor in tensors:
-            packer.pack_array_header(4)
-            packed = pack_tensor(tensor)
-            for value in packed:
-                packer.pack(value)
-            if type(data := packed[3]) is bytes:
-                layout += f"{len(data)}s"
-                self.pieces.append(packer.bytes().removesuffix(data))
-                packer.reset()
-        for value in rest:
-            packer.pack(value)
-        self.pieces.append(packer.bytes())
-        # The bytes of its tensors, which lie one after the other in some bytes from some place on.
-        self.cut: Callable[[bytes, int], tuple[bytes, ...]] = Struct(layout).unpack_from
-        self.form = b"%b".join([piece.replace(b"%", b"%%") for piece in self.pieces])
-
-    def fill(self, datas: Iterable[bytes]) -> bytes:
-        """The packed message with these bytes of its inline tensors, in order."""
-        return self.form % tuple(datas)
-
-
-def _parts(unpacked: Inference | Inferred) -> tuple[tuple[TensorRef, ...], list[Any]]:
-    if isinstance(unpacked, Inferred):
-        return unpacked.outputs, [unpacked.parameters]
-    return unpacked.inputs, [list(map(_pack_output, unpacked.outputs)), unpacked.parameters]
-
-
-def _pack_output(output: RequestedOutput) -> tuple[Any, ...]:
-    packed = (output.name, output.place and pack_place(output.place))
-    return (*packed, True) if output.or_input else packed
-
-
-def unpack_inference(work: bytes) -> Inference:
-    """The `Inference` in `work`; raises MalformedMessage."""
-    try:
-        inputs, outputs, parameters = msgpack.unpackb(work)
-        return Inference(
-            tuple(map(unpack_tensor, inputs)),
-            tuple(
-                RequestedOutput(name, None if place is None else unpack_place(place), *or_input)
-                for name, place, *or_input in outputs
-            ),
+            [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs],
+            [(output.name, _kind(output)) for output in outputs],
             parameters,
         )
-    except MalformedMessage:
-        raise
-    except Exception as error:  # msgpack and unpacking raise many kinds; all mean the same
-        raise MalformedMessage(f"not an inference: {error}") from error
-
-
-def pack_inferred(response: Inferred) -> bytes:
-    """An `Inferred` as bytes, for `Finished.body`."""
-    packed: bytes = _PACKER.pack(
-        ([pack_tensor(tensor) for tensor in response.outputs], response.parameters)
     )
     return packed
 
 
-def unpack_inferred(body: bytes) -> Inferred:
-    """The `Inferred` in `body`; raises MalformedMessage."""
-    try:
-        outputs, parameters = msgpack.unpackb(body)
-        return Inferred(tuple(map(unpack_tensor, outputs)), parameters)
-    except MalformedMessage:
-        raise
-    except Exception as error:
-        raise MalformedMessage(f"not an answer: {error}") from error
+def _kind(output: RequestedOutput) -> int:
+    if output.place is None:
+        return _ANYWHERE
+    return _PLACED_OR_INPUT if output.or_input else _PLACED
 
 
-def runs_once(work: bytes) -> bool:
-    """Whether this packed request is `aliased`; what cannot be read fails wherever it runs."""
+def pack_inference(request: Inference) -> Packed:
+    """Return the schema and data of a request, for `Submit`."""
+    data = pack_data(tensor.data for tensor in request.inputs)
+    data += [pack_place(o.place) for o in request.outputs if o.place is not None]
+    return pack_request_schema(request.inputs, request.outputs, request.parameters), data
+
+
+def unpack_inference(schema: bytes, data: Sequence[Any]) -> Inference:
+    """Return the request with this schema and these data. Raises MalformedMessage."""
+    return RequestSchema(schema).inference(data)
+
+
+def pack_response_schema(outputs: Iterable[TensorRef], parameters: dict[str, Any]) -> bytes:
+    """Return the schema of a response of this kind: the data of its tensors do not matter."""
+    packed: bytes = _PACKER.pack(
+        ([(tensor.name, tensor.datatype, tensor.shape) for tensor in outputs], parameters)
+    )
+    return packed
+
+
+def pack_inferred(response: Inferred) -> Packed:
+    """Return the schema and data of a response, for `Finished`."""
+    schema = pack_response_schema(response.outputs, response.parameters)
+    return schema, pack_data(tensor.data for tensor in response.outputs)
+
+
+def unpack_inferred(schema: bytes, data: Sequence[Any]) -> Inferred:
+    """Return the response with this schema and these data. Raises MalformedMessage."""
+    return ResponseSchema(schema).inferred(data)
+
+
+def pack_data(data: Iterable[bytes | Place]) -> list[Any]:
+    """Return the data of tensors as messages carry them."""
+    return [each if isinstance(each, bytes) else pack_place(each) for each in data]
+
+
+def places(data: Iterable[Any]) -> list[Place]:
+    """Return the places among a message's data. Raises MalformedMessage."""
+    return [_place(each) for each in data if type(each) is not bytes]
+
+
+def byte_size_of(data: Iterable[Any]) -> int:
+    """Return the number of tensor bytes in a message's data, wherever they lie."""
+    return sum([len(each) if type(each) is bytes else each[2] for each in data])
+
+
+def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
+    """Return whether this request writes an output over an input, see `overlap`.
+
+    A request that cannot be read fails wherever it runs, so it counts as one that does not.
+    """
+    if sum([type(each) is not bytes for each in data]) < 2:
+        return False
     try:
-        return unpack_inference(work).aliased
+        return unpack_inference(schema, data).aliased
     except MalformedMessage:
         return False

@@ -8,12 +8,13 @@ Triton's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import RequestedOutput
+from shmserve.ipc.tensors.inference import OutputSchema, RequestedOutput, RequestSchema
 from shmserve.ipc.tensors.padding import Pad
 from shmserve.ipc.tensors.ranges import LARGEST
 from shmserve.ipc.transport.records import record
@@ -68,11 +69,19 @@ class Signature:
         as there: not for names that the model does not have.
         """
         try:
-            return self._check(inputs, outputs)
+            return self._check(inputs, outputs, sized=True)
         except _Unexpected as error:
             raise InvalidArgument(error.message) from None
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
+
+    def fit(self, schema: RequestSchema) -> BatchFit:
+        """Return how requests of a schema batch; the sizes of their data are not checked.
+
+        Raises:
+            InvalidArgument: Requests of this schema do not fit the model.
+        """
+        return self._check(schema.inputs, schema.outputs, sized=False)
 
     def output_size(self, name: str, batch_size: int) -> int | None:
         """The bytes of an output for a request of `batch_size`; None: only the model knows."""
@@ -82,7 +91,13 @@ class Signature:
             return None
         return element_count(spec.dims) * item * (batch_size if self.max_batch_size else 1)
 
-    def _check(self, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]) -> BatchFit:
+    def _check(
+        self,
+        inputs: Sequence[Any],
+        outputs: Iterable[RequestedOutput | OutputSchema],
+        *,
+        sized: bool,
+    ) -> BatchFit:
         seen: set[str] = set()
         for tensor in inputs:
             if tensor.name in seen:
@@ -123,14 +138,15 @@ class Signature:
                     padded[tensor.name] = shape
                 elif not spec.ragged:
                     key.append((tensor.name, shape))
-            _check_size(tensor, self.name)
+            if sized:
+                _check_size(tensor, self.name)
         # Order of inputs is the client's: equal requests must have equal keys.
         shape_key = repr(sorted(key, key=repr)).encode() if key else b""
         if self.padding is not None:
             shape_key = self.padding.key(shape_key, padded)
         return BatchFit(batch_size, shape_key)
 
-    def _batch_size(self, inputs: Sequence[TensorRef]) -> int:
+    def _batch_size(self, inputs: Sequence[Any]) -> int:
         # Before any shape is looked at: a batch dimension that is too large, or forgotten, is told.
         batch_size = -1
         for tensor in inputs:
@@ -170,7 +186,7 @@ class Signature:
             f"'{self.name}'. {got}{lost}.{hint}"
         )
 
-    def _check_dims(self, tensor: TensorRef, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         if agree(spec.dims, shape):
             return
         batched = self.max_batch_size > 0

@@ -20,7 +20,7 @@ import msgpack
 
 from shmserve.ipc.transport.records import Document, MalformedMessage, record
 
-VERSION = 2
+VERSION = 3
 _LARGE = 64 * 1024
 _PACKER = msgpack.Packer()  # to make one takes as long as to pack a message
 
@@ -117,7 +117,9 @@ def message(cls: type[T]) -> type[T]:
     closer = tuple(
         (index, _checker(kind))
         for index, kind in enumerate(kinds)
-        if typing.get_origin(kind) is list and index not in nested
+        if typing.get_origin(kind) is list
+        and index not in nested
+        and typing.get_args(kind) != (Any,)
     )
     needed = sum(f.default is MISSING for f in fields(made))  # type: ignore[arg-type]
     tag = getattr(made, "TAG", made.__name__)
